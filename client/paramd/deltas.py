@@ -78,8 +78,7 @@ def make_delta(new: memoryview, base: memoryview, element_bytes: int) -> Delta:
         within = np.bincount(found // GROUP, minlength=-(-len(mask) // GROUP))
         counts[first // GROUP : first // GROUP + len(within)] = within
         offsets.append((found % GROUP).astype("<u2").tobytes())
-    data = b"".join((counts.tobytes(), *offsets, *values))
-    return Delta(pb.DELTA_FORM_OFFSETS, changed, data)
+    return Delta(pb.DELTA_FORM_OFFSETS, changed, b"".join((counts.tobytes(), *offsets, *values)))
 
 
 def apply_delta(target: memoryview, delta: Delta, element_bytes: int) -> None:

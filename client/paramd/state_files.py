@@ -207,8 +207,7 @@ def last_lines(descriptor: int, count: int) -> list[str]:
     At most `count`, of the last `MAX_TAIL_BYTES`, each cut to `MAX_LINE_CHARS`. The file's
     position stays where it is. Raises OSError if it cannot be read.
     """
-    size = os.fstat(descriptor).st_size
-    begin = max(size - MAX_TAIL_BYTES, 0)
+    begin = max(os.fstat(descriptor).st_size - MAX_TAIL_BYTES, 0)
     found = os.pread(descriptor, MAX_TAIL_BYTES, begin).decode(errors="replace").split("\n")
     # Without the empty end of the last line, and without a first one that begins in its middle.
     lines = found if found[-1] else found[:-1]

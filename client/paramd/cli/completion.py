@@ -201,8 +201,7 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
     else:
         raise ParamdError(f"{url} is on another host and not https")
     try:
-        headers = {"authorization": f"Bearer {token}"}
-        connection.request("GET", f"/api/v1{path}", headers=headers)
+        connection.request("GET", f"/api/v1{path}", headers={"authorization": f"Bearer {token}"})
         answer = connection.getresponse()
         if answer.status != http.client.OK:
             raise ParamdError(f"{url} answered {answer.status}")

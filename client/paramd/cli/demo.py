@@ -338,8 +338,7 @@ def _tour(training: Training, folder: Path) -> None:
         _heading("Parameters", f"paramd params --job {training.job}")
         _list_params(mesh)
         _heading("Statistics of a layer, computed in place", f"paramd stats '{LAYER}'")
-        found = tensors.listing(mesh.stats(LAYER), age_s=0.0, with_histogram=False)
-        emit(found, Format.TABLE)
+        emit(tensors.listing(mesh.stats(LAYER), age_s=0.0, with_histogram=False), Format.TABLE)
         _heading("A histogram of one weight", f"paramd stats {WEIGHT} --histogram")
         tensors.print_histograms(mesh.stats(WEIGHT, histogram=True))
         _heading("The full layer, while the loss falls", f"mesh.summon('{LAYER}')")
@@ -351,8 +350,7 @@ def _tour(training: Training, folder: Path) -> None:
         _gradients(mesh)
         _heading("Edit four rows on all ranks at one step", f"paramd edit '{ROWS}' --mul 0.5")
         _edit_and_undo(mesh)
-        command = f"mesh.summon('{ROWS}', writeback=True)"
-        _heading("Pause, change weights in place, resume", command)
+        _heading("Pause, change weights in place, resume", f"mesh.summon('{ROWS}', writeback=True)")
         _write_back(mesh)
         _heading("Take a checkpoint now", f"paramd export {DESTINATION}/now --wait")
         _export(mesh, training.checkpoints)
@@ -375,8 +373,7 @@ def _list_params(mesh: Mesh) -> None:
         info for info in found if not info.name.startswith("layers.") or "layers.0" in info.name
     ]
     rows = [tensors.param_row(info) for info in shown]
-    columns = tensors.PARAM_COLUMNS
-    emit(Listing(name="params", rows=rows, columns=columns, about={}), Format.TABLE)
+    emit(Listing(name="params", rows=rows, columns=tensors.PARAM_COLUMNS, about={}), Format.TABLE)
     hidden = len(found) - len(shown)
     _note(f"and {hidden} more like them; {sum(info.numel for info in found):,} elements in total")
 

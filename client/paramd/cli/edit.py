@@ -315,8 +315,7 @@ def pause(
     when this command exits.
     """
     with target.connect() as mesh:
-        found = mesh.pause(lease_s=lease_s, renew=keep, timeout=timeout)
-        _show_hold(target, mesh.job, found)
+        _show_hold(target, mesh.job, mesh.pause(lease_s=lease_s, renew=keep, timeout=timeout))
         if not keep:
             return
         say("training is paused; Ctrl-C resumes it")

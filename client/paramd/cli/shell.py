@@ -105,8 +105,7 @@ def _usage(error: Exception, message: str) -> str:
     job = re.match(r"Got unexpected extra argument\S* \(([\w.-]+)\)", message)
     if job and job[1] in known_jobs():
         return f"{message}; write --job {job[1]}"
-    context = getattr(error, "ctx", None)
-    path = getattr(context, "command_path", "paramd")
+    path = getattr(getattr(error, "ctx", None), "command_path", "paramd")
     return f"{message} (see: {path} --help)"
 
 

@@ -101,8 +101,7 @@ def _facts(info: ParamInfo) -> Facts:
 
 def param_row(info: ParamInfo) -> dict[str, object]:
     """One tensor's row."""
-    own = {name: getattr(info, name) for name in ("name", "dtype", "numel", "placement")}
-    return own | {
+    return {name: getattr(info, name) for name in ("name", "dtype", "numel", "placement")} | {
         "shape": list(info.shape),
         "kind": info.kind.value,
         "trainable": info.trainable,
@@ -146,8 +145,7 @@ def bar(value: int, most: int) -> str:
     """A bar for `value`, `WIDTH` characters at `most`; never empty for a value above 0."""
     if value <= 0:
         return ""
-    eighths = max(1, round(8 * WIDTH * value / most))
-    whole, left = divmod(eighths, 8)
+    whole, left = divmod(max(1, round(8 * WIDTH * value / most)), 8)
     return "█" * whole + (_EIGHTHS[left] if left else "")
 
 
@@ -321,5 +319,4 @@ def _live(found: Iterator[GradFrame[Any]]) -> None:
     with Live(auto_refresh=False, transient=False) as live:
         for frame in found:
             frames.append(frame.document())
-            lines = table_of(frames, live.console.width)
-            live.update(Text("\n".join(lines)), refresh=True)
+            live.update(Text("\n".join(table_of(frames, live.console.width))), refresh=True)

@@ -46,8 +46,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, time, width) to the same."""
         batch, time, _ = x.shape
-        parts = self.qkv(x).view(batch, time, 3, HEADS, WIDTH // HEADS)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(batch, time, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, WIDTH))
         return out
@@ -117,8 +116,7 @@ class Passages:
 
     def __next__(self) -> Tensor:
         """(batch, context + 1) bytes as int64."""
-        last = len(self._text) - CONTEXT - 1
-        begins = torch.randint(last, (BATCH,), generator=self._generator)
+        begins = torch.randint(len(self._text) - CONTEXT - 1, (BATCH,), generator=self._generator)
         return torch.stack([self._text[b : b + CONTEXT + 1] for b in begins.tolist()]).long()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -125,8 +125,7 @@ class VllmEngine(Engine):
 
     async def serving(self) -> tuple[str, str]:
         found = await self._call("GET", "/weight_info")
-        models = await self._call("GET", "/v1/models")
-        served = models.get("data") or [{}]
+        served = (await self._call("GET", "/v1/models")).get("data") or [{}]
         return str(found.get("weight_version")), str(served[0].get("root", ""))
 
     async def load(self, path: str, version: str) -> None:
@@ -254,8 +253,7 @@ class EngineFollower:
                             f"{failed} attempts failed, the last one because: {found.reason}. The "
                             f"engine has version {found.in_force or 'unknown'}"
                         )
-                    pause_s = self.pauses_s[min(failed, len(self.pauses_s)) - 1]
-                    await asyncio.sleep(pause_s)
+                    await asyncio.sleep(self.pauses_s[min(failed, len(self.pauses_s)) - 1])
                     if upcoming.done() and upcoming.result() is not None:
                         break  # a newer one, rather than this one again
         finally:

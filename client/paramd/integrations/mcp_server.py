@@ -271,8 +271,7 @@ class Tools:
         if confirm:
             self._codes.take(confirm, what)
             return {"done": True, **_edit(await self._mesh.edit(*chosen, **terms))}
-        tried = await self._mesh.edit(*chosen, **terms, dry_run=True)
-        return self._tell(what, _edit(tried))
+        return self._tell(what, _edit(await self._mesh.edit(*chosen, **terms, dry_run=True)))
 
     async def undo(self, edit_id: str, confirm: str = "") -> Answer:
         """Undo an applied edit. Without `confirm`, tells which, and gives the code.
@@ -304,8 +303,7 @@ class Tools:
             raise UsageError(f"action: {action[:50]!r}; expected pause, resume or step")
         what = _what("hold", {"action": action, "steps": steps if action == "step" else 0})
         if not confirm:
-            state = await self._mesh.hold_state()
-            return self._tell(what, _fields(state, "state", "step"))
+            return self._tell(what, _fields(await self._mesh.hold_state(), "state", "step"))
         self._codes.take(confirm, what)
         if action == "step":
             found = await self._mesh.step(steps)

@@ -146,8 +146,7 @@ class _TensorBoard:
 
         # A tag keeps one text of each step.
         self._notes += 1
-        told = {f"paramd/note-{self._notes}": (text, create_summary_metadata(None, None))}
-        self._add(told, step)
+        self._add({f"paramd/note-{self._notes}": (text, create_summary_metadata(None, None))}, step)
 
     def _add(self, values: Mapping[str, tuple[Any, Any]], step: int) -> None:
         from tensorboard.compat.proto import event_pb2
@@ -337,8 +336,7 @@ class Following:
         if self._known is None:
             # Before the first numbers: later alerts and edits are noted.
             await self._tell_new()
-        wanted = "histograms" in self._also
-        found = await self._mesh.stats(*self._patterns, histogram=wanted)
+        found = await self._mesh.stats(*self._patterns, histogram="histograms" in self._also)
         if self._incarnation is None:
             self._incarnation = found.incarnation
         if found.incarnation != self._incarnation:

@@ -168,9 +168,8 @@ def layout_digest(layout: Layout) -> str:
 
 
 def _canonical(tensor: TensorLayout) -> list[object]:
-    known = [] if tensor.trainable is None else [tensor.trainable]
     return [
-        *known,
+        *([] if tensor.trainable is None else [tensor.trainable]),
         tensor.fqn,
         tensor.aliases,
         tensor.dtype,

@@ -636,8 +636,7 @@ def _slices_by_tensor(
     chosen: dict[int, Slices | None] = {}
     for slices, mask in by_slices.items():
         for at in index.columns.positions(mask):
-            number = index.owners[at]
-            if chosen.setdefault(number, slices) != slices:
+            if chosen.setdefault(index.owners[at], slices) != slices:
                 raise UsageError(
                     f"two patterns select different parts of {index.names[at]!r}; "
                     "select one part of a tensor at a time"

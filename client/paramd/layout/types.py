@@ -171,8 +171,7 @@ def flat_interval(box: Box, shape: Sequence[int]) -> Interval | None:
     partial = [dim for dim, size in enumerate(box.sizes) if size != shape[dim]]
     if partial and any(size != 1 for size in box.sizes[: partial[-1]]):
         return None
-    strides = row_major(shape)
-    begin = sum(b * stride for b, stride in zip(box.begin, strides, strict=True))
+    begin = sum(b * stride for b, stride in zip(box.begin, row_major(shape), strict=True))
     return Interval(begin, begin + box.numel)
 
 
@@ -204,8 +203,7 @@ def _boxes_within(
         yield from _boxes_within(head, row, shape[1:], (*index, first))
         first += 1
     if first < last:
-        zeros = (0,) * (len(shape) - 1)
-        yield Box((*index, first, *zeros), (*after, last, *shape[1:]))
+        yield Box((*index, first, *((0,) * (len(shape) - 1))), (*after, last, *shape[1:]))
     yield from _boxes_within(0, tail, shape[1:], (*index, last))
 
 

@@ -167,8 +167,7 @@ def check_left(parts: Sequence[memoryview], digests: Sequence[int]) -> Checked:
 
 
 def _pieces(parts: Sequence[memoryview]) -> list[memoryview]:
-    total = sum(part.nbytes for part in parts)
-    size = max(PIECE_BYTES, -(-total // MOST_PIECES))
+    size = max(PIECE_BYTES, -(-sum(part.nbytes for part in parts) // MOST_PIECES))
     return [part[at : at + size] for part in parts for at in range(0, part.nbytes, size)]
 
 

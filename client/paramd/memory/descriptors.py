@@ -57,8 +57,7 @@ def create_memory(name: str, size_bytes: int, *, sealable: bool = False) -> int:
             f"available (and {HEADROOM_BYTES:,} are left to others); use a machine or "
             "container limit with more memory"
         )
-    how = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealable else 0)
-    descriptor = os.memfd_create(name, how)
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealable else 0))
     try:
         if size_bytes:
             os.posix_fallocate(descriptor, 0, size_bytes)
@@ -75,8 +74,7 @@ def available_bytes() -> int:
     """Memory this process can still allocate: the machine's, or what its cgroups leave if less."""
     # Not with `_read`: without /proc/meminfo the limit is unknown, so fail.
     lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    machine = int(fields["MemAvailable"].split()[0]) << 10
+    machine = int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]) << 10
     return max(0, min(machine, *_cgroups_leave_bytes("/sys/fs/cgroup", "/proc/self/cgroup")))
 
 

@@ -101,8 +101,7 @@ def fence_begin(arena_bytes: int) -> int:
 
 def device_bytes(driver: Driver, device: int, arena_bytes: int) -> int:
     """Size of the allocation: the arena and its fence, as large as the driver wants it."""
-    needed = fence_begin(arena_bytes) + _FENCE_BYTES
-    return rounded(needed, driver.granularity(device))
+    return rounded(fence_begin(arena_bytes) + _FENCE_BYTES, driver.granularity(device))
 
 
 def create(driver: Driver, device: int, arena_bytes: int) -> int:
@@ -154,16 +153,14 @@ class Addresses:
         """Map the next allocation, whole. The descriptor stays the caller's. Raises DeviceError."""
         handle = self._driver.import_(descriptor, self._device)
         try:
-            at = self.address + self.mapped_bytes
-            self._driver.map(at, size_bytes, handle, self._device)
+            self._driver.map(self.address + self.mapped_bytes, size_bytes, handle, self._device)
         finally:
             self._driver.release(handle)
         self._allocations.append(size_bytes)
 
     def unmap(self) -> None:
         """Unmap the last allocation: nothing may use its addresses any more."""
-        size_bytes = self._allocations.pop()
-        self._driver.unmap(self.address + self.mapped_bytes, size_bytes)
+        self._driver.unmap(self.address + self.mapped_bytes, self._allocations.pop())
 
     def __del__(self) -> None:
         # If tensors still use it, the last of them releases it.
@@ -377,8 +374,7 @@ class DeviceReader:
         """Whether the device finished what the trainer published last. Raises DeviceError."""
         room = ctypes.c_uint32()
         try:
-            fence = BASE + fence_begin(self.size_bytes)
-            self.move([CopySpan(fence, ctypes.addressof(room), 4)])
+            self.move([CopySpan(BASE + fence_begin(self.size_bytes), ctypes.addressof(room), 4)])
         except LateError:
             return False
         return True

@@ -286,8 +286,7 @@ class Driver:
 
     def event(self, *, shared: bool = False) -> int:
         """An event without times; `shared`: other processes may open it."""
-        flags = abi.DISABLE_TIMING | (abi.INTERPROCESS if shared else 0)
-        return self._made("cuEventCreate", flags)
+        return self._made("cuEventCreate", abi.DISABLE_TIMING | (abi.INTERPROCESS if shared else 0))
 
     def event_handle(self, event: int) -> bytes:
         """Handle by which another process opens a shared event."""

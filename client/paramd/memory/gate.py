@@ -262,8 +262,7 @@ def resting_state(page: ControlPage) -> State | None:
     if not rest:
         return None
     iteration, label = words[_REST_ITERATION], label_of(page)
-    history = words[_REWOUND]
-    return State(words[_REST_STEP], words[_EDITS], iteration, True, -rest, label, history)
+    return State(words[_REST_STEP], words[_EDITS], iteration, True, -rest, label, words[_REWOUND])
 
 
 def is_changed(page: Page, state: State, digest: int) -> bool:

@@ -165,8 +165,7 @@ class Slot:
     def read_notes(self) -> Notes:
         """Read the trainer's notes; valid once the DONE word says so."""
         words, doubles = self._notes, self._doubles
-        count = min(max(words[_NOTE_COUNT], 0), MAX_NOTES)
-        flat = words[_HEAD : _HEAD + 2 * count].tolist()
+        flat = words[_HEAD : _HEAD + 2 * min(max(words[_NOTE_COUNT], 0), MAX_NOTES)].tolist()
         return Notes(
             step=words[_STEP],
             version=words[_SERVED_VERSION],

@@ -219,8 +219,7 @@ def _stated(optimizer: int, param: Sequence[Any], state: Sequence[tuple[str, Any
             left_out[key] = "it does not have the parameter's local shape"
     numel = 0
     if 0 not in shape:
-        pairs = zip(shape, strides, strict=True)
-        numel = 1 + sum((size - 1) * stride for size, stride in pairs)
+        numel = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return Stated(
         begin, numel * item_bytes, optimizer, group, dtype, tuple(shape), tuple(strides),
         places, scalars, left_out, others,

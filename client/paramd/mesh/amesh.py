@@ -601,8 +601,7 @@ class AsyncMesh:
                     pinned(self._reach, sidecars, chosen, deadline_s)
                 )
                 reading = Reading(sidecars, pins, deadline_s)
-                found = await self._transfer.view(reading, chosen, stack)
-                return found, stack.pop_all()
+                return await self._transfer.view(reading, chosen, stack), stack.pop_all()
 
         found, stack = await self._reach.attempts(attempt, deadline_s)
         # Drop the shards before releasing the memory, or the sidecar cannot reuse it.

@@ -143,8 +143,7 @@ class Table(tuple[Item, ...], Generic[Item]):
                 "run: pip install pandas"
             ) from error
         # By name: from no rows at all pandas would make no columns.
-        records = [self._record(row) for row in self]
-        frame = pandas.DataFrame(records, columns=list(self._names()))
+        frame = pandas.DataFrame([self._record(row) for row in self], columns=list(self._names()))
         frame.attrs.update({name: getattr(self, name) for name in self.about})
         return frame
 

@@ -86,8 +86,7 @@ class Pems:
 
     def stamp(self) -> tuple[int, ...]:
         """Differs for other certificates."""
-        digest = hashlib.sha256(self.ca + b"\0" + self.cert).digest()
-        return (int.from_bytes(digest[:8], "big"),)
+        return (int.from_bytes(hashlib.sha256(self.ca + b"\0" + self.cert).digest()[:8], "big"),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,8 +176,7 @@ def check_address(address: str) -> str:
 
 def host_of(address: str) -> str:
     """Host of an address, without scheme, port and brackets."""
-    host = address.rpartition("://")[2].rpartition(":")[0]
-    return host.removeprefix("[").removesuffix("]")
+    return address.rpartition("://")[2].rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
 def is_secure(address: str) -> bool:

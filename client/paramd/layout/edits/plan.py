@@ -130,8 +130,7 @@ def plan_edit(
 
 def finder(layout: Layout) -> Find:
     """A lookup of a layout's tensors by any of their names."""
-    found = {name: one for one in layout.tensors for name in (one.fqn, *one.aliases)}
-    return found.get
+    return {name: one for one in layout.tensors for name in (one.fqn, *one.aliases)}.get
 
 
 def check_ops(
@@ -257,5 +256,4 @@ def _source(view: Landing, wanted: Box) -> tuple[int, tuple[int, ...]]:
     if isinstance(view.target, Interval):
         return view.target.begin, (1,)
     strides = row_major(wanted.sizes)
-    offsets = (b * stride for b, stride in zip(view.target.begin, strides, strict=True))
-    return sum(offsets), strides
+    return sum(b * stride for b, stride in zip(view.target.begin, strides, strict=True)), strides

@@ -130,11 +130,10 @@ def plan_export(
     names = settings.names.apply(_written_names(tensors, settings))
     names |= {name: renamed[name] for name in names if name in renamed}
     reads = _reads(layout, tensors, settings.replica, optimizer)
-    files = laid_out.plan(tensors, names, settings, reads, optimizer)
     return ExportPlan(
         settings=settings,
         layout=layout,
-        files=tuple(files),
+        files=tuple(laid_out.plan(tensors, names, settings, reads, optimizer)),
         sources=_sources(tensors, reads, optimizer),
         names=_all_names(tensors, names),
         optimizer=optimizer,

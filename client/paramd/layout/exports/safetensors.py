@@ -214,8 +214,7 @@ def _assign(
     sizes = [sum(item.size_bytes for item in shard) for shard in shards]
     for number in sorted(range(len(shards)), key=lambda n: -sizes[n]):
         held, size = _held_bytes(shards[number], pieces), 2 * sizes[number]
-        costs = ((load + size - held.get(rank, 0), rank) for rank, load in loads.items())
-        cost, rank = min(costs)
+        cost, rank = min((load + size - held.get(rank, 0), rank) for rank, load in loads.items())
         loads[rank], ranks[number] = cost, rank
     return ranks
 

@@ -112,8 +112,7 @@ class NameMap:
         used: set[str] = set()
         renamed: dict[str, str] = {}
         for name in names:
-            candidates = [exact[name]] if name in exact else patterns
-            for rule in candidates:
+            for rule in [exact[name]] if name in exact else patterns:
                 target = rule.rename(name)
                 if target is not None:
                     used.add(rule.source)

@@ -269,8 +269,7 @@ def what_text(edit: Edit) -> str:
         change = edit.hyperparameters
         values = ", ".join(f"{name}={value}" for name, value in change.values.items())
         return f"optimizer {change.optimizer} group {change.group}: {values}"
-    texts = [op_text(op) for op in edit.ops[:3]]
-    return ", ".join(texts) + (" ..." if len(edit.ops) > 3 else "")
+    return ", ".join([op_text(op) for op in edit.ops[:3]]) + (" ..." if len(edit.ops) > 3 else "")
 
 
 def op_text(op: EditOp | Mapping[str, Any]) -> str:
@@ -302,9 +301,8 @@ class Edits(Table[Edit]):
     @classmethod
     def _names(cls) -> Sequence[str]:
         """As `Table._names`, with the numbers of `before` and `after` as "before_min" and so on."""
-        names = [name for name in super()._names() if name not in (*_RANGES, "undo")]
         return [
-            *names,
+            *[name for name in super()._names() if name not in (*_RANGES, "undo")],
             "undoable",
             "undo_refusal",
             *(f"{side}_{one.name}" for side in _RANGES for one in fields(ValueRange)),
@@ -430,8 +428,7 @@ class Holder:
         """Begin a hold; with `renew`, renew its lease until `resume` or `stop_renewing`."""
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
-        left_s = round(max(1.0, deadline_s - time.monotonic()), 3)
-        asked = {"lease_s": lease_s, "timeout_s": left_s}
+        asked = {"lease_s": lease_s, "timeout_s": round(max(1.0, deadline_s - time.monotonic()), 3)}
         telling = asyncio.create_task(self._tell(), name="paramd-hold-told")
         try:
             found = await self._calls.hold("POST", "", asked, deadline_s)

@@ -400,8 +400,7 @@ async def _upload(
     from paramd.mesh.edits.operands import prepare  # imports torch
 
     async def attempt(sidecars: Sidecars) -> None:
-        index = await reach.index(sidecars)
-        operands = prepare(index, ops, allow_nonfinite=terms.allow_nonfinite)
+        operands = prepare(await reach.index(sidecars), ops, allow_nonfinite=terms.allow_nonfinite)
         mesh = sidecars.document
         manifest = manifest_of(
             edit_id,

@@ -251,8 +251,7 @@ class Sender:
             # Each message has its own window, free once the one before it there was taken.
             self._wait(below=_WINDOW_COUNT if self._loan.has_ring else 1)
             ring = self._loan.ring()
-            window = self._message_count % _WINDOW_COUNT * _WINDOW_BYTES
-            begin = window + self._copied_bytes
+            begin = self._message_count % _WINDOW_COUNT * _WINDOW_BYTES + self._copied_bytes
             room = min(_WINDOW_BYTES - self._copied_bytes, size_bytes - done)
             # Unlike slice assignment, this releases the GIL for other ranks' threads.
             ctypes.memmove(self._loan.memories[ring].address + begin, address + done, room)

@@ -153,8 +153,7 @@ def _item_parts(item: EditItem, tensor: torch.Tensor, skip_bytes: int) -> Iterat
         return
     begin = 0
     for block in _blocks(view):
-        dense = block.contiguous()
-        memory = _bytes_of(dense)
+        memory = _bytes_of(block.contiguous())
         for at in range(0, len(memory), CHUNK_BYTES):
             part = memory[at : at + CHUNK_BYTES]
             cut = max(0, skip_bytes - begin)

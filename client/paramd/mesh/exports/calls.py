@@ -194,12 +194,11 @@ class ExportCalls:
         files = await asyncio.to_thread(read_assets, Path(folder)) if folder is not None else []
         for name, data in files:
             for begin in range(0, max(len(data), 1), ASSET_CHUNK_BYTES):
-                part = data[begin : begin + ASSET_CHUNK_BYTES]
                 body = {
                     "owner": owner_id,
                     "name": name,
                     "offset_bytes": begin,
-                    "data": base64.b64encode(part).decode(),
+                    "data": base64.b64encode(data[begin : begin + ASSET_CHUNK_BYTES]).decode(),
                 }
                 await self._again("POST", "/export-assets", body, within_s=30.0)
         return [name for name, _ in files]

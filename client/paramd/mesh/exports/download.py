@@ -523,14 +523,12 @@ class Download:
         began_s = time.monotonic()
         while True:
             try:
-                sidecars = await self.reach.sidecars()
-                reading = Reading(sidecars, pinned, deadline_s, self.transport)
+                reading = Reading(await self.reach.sidecars(), pinned, deadline_s, self.transport)
                 return await self.transfer.tensors(
                     reading, wanted.chosen, batch, dtype=wanted.dtype
                 )
             except UnreachableError as error:
-                now_s = time.monotonic()
-                if now_s > min(deadline_s, began_s + PATIENCE_S):
+                if time.monotonic() > min(deadline_s, began_s + PATIENCE_S):
                     raise UnreachableError(
                         f"{error}; the bytes so far are kept: run the same command within "
                         f"{DOWNLOAD_LEASE_S:.0f} s to resume"

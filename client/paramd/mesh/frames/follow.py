@@ -230,8 +230,7 @@ class Mirrors:
         some = replace(pinned, pins={rank: pinned.pins[rank] for rank in whole})
         await self._transfer.read_parts(replace(reading, pinned=some), plan, self)
         for rank, indexes in whole.items():
-            right = await self._transfer.run(partial(_all_right, self._mirrors[rank], indexes))
-            if not right:
+            if not await self._transfer.run(partial(_all_right, self._mirrors[rank], indexes)):
                 raise DataLossError(
                     f"{reading.sidecars.who(rank)} sent bytes of step {pinned.state.step} that do "
                     "not match its own digest of them; try again, and check the host's memory if "
@@ -435,8 +434,7 @@ async def open_following(
             )
         selection = select(index, wanted.patterns, with_buffers=False)
         plan = plan_read(index.layout, selection, costs=reach.costs())
-        names = [item.names for item in selection]
-        return FollowSteps(sidecars, transfer, wanted, plan, names)
+        return FollowSteps(sidecars, transfer, wanted, plan, [item.names for item in selection])
 
     steps = await reach.attempts(attempt, time.monotonic() + READ_S)
     return StepStream(reach, steps, steps.read, every=wanted.every)

@@ -99,8 +99,7 @@ async def read_tensors(
     for index, (one, of) in enumerate(zip(asked, numbers, strict=True)):
         if not len(of):
             continue
-        kind = dtype if dtype is not None else torch_dtype(one.tensor.dtype)
-        whole = pool.take(one.shape, kind)
+        whole = pool.take(one.shape, dtype if dtype is not None else torch_dtype(one.tensor.dtype))
         results[index] = whole.zero_() if zeroed else whole
         if len(of) == 1:
             into[f"#{of[0]}"] = whole

@@ -142,8 +142,7 @@ async def _one(
     step = now.step + ahead
     async with AsyncExitStack() as stack:
         at = At(now.history, step)
-        known = await hold(stack, sidecars, {rank: ()}, "any", at, deadline_s)
-        facts = facts_of(known)[rank]
+        facts = facts_of(await hold(stack, sidecars, {rank: ()}, "any", at, deadline_s))[rank]
         spans = spans_of(facts, rank, chosen)
         if not spans:
             raise UsageError(

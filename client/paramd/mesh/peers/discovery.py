@@ -278,8 +278,7 @@ class SidecarFinder:
             self._down[error.rank] = time.monotonic() + _DOWN_S
             if error.stopped:
                 stopped[error.rank] = error
-        after = await self._looked_again(before, until_s)
-        for rank, peer in after.peers.items():
+        for rank, peer in (await self._looked_again(before, until_s)).peers.items():
             # A relay to the same place is for the next call: trying it, too, would double the wait.
             if not _same_place(peer, before.peers.get(rank)):
                 self._down.pop(rank, None)

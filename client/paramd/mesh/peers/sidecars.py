@@ -162,8 +162,7 @@ def no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
 
 def pinned_at(common: StateName, pins: Sequence[RankPin]) -> Pinned:
     """`pins` of all ranks, which share the state `common`."""
-    unsettled = any(pin.unsettled for pin in pins)
-    return Pinned(common, {pin.rank: pin for pin in pins}, unsettled)
+    return Pinned(common, {pin.rank: pin for pin in pins}, any(pin.unsettled for pin in pins))
 
 
 def told_step(pin: RankPin) -> str:
@@ -405,8 +404,7 @@ class Sidecars:
         self._background.start(self._call(pin.rank, "ReleaseSnapshot", request, _RELEASE_TIMEOUT_S))
 
     async def state(self, rank: int, timeout_s: float) -> sidecar_pb2.GetStateResponse:
-        request = sidecar_pb2.GetStateRequest()
-        found = await self._call(rank, "GetState", request, timeout_s)
+        found = await self._call(rank, "GetState", sidecar_pb2.GetStateRequest(), timeout_s)
         assert isinstance(found, sidecar_pb2.GetStateResponse)
         return found
 
@@ -537,8 +535,7 @@ class Sidecars:
     ) -> Answer:
         """Call the method that `request` is of; probe the rank while it takes its time."""
         # A deadline alone does not distinguish a rank in a long update from a stopped sidecar.
-        method = request.DESCRIPTOR.name.removesuffix("Request")
-        call = self._call(rank, method, request, timeout_s)
+        call = self._call(rank, request.DESCRIPTOR.name.removesuffix("Request"), request, timeout_s)
         found = await watched(call, lambda: self.probe(rank))
         assert isinstance(found, answers)
         return found

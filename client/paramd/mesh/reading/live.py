@@ -67,8 +67,7 @@ class LivePage:
     def holds(self, state: State) -> bool:
         """Whether no update began since `state`, and no stray change was found in it."""
         # 0: nothing has settled yet, so SETTLED_SEQ, which is 0 then, vouches for nothing.
-        same = self[Word.SEQ] == state.proof > 0
-        return same and not is_stray(self.words, state.proof)
+        return self[Word.SEQ] == state.proof > 0 and not is_stray(self.words, state.proof)
 
     def close(self) -> None:
         self.words.release()

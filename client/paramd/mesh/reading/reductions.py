@@ -236,13 +236,12 @@ async def _part(
     request.MergeFrom(asked)
     found = await reading.ask(rank, request, pb.PoolSnapshotResponse)
     cells = found.cell_row_count * found.cell_col_count
-    fits = (
+    if not (
         0 <= found.cell_row_begin <= asked.cell_row_count - found.cell_row_count
         and 0 <= found.cell_col_begin <= asked.cell_col_count - found.cell_col_count
         and len(found.values) == len(found.counts) == cells
         and len(found.nonfinite_counts) in (0, cells)
-    )
-    if not fits:
+    ):
         raise ConflictError(
             f"{reading.sidecars.who(rank)} returned a part that does not fit the heat map; try "
             "again"

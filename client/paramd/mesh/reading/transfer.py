@@ -223,8 +223,7 @@ class SharedSnapshot:
         self._descriptor = -1
         try:
             if all(memory() is None for memory in self._maps):
-                message = {"op": "unmap", "snapshot_id": self._snapshot_id}
-                handover.send(self._connection, message)
+                handover.send(self._connection, {"op": "unmap", "snapshot_id": self._snapshot_id})
         except OSError:
             pass  # the sidecar is gone and will not reuse the memory
         finally:
@@ -497,11 +496,10 @@ class Transfer:
 
         shared = await self._share(replace(reading, transport="same-host"), stack)
         mapped = {rank: snapshot.map_private() for rank, snapshot in shared.items()}
-        memories = {rank: memory for rank, memory in mapped.items() if memory is not None}
         return SnapshotView(
             chosen.plan,
             chosen.names,
-            memories,
+            {rank: memory for rank, memory in mapped.items() if memory is not None},
             job=reading.sidecars.document.job,
             incarnation=reading.pinned.state.incarnation,
             step=reading.pinned.state.step,
@@ -514,8 +512,7 @@ class Transfer:
             return {}
         pins = [pin for pin in reading.pinned.pins.values() if pin.size_bytes]
         found = await all_ended([self._open(reading, pin, stack) for pin in pins])
-        opened = zip(pins, found, strict=True)
-        return {pin.rank: one for pin, one in opened if one is not None}
+        return {pin.rank: one for pin, one in zip(pins, found, strict=True) if one is not None}
 
     async def _open(
         self, reading: Reading, pin: RankPin, stack: AsyncExitStack

@@ -130,8 +130,7 @@ def choose(rank: int, views: Sequence[HostView]) -> HostAddress:
 def _candidates(mine: HostView, views: Sequence[HostView]) -> Iterator[tuple[str, str]]:
     yield mine.interface, "GLOO_SOCKET_IFNAME"
     yield mine.from_here, "the route to MASTER_ADDR"
-    others = [v.master for v in views if not same_network(v.host_id, mine.host_id)]
-    for ip in dict.fromkeys(others):
+    for ip in dict.fromkeys([v.master for v in views if not same_network(v.host_id, mine.host_id)]):
         yield ip, "MASTER_ADDR as other hosts see it"
     # Last: a broken resolver takes seconds to fail.
     yield _resolve(mine.hostname), "the host's name"

@@ -230,8 +230,7 @@ class Discovering:
         self._lineage = (choice.mark.lineage, new)
         if exchange.rank == 0:
             # A warning, because most scripts set up no logging and would not show an info.
-            nothing = choice.how == "fresh" and not choice.lost_steps
-            tell = log.info if nothing else log.warning
+            tell = log.info if choice.how == "fresh" and not choice.lost_steps else log.warning
             tell("paramd: job %r %s", self._job, succession.said())
         if choice.how == "fresh":
             return found

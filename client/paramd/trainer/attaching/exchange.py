@@ -112,8 +112,7 @@ def _own_incarnation(
         # Imported only with several hosts: it is slow to load.
         from paramd.security.authority import JobAuthority
 
-        authority = JobAuthority(private_key, job=job, incarnation=incarnation)
-        pems = authority.issue_ranks(hosts)
+        pems = JobAuthority(private_key, job=job, incarnation=incarnation).issue_ranks(hosts)
 
     def minted(role: Role) -> list[str]:
         ranks = range(world_size)

@@ -225,8 +225,7 @@ class Editor:
         self._edits.close()
 
     def _begin(self, preparation: _Preparation) -> None:
-        program = preparation.request.argument
-        if record_count(self._edits.buffer, program) <= AT_ONCE_RECORDS:
+        if record_count(self._edits.buffer, preparation.request.argument) <= AT_ONCE_RECORDS:
             self._prepare(preparation, AT_ONCE_BYTES)
         if not preparation.done.is_set():
             threading.Thread(

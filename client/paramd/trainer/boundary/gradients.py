@@ -431,8 +431,7 @@ class GradientCapture:
         sources, notes = find_sources(self._pieces(), spans, owner)
         found = dict.fromkeys(source.local.device for source in sources)
         devices = tuple(device for device in found if device.type != "cpu")
-        digest = digest_of_spans(spans)
-        plan = _Plan(version, digest, owner, shape, sources, notes, devices)
+        plan = _Plan(version, digest_of_spans(spans), owner, shape, sources, notes, devices)
         self._plans = {
             k: p for k, p in self._plans.items() if k[0] != index or p.version == version
         }

@@ -79,8 +79,7 @@ def cap_s(collective_timeout_s: float | None) -> float:
     """Longest hold, with a margin below the collective timeout."""
     if collective_timeout_s is None:
         return MAX_LEASE_S
-    margin_s = max(5.0, 0.1 * collective_timeout_s)
-    return max(0.0, min(MAX_LEASE_S, collective_timeout_s - margin_s))
+    return max(0.0, min(MAX_LEASE_S, collective_timeout_s - max(5.0, 0.1 * collective_timeout_s)))
 
 
 class Hold:
@@ -106,8 +105,7 @@ class Hold:
 
     def update(self, heard: Round) -> None:
         """Act on a round's outcome: first the lease, then the agreed request."""
-        words = self._words
-        if words[Word.HELD] != HoldState.RUNNING and not heard.stay:
+        if self._words[Word.HELD] != HoldState.RUNNING and not heard.stay:
             self.end()
         if heard.agreed is not None:
             self._act(heard.agreed)
@@ -228,8 +226,7 @@ class BoundaryHandler:
             note_stand(self._page, Stand.ROUND, time.monotonic_ns() - begin_ns)
         if agreement.alone:
             heard = self._exchange(agreement, at_home)
-        announce = heard is not None and self._hear(heard, at_home)
-        self._answer(announce)
+        self._answer(heard is not None and self._hear(heard, at_home))
         if words[_HELD]:
             self._wait(agreement, at_home)
         if agreement.due and not agreement.alone:

@@ -105,8 +105,7 @@ def _has_element(owner: Owned, record: Record) -> bool:
     dims = zip(owner.local.stride(), owner.local.shape, strict=True)
     for stride, size in sorted(dims, reverse=True):
         if stride and size > 1:
-            index = min(rest // stride, size - 1)
-            rest -= index * stride
+            rest -= min(rest // stride, size - 1) * stride
     return rest == 0
 
 
@@ -118,15 +117,13 @@ def zero_moments(owner: Owned, record: Record) -> None:
             begin = moment.storage_offset() + offset
             moment.as_strided(record.sizes, record.strides, begin).zero_()
         else:
-            mask = _mask(owner.local, record, offset)
-            moment.masked_fill_(mask.to(moment.device), 0)
+            moment.masked_fill_(_mask(owner.local, record, offset).to(moment.device), 0)
 
 
 def _mask(local: torch.Tensor, record: Record, offset: int) -> torch.Tensor:
     """A mask of the record's elements, in the parameter's shape."""
     span = extent(local)
-    numel = (span.end - span.begin) // local.itemsize
-    memory = torch.zeros(numel, dtype=torch.bool, device="cpu")
+    memory = torch.zeros((span.end - span.begin) // local.itemsize, dtype=torch.bool, device="cpu")
     memory.as_strided(record.sizes, record.strides, offset).fill_(True)
     return memory.as_strided(local.shape, local.stride(), 0)
 

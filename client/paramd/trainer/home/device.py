@@ -236,8 +236,7 @@ class DeviceHome(ParameterStorage):
         return Versions()
 
     def open_arena(self, descriptor: int, page: ControlPage) -> DeviceMemory:
-        mapped = self.device.open(descriptor, self.arena_bytes, page.words)
-        return DeviceMemory(mapped, self._place)
+        return DeviceMemory(self.device.open(descriptor, self.arena_bytes, page.words), self._place)
 
     def open_state(
         self, allocations: Sequence[Allocation], size_bytes: int, add: Callable[[int], object]

@@ -123,8 +123,7 @@ def close_over(known: Ranges, tensors: Sequence[torch.Tensor]) -> Ranges:
     """Grow the ranges until every storage of `tensors` lies wholly inside or outside."""
     storages = {storage_range(tensor) for tensor in tensors}
     while True:
-        touched = [r for r in storages if known.touches(r)]
-        grown = Ranges([*known.items, *touched])
+        grown = Ranges([*known.items, *[r for r in storages if known.touches(r)]])
         if grown.items == known.items:
             return known
         known = grown
@@ -236,8 +235,7 @@ def _by_name(shards: Sequence[LocalShard]) -> dict[str, str]:
     said: dict[str, str] = {}
     for shard in shards:
         if shard.kind is TensorKind.PARAMETER:
-            known = f"{said[shard.fqn]}; " if shard.fqn in said else ""
-            said[shard.fqn] = known + _said(shard)
+            said[shard.fqn] = (f"{said[shard.fqn]}; " if shard.fqn in said else "") + _said(shard)
     return said
 
 
@@ -423,8 +421,7 @@ class BufferCopies:
 
 def _target(arena: Memory, shard: LocalShard, begin: int) -> torch.Tensor:
     size_bytes = shard.tensor.numel() * shard.tensor.itemsize
-    span = bytes_at(arena, begin, size_bytes)
-    return span.view(shard.tensor.dtype).view(shard.tensor.shape)
+    return bytes_at(arena, begin, size_bytes).view(shard.tensor.dtype).view(shard.tensor.shape)
 
 
 def _live(shard: LocalShard, target: torch.Tensor) -> torch.Tensor:

@@ -103,8 +103,7 @@ def local_boxes(fqn: str, spec: DTensorSpec, local: torch.Tensor) -> list[tuple[
 
 def _check(fqn: str, spec: DTensorSpec) -> None:
     for placement in spec.placements:
-        known = type(placement).__name__ in ("Shard", "_StridedShard", "Replicate")
-        if not known:
+        if type(placement).__name__ not in ("Shard", "_StridedShard", "Replicate"):
             raise ConflictError(
                 f"parameter {fqn!r} has placement {placement}; expected Shard or Replicate: "
                 "redistribute it before paramd.attach"

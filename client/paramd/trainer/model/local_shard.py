@@ -72,8 +72,7 @@ def _walk(
     wrapped = next((inner for cls, inner in wrappers if isinstance(module, cls)), None)
     for name, child in module._modules.items():
         if child is not None:
-            step = "" if name == wrapped else f"{name}."
-            yield from _walk(child, prefix + step, wrappers)
+            yield from _walk(child, prefix + ("" if name == wrapped else f"{name}."), wrappers)
 
 
 Names: TypeAlias = tuple[str, ...]

@@ -111,9 +111,8 @@ def check_supported(fqn: str, local: torch.Tensor) -> None:
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's values are its bytes: dense layout, no custom operators."""
-    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
     return (
-        dispatch is torch._C._disabled_torch_dispatch_impl
+        getattr(type(tensor), "__torch_dispatch__", None) is torch._C._disabled_torch_dispatch_impl
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )

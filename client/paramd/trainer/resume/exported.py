@@ -186,8 +186,7 @@ class Exported:
             with_it = group.get("capturable") or group.get("fused")
             return value.to(owned.local.device) if with_it else value
         local = owned.local
-        size = (owned.end - owned.begin) // local.itemsize
-        flat = torch.zeros(size, dtype=dtype, device="cpu")
+        flat = torch.zeros((owned.end - owned.begin) // local.itemsize, dtype=dtype, device="cpu")
         for piece, one, _ in stored:
             begin = (piece.arena_begin - owned.begin) // local.itemsize * flat.itemsize
             self._copy(one, piece, _as_bytes(flat), begin)
@@ -286,8 +285,7 @@ class Exported:
                     raise DataLossError(f"it has no {name!r}, a part of {fqn!r}, or another")
                 found.append((box, replace(stored, shape=box.sizes)))
             if fqn in shapes and found:
-                whole = replace(found[0][1], shape=shapes[fqn], parts=tuple(found))
-                self._model[fqn] = whole
+                self._model[fqn] = replace(found[0][1], shape=shapes[fqn], parts=tuple(found))
 
     def _read_groups(self, name: str) -> list[dict[str, Any]]:
         try:
@@ -302,8 +300,7 @@ class Exported:
         if length > MAX_HEADER_BYTES:
             raise DataLossError(f"{name} has a header of {length:,} bytes")
         try:
-            header = json.loads(self._read(descriptor, 8, length, name))
-            for tensor, facts in header.items():
+            for tensor, facts in json.loads(self._read(descriptor, 8, length, name)).items():
                 if tensor != "__metadata__":
                     begin, end = facts["data_offsets"]
                     shape, dtype = tuple(map(int, facts["shape"])), _DTYPES[facts["dtype"]]
@@ -354,12 +351,10 @@ class Exported:
         """Copy a region of a stored tensor to its place in `memory`, from `begin_bytes` on."""
         dtype: torch.dtype = getattr(torch, stored.dtype)
         region, at = piece.region, begin_bytes
-        boxes = [region] if isinstance(region, Box) else boxes_of_interval(region, stored.shape)
-        for box in boxes:
+        for box in [region] if isinstance(region, Box) else boxes_of_interval(region, stored.shape):
             strides = piece.strides if piece.strides is not None else row_major(box.sizes)
             storage = memory.untyped_storage()
-            offset = int(memory.storage_offset()) + at
-            target = placed(dtype, storage, offset, box.sizes, strides)
+            target = placed(dtype, storage, int(memory.storage_offset()) + at, box.sizes, strides)
             with torch.no_grad():
                 self._copy_box(stored, box, target, dtype)
             at += box.numel * dtype.itemsize

@@ -355,8 +355,7 @@ class Keeper:
             return False
         words = self._words
         # In this order: what is settled does not change any more.
-        settled = words[Word.COPY_SETTLED]
-        all_settled, all_copied = self._copies(settled, words[Word.COPIED])
+        all_settled, all_copied = self._copies(words[Word.COPY_SETTLED], words[Word.COPIED])
         if all_copied:
             words[Word.COPIES_STEP] = all_copied
         return all_settled < words[Word.STANDING_STEP]

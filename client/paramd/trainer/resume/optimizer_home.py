@@ -304,8 +304,7 @@ class OptimizerHome:
         # Or it would keep replaced tensors alive, and their places could not be used again.
         self._expected = []
         found = [(place, value, of) for place, value, of in self._found() if of is not None]
-        gone = set(self._lodged) - {place for place, _, _ in found}
-        for place in gone:
+        for place in set(self._lodged) - {place for place, _, _ in found}:
             self._release(self._lodged.pop(place))
         moves = []
         for place, value, param in found:

@@ -81,8 +81,7 @@ class _Notes:
             self._table_number = self._table.write(encode(dict(table)))
         told = [list(map(_groups, optimizers)), list(map(_told, others)), torch.get_num_threads()]
         if table is not None or told != self._told:
-            names = ("groups", "others", "threads")
-            record = {"step": step, **dict(zip(names, told, strict=True))}
+            record = {"step": step, **dict(zip(("groups", "others", "threads"), told, strict=True))}
             self._record.write(encode(record), beside=self._table_number)
             self._told = told
         # The same record may be of many steps.

@@ -360,8 +360,7 @@ class Succession:
 
     def _read_live(self, offer: dict[str, Any], continuation: int, mark: Mark) -> str:
         """Read the live state's record and table; return why it cannot be used."""
-        memory = copies.mapped(continuation, continuation_bytes())
-        pair = read_pair(memory)
+        pair = read_pair(copies.mapped(continuation, continuation_bytes()))
         record = read_record(pair[0]) if pair is not None else {"step": -1}
         if pair is None or record["step"] != mark.step:
             return (

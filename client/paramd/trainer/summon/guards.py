@@ -158,10 +158,9 @@ class FlatParameters:
         """Raises ConflictError inside a forward or backward."""
         for state in self.states:
             handle = state._handle
-            busy = state.training_state.name == "FORWARD_BACKWARD" or (
+            if state.training_state.name == "FORWARD_BACKWARD" or (
                 handle is not None and handle._training_state.name != "IDLE"
-            )
-            if busy:
+            ):
                 raise ConflictError(
                     "FullyShardedDataParallel is in a forward or backward, or summons its "
                     f"parameters itself; {_BETWEEN_STEPS}"
@@ -270,8 +269,7 @@ def forwards_refused(modules: Sequence[nn.Module]) -> Iterator[None]:
     try:
         for module in modules:
             if fsdp.is_fsdp(module) or of_class(module, *_DDP):
-                handle = module.register_forward_pre_hook(_refuse, prepend=True)
-                removers.append(handle.remove)
+                removers.append(module.register_forward_pre_hook(_refuse, prepend=True).remove)
         yield
     finally:
         for remove in removers:

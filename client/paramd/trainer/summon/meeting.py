@@ -86,15 +86,13 @@ def _managed_below(module: nn.Module) -> set[object]:
     modules = [inner for _, inner in walk(module)]
     root = next((inner for inner in modules if fsdp.is_fsdp(inner)), None)
     # Only wrappers (DDP, torch.compile, ...) are between the two.
-    wraps = any(inner is root for prefix, inner in walk(module) if prefix == "")
-    own = root if wraps else None
+    own = root if any(inner is root for prefix, inner in walk(module) if prefix == "") else None
     mine = _keys([own]) if own is not None else set()
     return _keys([inner for inner in modules if inner is not own]) - mine
 
 
 def _keys(modules: Sequence[nn.Module]) -> set[object]:
-    managed = fsdp.managed(modules)
-    return {entry.key for names in managed.values() for entry in names.values()}
+    return {entry.key for names in fsdp.managed(modules).values() for entry in names.values()}
 
 
 def digest(holdings: Sequence[LocalParam]) -> str:

@@ -101,8 +101,7 @@ def span_bytes(
     floor that keeps the number of collectives down.
     """
     wanted = min(budget_bytes // (world_size + 1), max_bytes, longest_bytes)
-    floor = min(MIN_SPAN_BYTES, longest_bytes)
-    return max(_aligned(max(wanted, floor)), ALIGNMENT_BYTES)
+    return max(_aligned(max(wanted, min(MIN_SPAN_BYTES, longest_bytes))), ALIGNMENT_BYTES)
 
 
 def spans(stream: Iterable[Run], size_bytes: int, count: int) -> list[list[Cut]]:
@@ -305,5 +304,4 @@ def _pieces(view: torch.Tensor, cut: Cut) -> Iterator[torch.Tensor]:
 
 
 def _typed(buffer: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
-    span = buffer[at : at + like.numel() * like.itemsize]
-    return span.view(like.dtype).view(like.shape)
+    return buffer[at : at + like.numel() * like.itemsize].view(like.dtype).view(like.shape)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from paramd.trainer.model.tp_ddp import pre_dp_module_transform as pre_dp_module_transform
     from paramd.trainer.summon import summon_full_params as summon_full_params
 
-# Read by gRPC as it is imported. It brings no connection over a fork in any case, and would say so
-# on stderr at each, such as for every worker of a DataLoader.
+# Read by gRPC as it is imported. It brings no connection over a fork in any case, and would report
+# that on stderr at each fork, such as for every worker of a DataLoader.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # Loaded on first use, so that `paramd --help` and the sidecar never import torch.

@@ -1,4 +1,4 @@
-"""The hash chain of the audit: how records are linked, and how a chain is checked. Pure.
+"""The hash chain of the audit: links between records, and the check of a chain. Pure.
 
 A record's body is canonical JSON text; its hash is sha256(previous hash || body). Both are kept
 and sent verbatim, so anyone can check a chain without our JSON writer.
@@ -46,7 +46,7 @@ class ChainCheck:
         self.count = 0
         """Number of good records, from the first on."""
         self.hash = GENESIS
-        """Of the last good record; a chain that was cut off later no longer has it."""
+        """Hash of the last good record; a chain that was cut off later no longer has it."""
         self.bad_seq: int | None = None
         """The first changed or missing record; None when all is well so far."""
         self.reason = ""

@@ -3,11 +3,10 @@
 Tickets and tokens expire in wall time, which hosts share. But the wall clock jumps: set by hand,
 by a bad time server, by a virtual machine that was paused. So a process reads it once and then
 continues on a clock that never jumps. It follows small corrections at once, and a new time only
-after the wall clock has kept it for ten minutes, when it is taken to be right.
+after the wall clock has kept it for ten minutes, when it is assumed to be right.
 
 A process started while the wall clock is wrong cannot know, and would take its correction for a
-jump. So helpers leave their time in a file of their own for their successors on this host
-(`kept`).
+jump. So helpers leave their time in a file for later processes on this host (`kept`).
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ _DURATION: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{0,6})?)\s*([a-z]*)")
 def seconds_of(given: float | str, what: str) -> float:
     """Seconds in a number, or in a text such as "90s", "500ms", "15m", "12h", "30d" or "4w".
 
-    Raises:
-        UsageError: it is neither; `what` names the argument.
+    Raises UsageError, which names the argument by `what`, for anything else.
     """
     if isinstance(given, int | float) and not isinstance(given, bool):
         return float(given)
@@ -103,9 +101,9 @@ class SteadyClock:
         state_files.replace(path, json.dumps(found))
 
     def go_on_from(self, path: Path) -> bool:
-        """Continue from the time a predecessor left, recently and since this host's boot.
+        """Continue from the time another process left, recently and since this host's boot.
 
-        False when there is no usable file; then the time is the wall clock's.
+        Returns False if there is no usable file; then the time is the wall clock's.
         """
         try:
             with state_files.opened(path) as descriptor:
@@ -119,7 +117,7 @@ class SteadyClock:
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return False
         with self._lock:
-            # Not if older: a new time may have settled since without anyone looking.
+            # Not if older: a new time may have settled since without being noticed.
             usable = boot == here and 0 <= self._steady() - looked_s <= SETTLE_S
             if usable and all(map(math.isfinite, (offset_s, other_s, since_s))):
                 self._offset_s, self._other_s, self._other_since_s = offset_s, other_s, since_s

@@ -1,4 +1,4 @@
-"""What changed in a range of bytes: the changed elements and where they are, or that all is needed.
+"""The changes of a range of bytes: the changed elements and their positions, or the whole range.
 
 Made by sidecars, applied by followers. Elements are compared bit by bit, as unsigned integers.
 """
@@ -29,7 +29,7 @@ ELEMENT_BYTES: Final = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Changes of one range, as `paramd.v1.DeltaPart` tells of them."""
+    """Changes of one range, as in `paramd.v1.DeltaPart`."""
 
     form: int
     """A `paramd.v1.DeltaForm`."""
@@ -38,12 +38,11 @@ class Delta:
 
 
 def make_delta(new: memoryview, base: memoryview, element_bytes: int) -> Delta:
-    """What turns `base` into `new`, which have the same length.
+    """The delta that turns `base` into `new`, which have the same length.
 
-    Of the two ways to write it the shorter one; neither, if the whole range is no longer.
-
-    Raises:
-        UsageError: no such elements, or not a whole number of them.
+    Uses the shorter of two encodings, or the whole range if that is no longer. Raises UsageError
+    for
+    unsupported elements, or a length that is no whole number of them.
     """
     import numpy as np
 
@@ -79,16 +78,13 @@ def make_delta(new: memoryview, base: memoryview, element_bytes: int) -> Delta:
         within = np.bincount(found // GROUP, minlength=-(-len(mask) // GROUP))
         counts[first // GROUP : first // GROUP + len(within)] = within
         offsets.append((found % GROUP).astype("<u2").tobytes())
-    data = b"".join((counts.tobytes(), *offsets, *values))
-    return Delta(pb.DELTA_FORM_OFFSETS, changed, data)
+    return Delta(pb.DELTA_FORM_OFFSETS, changed, b"".join((counts.tobytes(), *offsets, *values)))
 
 
 def apply_delta(target: memoryview, delta: Delta, element_bytes: int) -> None:
-    """Change `target`, which holds the base, in place.
+    """Change `target`, which contains the base, in place.
 
-    Raises:
-        DataLossError: the data do not fit; `target` is as it was.
-        UsageError: as `make_delta`.
+    Raises DataLossError if the data do not fit (`target` is unchanged), UsageError as `make_delta`.
     """
     import numpy as np
 

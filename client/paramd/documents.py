@@ -1,4 +1,4 @@
-"""Shapes that REST answers with: the control plane fills the very classes that users are given.
+"""Shapes of REST's answers: the control plane fills the very classes that users get.
 
 A shape is a frozen dataclass below `Document`. The control plane writes it as JSON, by pydantic;
 `read_document` reads it again, without.
@@ -18,7 +18,7 @@ _hints = functools.cache(get_type_hints)
 
 
 class Document:
-    """Base of the shapes: their fields' docstrings are what the OpenAPI document says of them."""
+    """Base of the shapes: the OpenAPI document describes fields by their docstrings."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -46,7 +46,7 @@ class Record(Document):
 
 
 class _OrNull:
-    """Of a field that JSON has as null unless its value passes a test."""
+    """A field that is null in JSON unless its value passes a test."""
 
     def __init__(self, is_known: Callable[[Any], bool]) -> None:
         self._is_known = is_known
@@ -72,10 +72,7 @@ def read_document(kind: Callable[..., Shape], found: Mapping[str, Any], **given:
     """A dataclass from the fields of a JSON object that are called like its own, nested ones too.
 
     Null is no text, and no number. Fields that the object has otherwise, or not at all, have to be
-    `given`.
-
-    Raises:
-        KeyError, TypeError, ValueError: a field is missing, or of another type.
+    `given`. Raises KeyError, TypeError or ValueError if a field is missing, or of another type.
     """
     for one in fields(kind):  # type: ignore[arg-type]
         if one.name not in given:

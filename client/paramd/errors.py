@@ -27,7 +27,8 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 ASKED_BY_KEY = "x-paramd-asked-by"
 """gRPC metadata key: on whose behalf a call is made. Honoured only with a ticket that is not
-issued for a user's token: the control plane's, which calls on behalf of others."""
+issued for a user's token: the control plane's, which calls on behalf of others.
+"""
 
 asked_by: ContextVar[str] = ContextVar("asked_by", default="")
 """Names the token the request came with; empty for the owner's, and for our own calls."""
@@ -40,7 +41,7 @@ def metadata() -> tuple[tuple[str, str], ...]:
 
 
 def asked_by_of(found: Iterable[Any]) -> str:
-    """Who asked, according to a call's metadata; empty when missing or malformed."""
+    """The client named in a call's metadata; empty when missing or malformed."""
     values = [value for key, value in found if key == ASKED_BY_KEY]
     value = values[0] if len(values) == 1 else ""
     return value if isinstance(value, str) and len(value) <= MAX_ID_CHARS else ""
@@ -113,7 +114,7 @@ class ErrorCodes:
     exit: int
     """Exit code of the command line."""
     retry: bool = False
-    """A reader may retry on its own."""
+    """A reader may retry by itself."""
 
 
 CODES: dict[type[ParamdError], ErrorCodes] = {
@@ -150,7 +151,8 @@ def codes_of(error: BaseException) -> ErrorCodes:
 def exhausted_of(error: BaseException) -> ExhaustedError | None:
     """The public error for running out of descriptors or memory; None for any other error.
 
-    Retryable: it passes when other calls have ended."""
+    Retryable: it passes when other calls have ended.
+    """
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
         return ExhaustedError(

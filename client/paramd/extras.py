@@ -1,6 +1,6 @@
-"""Which extra brings which package, and what to say when one is missing.
+"""The packages of each extra, and the advice when one is missing.
 
-`pip install paramd` brings what looks at a mesh from outside; the extras bring the rest.
+`pip install paramd` has the client's packages; the extras have the rest.
 """
 
 from __future__ import annotations
@@ -34,18 +34,13 @@ MODULES = {
 """Modules that each extra of pyproject.toml brings, beside those of every installation."""
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")
-"""What `paramd log` and `attach(log=...)` write to, each with a package of the extra `trackers`."""
+"""Trackers of `paramd log` and `attach(log=...)`, each with a package of the extra `trackers`."""
 
 
 def need(what: str, extra: str) -> None:
-    """Check, without importing anything, that an extra is installed.
+    """Check, without importing anything, that an extra of pyproject.toml is installed.
 
-    Args:
-        what: What needs it, for the message: a command, a function.
-        extra: Its name in pyproject.toml.
-
-    Raises:
-        UsageError: a module is missing; names it, and the command that installs it.
+    UsageError names `what` needs it, a missing module, and the command that installs it.
     """
     missing = [name for name in MODULES[extra] if find_spec(name) is None]
     if missing:

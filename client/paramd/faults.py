@@ -5,8 +5,8 @@ A variable has a comma-separated list of `point:action[@n]`: on the n-th pass of
 
     PARAMD_FAULTS=copy-moved:kill@3,read-chunk:stop
 
-Rules may also appear in a file while the process runs. It is deleted as it is read, so a process
-started again is not struck again. Each file replaces the rules of the one before; an empty one
+Rules may also appear in a file while the process runs. It is deleted as it is read, so a restarted
+process is not struck again. Each file replaces the rules of the one before; an empty one
 clears them.
 """
 
@@ -74,7 +74,6 @@ class FaultRules:
 
 
 def _passed(rules: dict[str, _Rule], point: str) -> signal.Signals | None:
-    """Count a pass; the signal of the rule that is due with it."""
     rule = rules.get(point)
     if rule is None:
         return None

@@ -92,7 +92,7 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known about a tensor without its values."""
+    """Facts about a tensor without its values."""
 
     tensor: Tensor
     kind: str
@@ -144,8 +144,7 @@ class Filter:
 def parse_filter(text: str) -> Filter:
     """Parse a filter; the cost depends only on its length.
 
-    Raises:
-        FilterError: at the first character that cannot be right, with what was expected.
+    Raises FilterError at the first invalid character, with what was expected.
     """
     size_bytes = len(text.encode("utf-8", "surrogatepass"))
     if size_bytes > MAX_FILTER_BYTES:

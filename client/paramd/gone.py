@@ -1,7 +1,7 @@
-"""Names that existed before this release, and what to use instead: one table for all doors.
+"""Names of earlier releases, and their replacements: one table for all doors.
 
-The command line, the settings, REST and Python look a name up here when it is not known, and
-say what replaces it. A row stays for one release.
+The command line, the settings, REST and Python look an unknown name up here, and name its
+replacement. A row stays for one release.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check(door: Door, name: str, shown: str) -> None:
 
 
 def command_line(path: Sequence[str], given: Sequence[str]) -> GoneError | None:
-    """What is gone of the words `given`, which the command at `path` did not understand."""
+    """The removed name among the words `given`, which the command at `path` did not understand."""
     typed = [word.partition("=")[0] for word in given]
     for row in GONE:
         words = row.name.split()
@@ -102,9 +102,10 @@ def check_options(arguments: Sequence[str]) -> None:
 
 
 def variables(environment: Mapping[str, str]) -> list[str]:
-    """What to warn of: PARAMD_* variables that nothing reads any more.
+    """Warnings about PARAMD_* variables that nothing reads any more.
 
-    Never an error: one that was left behind must not keep a training from starting."""
+    Never an error: a forgotten one must not keep a training from starting.
+    """
     doors = ("setting", "variable")
     settings = {f"PARAMD_{row.name.upper()}": row for row in GONE if row.door in doors}
     return [_said(name, row) for name, row in settings.items() if name in environment]

@@ -22,9 +22,9 @@ def spawn(
     piped: bool = False,
     without: Collection[str] = ("PARAMD_TOKEN",),
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module` in its own session, without these variables.
+    """Start `python -m module` in a new session, without these variables.
 
-    The new session shields it from a Ctrl-C in the trainer's terminal. stderr is appended to
+    The session shields it from a Ctrl-C in the trainer's terminal. stderr is appended to
     `log_path` (0600), and stdout unless it is `piped`. `stdin` carries secrets, which must not
     appear in argv or environment.
     """

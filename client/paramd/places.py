@@ -1,4 +1,4 @@
-"""Where a job's processes find each other: the state dir and its contents.
+"""The meeting place of a job's processes: the state dir and its contents.
 
     <state dir>/<job>/            0700, ours
         endpoint.json             0600: address of the job's control plane, and its token
@@ -41,7 +41,7 @@ INCARNATION_FILE = "incarnation"
 """The counter of a job's incarnations: it must never go back."""
 MAX_ENDPOINT_BYTES = 64 << 10
 REMOTE_S = 1.0
-"""How long a control plane on another host may take to answer, when the state dir is shared."""
+"""Longest wait, in seconds, for a control plane on another host (of a shared state dir)."""
 
 GENERATION_FILE = "generation"
 """The generation of the last control plane of the directory."""
@@ -81,7 +81,7 @@ class Endpoint:
 
 
 STARTING_S = 60.0
-"""How long a control plane takes to begin, at most."""
+"""Longest start of a control plane, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,10 +107,9 @@ class StartingError(UnreachableError):
 def write_endpoint(endpoint: Endpoint) -> Path:
     """Replace the job's endpoint.json atomically.
 
-    Raises:
-        UsageError, ConflictError: as `job_dir`.
-        ConflictError: a newer incarnation of the job is running; a job of another host may not
-            take the place of one that lives here.
+    Raises UsageError or ConflictError as `job_dir`; ConflictError if a newer incarnation of the job
+    is
+    running, or a job of another host would replace a local one.
     """
     path = job_dir(endpoint.job) / ENDPOINT_FILE
     # Locked from check to replace: a control plane that starts late must not hide a newer one.
@@ -121,7 +120,7 @@ def write_endpoint(endpoint: Endpoint) -> Path:
                 f"a job {endpoint.job!r} is here already ({path}), so the one on {endpoint.via} is "
                 "not shown under that name; remove that file if nothing of it runs here any more"
             )
-        # What another host calls its job is no reason for a control plane of this one to yield.
+        # The name of another host's job is no reason for a control plane of this one to yield.
         lives = found is not None and not found.via and _alive(found)
         if found is not None and lives and found.incarnation > endpoint.incarnation:
             raise ConflictError(
@@ -137,7 +136,7 @@ def remove_endpoint(endpoint: Endpoint) -> bool:
     path = state_dir() / check_job_name(endpoint.job) / ENDPOINT_FILE
     try:
         with locked(path.parent):
-            # A successor may have written its own meanwhile.
+            # A later incarnation may have written its own meanwhile.
             if _load(path) != endpoint:
                 return False
             path.unlink()
@@ -153,7 +152,7 @@ def read_endpoint(job: str | None = None) -> Endpoint:
 
     Raises:
         UsageError: not a job name, or several jobs are running and none was named.
-        NotFoundError: no job of that name was ever here.
+        NotFoundError: this host never had a job of that name.
         StartingError: it is starting.
         UnreachableError: the job has ended, or no job is running here.
     """
@@ -227,7 +226,7 @@ def is_starting(job: str) -> bool:
 
 
 def end_text(last: IncarnationRecord) -> str:
-    """How a job's last incarnation ended, for a sentence that begins with its name."""
+    """The end of a job's last incarnation, for a sentence that begins with its name."""
     if last.ended_s is None:
         return "has ended, and nobody noted when: its control plane was killed"
     moment = datetime.fromtimestamp(last.ended_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -238,12 +237,9 @@ def end_text(last: IncarnationRecord) -> str:
 def next_incarnation(job: str, *, above: int = 0) -> int:
     """Issue the job's next incarnation: starts at 1, never repeats, durable when it returns.
 
-    Args:
-        above: The incarnation is also above this: the last one known to be issued elsewhere.
-
-    Raises:
-        UsageError: as `job_dir`.
-        ConflictError: as `job_dir`, or the counter cannot be read.
+    The number is also above `above`, the last one known to be issued elsewhere. Raises UsageError
+    as
+    `job_dir`; ConflictError as `job_dir`, or if the counter cannot be read.
     """
     directory = job_dir(job)
     path = directory / INCARNATION_FILE
@@ -254,11 +250,7 @@ def next_incarnation(job: str, *, above: int = 0) -> int:
 
 
 def last_incarnation(job: str, *, at_least: int = 0) -> int:
-    """The last incarnation issued, 0 for none; raises the counter to `at_least`.
-
-    Raises:
-        UsageError, ConflictError: as `next_incarnation`.
-    """
+    """The last incarnation, 0: none; raises the counter to `at_least`. As `next_incarnation`."""
     directory = job_dir(job)
     path = directory / INCARNATION_FILE
     with state_dir_errors(), locked(directory):
@@ -353,7 +345,7 @@ def _alive(endpoint: Endpoint) -> bool:
 
 
 def _answers(url: str) -> bool:
-    """Whether anybody listens there; of a process on another host we cannot tell more."""
+    """Whether a server listens there; for a process on another host nothing more is known."""
     parts = urlsplit(url)
     try:
         with socket.create_connection((parts.hostname, parts.port), REMOTE_S):

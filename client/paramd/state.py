@@ -1,8 +1,8 @@
-"""The name of a state: what has to be equal for bytes to be of the same moment of one training.
+"""The name of a state: all that must be equal for bytes to be of one moment of one training.
 
-Everywhere that states are looked up, compared or kept, they go by all of it. A bare step is no
-name: after a rollback steps come again with other values, an edit changes parameters within a step,
-and an incarnation counts edits from 0.
+Lookups, comparisons and stores of states use the whole name. A bare step is no name: after a
+rollback steps come again with other values, an edit changes parameters within a step, and an
+incarnation counts edits from 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StateName(NamedTuple):
     edits: int
     """Edits applied in this incarnation; -1 for gradients, which edits do not change."""
     label: str = ""
-    """Of weights that stood in for the training's own; empty: the training's own."""
+    """Label of weights that replaced the training's; empty: the training's own."""
 
     @classmethod
     def of(cls, header: common_pb2.Header) -> StateName:

@@ -22,22 +22,19 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 FILE_NAME = "paramd.toml"
 
 HOST_SOCKET = "host.sock"
-"""Where `paramd sidecar host` listens, in `sidecars_dir`."""
+"""Socket of `paramd sidecar host`, in `sidecars_dir`."""
 
 MAX_LOG_LINES = 1000
-"""Most last lines of a log that are told at once."""
+"""Most last lines of a log in one answer."""
 
 MAX_TAIL_BYTES = 256 << 10
 MAX_LINE_CHARS = 2000
 
 
 def check_private(path: Path) -> None:
-    """Refuse a secret's file that every user of the machine can read; a missing one passes.
+    """Raise UsageError if every user of the machine can read a secret's file.
 
-    Of a group it may be: so a pod is given its secrets.
-
-    Raises:
-        UsageError: it is open to others.
+    A missing file passes, and so does one readable by a group: a pod gets its secrets that way.
     """
     with suppress(OSError):
         found = path.stat()
@@ -68,7 +65,7 @@ def kernel_of(host: str) -> str:
 
 
 def same_network(one: str, other: str) -> bool:
-    """Whether processes with these host ids share loopback, as far as both tell."""
+    """Whether processes with these host ids share loopback, as far as both are known."""
     networks = {one.partition("/")[2], other.partition("/")[2]} - {""}
     return kernel_of(one) == kernel_of(other) and len(networks) < 2
 
@@ -118,11 +115,7 @@ def is_job_name(name: str) -> bool:
 
 
 def check_job_name(job: str) -> str:
-    """Return `job` if it is a valid job name.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Return `job` if it is a valid job name, else raise UsageError."""
     if not is_job_name(job):
         raise UsageError(
             f"job: {job!r} is not a job name; expected 1 to 64 of A-Z a-z 0-9 . _ - "
@@ -134,9 +127,9 @@ def check_job_name(job: str) -> str:
 def job_dir(job: str) -> Path:
     """The job's directory, 0700 and ours, created if missing.
 
-    Raises:
-        UsageError: not a job name, or the state dir cannot be written.
-        ConflictError: the directory belongs to another user or is open to others.
+    Raises UsageError if `job` is no job name or the state dir cannot be written, ConflictError if
+    the
+    directory belongs to another user or is open to others.
     """
     path = state_dir() / check_job_name(job)
     with state_dir_errors():
@@ -150,13 +143,9 @@ def job_dir(job: str) -> Path:
 
 
 def sidecars_dir() -> Path:
-    """Where trainers find who starts their sidecars; 0700, created if missing.
+    """Directory where trainers find the starter of their sidecars; 0700, created if missing.
 
-    No job can have this name.
-
-    Raises:
-        UsageError: the state dir cannot be written.
-        ConflictError: the directory belongs to another user or is open to others.
+    No job can have this name. Raises as `job_dir`.
     """
     path = state_dir() / "_sidecars"
     with state_dir_errors():
@@ -168,8 +157,7 @@ def sidecars_dir() -> Path:
 def socket_path(job: str, rank: int) -> Path:
     """Path of the Unix socket of one rank's sidecar; may exceed sun_path.
 
-    Raises:
-        UsageError: not a job name, or `rank` is negative.
+    Raises UsageError if `job` is no job name, or `rank` is negative.
     """
     if rank < 0:
         raise UsageError(f"rank: {rank}; expected 0 or more")
@@ -184,9 +172,8 @@ def log_path(job: str, rank: int) -> Path:
 def lines_of_log(job: str, rank: int, count: int) -> list[str]:
     """The last lines that the sidecars of a rank have logged on this host.
 
-    Raises:
-        UsageError: not a job name, or `rank` is negative.
-        NotFoundError: there is no such file here, or it cannot be read.
+    Raises UsageError as `socket_path`, NotFoundError if there is no such file, or it cannot be
+    read.
     """
     path = log_path(job, rank)
     try:
@@ -203,7 +190,7 @@ def lines_of_log(job: str, rank: int, count: int) -> list[str]:
 def opened(path: Path) -> Iterator[int]:
     """A descriptor to read a regular file within the block. Raises OSError.
 
-    Whatever has taken its place is not followed, and not waited for.
+    A link or a pipe in its place is not followed, and not waited for.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -218,13 +205,9 @@ def last_lines(descriptor: int, count: int) -> list[str]:
     """The last lines of an open regular file, the newest last.
 
     At most `count`, of the last `MAX_TAIL_BYTES`, each cut to `MAX_LINE_CHARS`. The file's
-    position stays where it is.
-
-    Raises:
-        OSError: it cannot be read.
+    position stays where it is. Raises OSError if it cannot be read.
     """
-    size = os.fstat(descriptor).st_size
-    begin = max(size - MAX_TAIL_BYTES, 0)
+    begin = max(os.fstat(descriptor).st_size - MAX_TAIL_BYTES, 0)
     found = os.pread(descriptor, MAX_TAIL_BYTES, begin).decode(errors="replace").split("\n")
     # Without the empty end of the last line, and without a first one that begins in its middle.
     lines = found if found[-1] else found[:-1]
@@ -268,7 +251,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def state_dir_errors() -> Iterator[None]:
-    """Turn an OSError into a UsageError that says what to do."""
+    """Turn an OSError into a UsageError with a remedy."""
     try:
         yield
     except OSError as error:

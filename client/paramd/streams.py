@@ -1,7 +1,7 @@
 """Bulk streams: bytes of a snapshot or an edit over plain TCP, beside gRPC (protos/README.md).
 
-gRPC pins, authorises and describes; GrantStream gives a grant, good for one stream. Its secret
-never crosses the stream: either side proves that it knows it, with an HMAC over its first words.
+gRPC pins, authorises and describes; GrantStream gives a grant, valid for one stream. Its secret
+never crosses the stream: either side proves knowledge of it, with an HMAC over its first words.
 All integers are little-endian.
 """
 
@@ -41,7 +41,7 @@ WINDOW_HEADER_BYTES: Final = _WINDOW.size
 _NAMES: Final[dict[int, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 DATA, LAST, FAILED = 0, 1, 2
-"""Kinds of windows: bytes; no more, and what was sent holds; an error, whose text follows."""
+"""Kinds of windows: bytes; the end, after which all bytes count; an error and its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a client wants: bytes [begin, end) of what its grant is bound to."""
+    """A client's request: bytes [begin, end) of the object that its grant is bound to."""
 
     grant_id: bytes
     begin: int
@@ -66,22 +66,17 @@ class Opening:
         return _OPENING.pack(MAGIC, flags, self.grant_id, self.begin, self.end)
 
     def sealed(self, secret: bytes) -> bytes:
-        """The opening's `OPENING_BYTES`."""
         words = self._words()
         return words + _mac(secret, b"open", words)
 
     def check(self, data: bytes, secret: bytes) -> None:
-        """Raise DeniedError unless whoever sent `data` knows the secret."""
+        """Raise DeniedError unless the sender of `data` knows the secret."""
         if not hmac.compare_digest(data[_OPENING.size :], _mac(secret, b"open", self._words())):
             raise DeniedError("the opening of a stream was not made with its grant's secret")
 
 
 def read_opening(data: bytes) -> Opening:
-    """Parse `OPENING_BYTES`; nothing in it is to be trusted before `check`.
-
-    Raises:
-        DataLossError: it is no opening.
-    """
+    """Parse `OPENING_BYTES`; not to be trusted before `check`. DataLossError: it is no opening."""
     magic, flags, grant_id, begin, end = _unpacked(_OPENING, data, "the opening of a stream")
     if magic != MAGIC or flags & ~CHECKSUMS or len(data) != OPENING_BYTES or begin > end:
         raise DataLossError("not the opening of a stream")
@@ -101,10 +96,9 @@ def refusal(error: ParamdError) -> bytes:
 
 
 def read_reply(data: bytes, opening: bytes, secret: bytes) -> tuple[int, int]:
-    """Status and size of the text that follows; (0, 0): accepted, by who knows the secret.
+    """Status and size of the text that follows; (0, 0): accepted, by a sidecar with the secret.
 
-    Raises:
-        DataLossError: another program, or another sidecar, answers at that port.
+    Raises DataLossError if another program, or another sidecar, answers at that port.
     """
     magic, status, size = _unpacked(_REPLY, data, "the reply to an opening")
     if magic != MAGIC or size > MAX_TEXT_BYTES or (not status and size):
@@ -123,19 +117,16 @@ class Window:
     offset: int
     size: int
     xxh3: int = 0
-    """XXH3 (64 bit) of the bytes, seeded with the offset, if the opening asked for it; of a
-    FAILED window the number of the gRPC status."""
+    """XXH3 (64 bit) of the bytes, seeded with the offset, if the opening requested it; in a
+    FAILED window the number of the gRPC status.
+    """
 
     def packed(self) -> bytes:
         return _WINDOW.pack(self.offset, self.size, self.kind, self.xxh3)
 
 
 def read_window(data: bytes | bytearray | memoryview) -> Window:
-    """Parse `WINDOW_HEADER_BYTES`.
-
-    Raises:
-        DataLossError: it is no header, or says more than is allowed.
-    """
+    """Parse `WINDOW_HEADER_BYTES`; DataLossError if it is no header, or beyond a limit."""
     if len(data) != _WINDOW.size:
         raise DataLossError(f"the header of a window has {len(data)} bytes, not {_WINDOW.size}")
     offset, size, kind, xxh3 = _WINDOW.unpack(data)
@@ -152,7 +143,7 @@ def failure(error: ParamdError) -> bytes:
 
 
 def error_of(number: int, text: bytes) -> ParamdError:
-    """The error that a refusal or a FAILED window tells of."""
+    """The error of a refusal or a FAILED window."""
     return error_of_grpc(_NAMES.get(number, ""))(text.decode(errors="replace"))
 
 

@@ -3,8 +3,8 @@
 `ReadSnapshotResponse`, `SummonResponse` and `StageEditRequest` begin alike: data in field 1, its
 XXH3 in field 2. If a message has an offset, it seeds the XXH3, so bytes that arrive under another
 offset fail the check. One join copies the bytes once; a message object would copy them twice.
-Any generated stub can read what is written here; the parser has a fast path for this field order
-and hands anything else to protobuf.
+Any generated stub can read these bytes; the parser has a fast path for this field order
+and leaves anything else to protobuf.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ CHUNK_BYTES = 2 << 20
 """Bytes per message. 1 and 2 MiB were equally fast, 4 MiB slower (docs/decisions.md)."""
 
 LEASE_S = 30.0
-"""Lease of a snapshot or a hold for which none is named; renewed at a third of it."""
+"""Default lease of a snapshot or a hold, in seconds; renewed at a third of it."""
 
 MAX_LEASE_S = 300.0
-"""Longest lease of either, and longest time that a hold lasts, whoever renews it."""
+"""Longest lease of either, and longest hold, in seconds, whoever renews it."""
 
 _DATA_TAG = b"\x0a"
 _XXH3_TAG = b"\x11"
@@ -93,11 +93,7 @@ class Chunk:
         return base + self.begin
 
     def check(self) -> None:
-        """Verify the bytes and their offset against the checksum.
-
-        Raises:
-            DataLossError: they are not what was sent.
-        """
+        """Verify the bytes and their offset against the checksum; DataLossError if they differ."""
         if checksum_of(self.data, self.offset_bytes) != self.xxh3:
             raise DataLossError(
                 f"{self.size_bytes:,} bytes at offset {self.offset_bytes:,} do not match their "

@@ -33,7 +33,7 @@ def _when(time_ms: int) -> str:
 
 
 def detail_text(detail: Mapping[str, Any]) -> str:
-    """What a record says, for people: without what is empty. JSON has all of it."""
+    """A record's details as text, without empty values. JSON has all of them."""
     said = ((key.replace("_", " "), _text(value)) for key, value in sorted(detail.items()))
     return "; ".join(f"{key}: {text}" for key, text in said if text)
 

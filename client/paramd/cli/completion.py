@@ -45,7 +45,7 @@ ROLES = {
 }
 
 Item = tuple[str, str]
-"""What is completed, and a help text."""
+"""A completion, and a help text."""
 
 Complete = Callable[[typer.Context, str], list[Item]]
 Ask = Callable[[str], Any]
@@ -146,10 +146,9 @@ roles = _completer(lambda _, __: ROLES.items())
 
 
 def _asker(ctx: typer.Context) -> Ask:
-    """GET as the settings say, each request on a connection of its own.
+    """GET as the settings say, each request on a separate connection.
 
-    Raises:
-        ParamdError: no control plane is known, or it is on another host without TLS.
+    Raises ParamdError if no control plane is known, or it is on another host without TLS.
     """
     url, token, job, tls_ca = _where(ctx)
 
@@ -202,8 +201,7 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
     else:
         raise ParamdError(f"{url} is on another host and not https")
     try:
-        headers = {"authorization": f"Bearer {token}"}
-        connection.request("GET", f"/api/v1{path}", headers=headers)
+        connection.request("GET", f"/api/v1{path}", headers={"authorization": f"Bearer {token}"})
         answer = connection.getresponse()
         if answer.status != http.client.OK:
             raise ParamdError(f"{url} answered {answer.status}")
@@ -213,7 +211,7 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
 
 
 def _age_s() -> float:
-    """Seconds since this process was started; 0 when that cannot be told."""
+    """Seconds since this process was started; 0 when unknown."""
     try:
         ticks = places.process_start(os.getpid())
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])

@@ -1,7 +1,7 @@
 """`paramd connect`: a job on another host becomes one of this host's, over one SSH connection.
 
 It asks that host's own paramd for the job's endpoint, forwards one port to the control plane, and
-writes an endpoint of its own into this host's state dir while it runs. So every command, and
+writes a separate endpoint into this host's state dir while it runs. So every command, and
 `paramd.connect(job=...)`, find the job as if it ran here; sidecars are reached through that port.
 """
 
@@ -27,7 +27,7 @@ from paramd.cli.shell import say
 from paramd.errors import UnreachableError, UsageError
 
 START_S = 30.0
-"""How long SSH and the other host's paramd may take, a password typed meanwhile included."""
+"""How long, in seconds, SSH and the other host's paramd may take, typing a password included."""
 
 POLL_S = 0.1
 END_S = 5.0
@@ -160,7 +160,6 @@ def _free_port() -> int:
 
 
 def _wait_for(process: subprocess.Popen[bytes], port: int, host: str) -> None:
-    """Wait until the forwarded port is open. Raises UnreachableError."""
     deadline_s = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < deadline_s:
         with socket.socket() as probe:

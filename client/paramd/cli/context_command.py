@@ -43,8 +43,7 @@ def list_all(
     """List the contexts in ~/.config/paramd/paramd.toml, and mark the current one."""
     found = settings.own_contexts()
     used = _used(root, context_name)
-    rows = [_row(found[name], used) for name in sorted(found)]
-    _show(rows, COLUMNS, output)
+    _show([_row(found[name], used) for name in sorted(found)], COLUMNS, output)
     if not found:
         say(f"no contexts in {settings.own_file()}; add a table [contexts.NAME] with a url")
 
@@ -89,5 +88,4 @@ def _row(one: Context, used: str | None) -> dict[str, Any]:
 def _token_state(one: Context) -> str:
     if one.token_file is None:
         return "from PARAMD_TOKEN"
-    readable = os.access(Path(one.token_file).expanduser(), os.R_OK)
-    return "readable" if readable else "not readable"
+    return "readable" if os.access(Path(one.token_file).expanduser(), os.R_OK) else "not readable"

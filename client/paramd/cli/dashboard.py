@@ -1,8 +1,8 @@
 """`paramd dashboard`: open the control plane's page, signed in by a link that works once.
 
-The link holds a code, not a token, and in the fragment, which browsers do not send. It is good for
-one minute. A browser gets it from a file that only this user can read: in its argument, where
-other users of the machine can read it, stands the file's name.
+The link has a code, not a token, in the fragment, which browsers do not send. The code is valid for
+one minute. A browser gets the link from a file that only this user can read: its arguments, which
+other users of the machine can read, have only the file's name.
 """
 
 from __future__ import annotations

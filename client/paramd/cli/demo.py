@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MODULE = "paramd.examples.train_gpt"
 
 DESTINATION = "checkpoints"
-"""Name of the export destination configured for the training: a directory of its own."""
+"""Name of the export destination configured for the training: a separate directory."""
 
 RANKS = 2
 MAX_STEPS = 20_000
@@ -79,9 +79,7 @@ class Training:
     def wait_until_open(self) -> None:
         """Wait until the job can be found.
 
-        Raises:
-            UnreachableError: the training exited first.
-            DeadlineError: it took too long.
+        Raises UnreachableError if the training exited first, DeadlineError if it took too long.
         """
         deadline_s = time.monotonic() + OPEN_TIMEOUT_S
         while not any(found.job == self.job for found in places.running_jobs()):
@@ -108,8 +106,7 @@ class Training:
     def loss_around(self, step: int) -> float:
         """Mean loss of the last `MEAN_OF` updates up to `step`, fewer at the start.
 
-        Raises:
-            UnreachableError, DeadlineError: the training never printed that step.
+        Raises UnreachableError or DeadlineError if the training never printed that step.
         """
         deadline_s = time.monotonic() + LOSS_S
         while step not in (losses := self._losses()):
@@ -131,7 +128,7 @@ class Training:
         """Ask the ranks to end after a step; kill them after `STOP_S`. Idempotent."""
         if not self.running:
             return
-        # Each rank has a session of its own, so no group signal reaches them once torchrun is
+        # Each rank is in a separate session, so no group signal reaches the ranks once torchrun is
         # gone. Taken before the signal: a pidfd cannot hit a reused pid.
         ranks = _children(self._process.pid)
         self._process.terminate()
@@ -163,9 +160,8 @@ def started(
 ) -> Iterator[Training]:
     """Ranks that train until the block ends, logging to a file in `folder`.
 
-    Args:
-        keep: Train on past `MAX_STEPS`.
-        control: URL of a site to register at; its token is then read from PARAMD_TOKEN_FILE.
+    `keep`: train on past `MAX_STEPS`. `control`: URL of a site to register at, with the token in
+    PARAMD_TOKEN_FILE.
     """
     log_path, checkpoints = folder / "training.log", folder / "checkpoints"
     checkpoints.mkdir()
@@ -204,7 +200,7 @@ def started(
 
 
 class _Interrupts:
-    """Ctrl-C, SIGTERM and SIGHUP as KeyboardInterrupt, deferred while held. Held at first.
+    """Ctrl-C, SIGTERM and SIGHUP as KeyboardInterrupt, deferred while blocked. Blocked at first.
 
     So none strikes between the fork of a child and the code that stops it, or while it is
     being stopped.
@@ -342,8 +338,7 @@ def _tour(training: Training, folder: Path) -> None:
         _heading("Parameters", f"paramd params --job {training.job}")
         _list_params(mesh)
         _heading("Statistics of a layer, computed in place", f"paramd stats '{LAYER}'")
-        found = tensors.listing(mesh.stats(LAYER), age_s=0.0, with_histogram=False)
-        emit(found, Format.TABLE)
+        emit(tensors.listing(mesh.stats(LAYER), age_s=0.0, with_histogram=False), Format.TABLE)
         _heading("A histogram of one weight", f"paramd stats {WEIGHT} --histogram")
         tensors.print_histograms(mesh.stats(WEIGHT, histogram=True))
         _heading("The full layer, while the loss falls", f"mesh.summon('{LAYER}')")
@@ -355,8 +350,7 @@ def _tour(training: Training, folder: Path) -> None:
         _gradients(mesh)
         _heading("Edit four rows on all ranks at one step", f"paramd edit '{ROWS}' --mul 0.5")
         _edit_and_undo(mesh)
-        command = f"mesh.summon('{ROWS}', writeback=True)"
-        _heading("Pause, change weights in place, resume", command)
+        _heading("Pause, change weights in place, resume", f"mesh.summon('{ROWS}', writeback=True)")
         _write_back(mesh)
         _heading("Take a checkpoint now", f"paramd export {DESTINATION}/now --wait")
         _export(mesh, training.checkpoints)
@@ -379,14 +373,12 @@ def _list_params(mesh: Mesh) -> None:
         info for info in found if not info.name.startswith("layers.") or "layers.0" in info.name
     ]
     rows = [tensors.param_row(info) for info in shown]
-    columns = tensors.PARAM_COLUMNS
-    emit(Listing(name="params", rows=rows, columns=columns, about={}), Format.TABLE)
+    emit(Listing(name="params", rows=rows, columns=tensors.PARAM_COLUMNS, about={}), Format.TABLE)
     hidden = len(found) - len(shown)
     _note(f"and {hidden} more like them; {sum(info.numel for info in found):,} elements in total")
 
 
 def _watch(mesh: Mesh, training: Training) -> Summoned:
-    """Summon the layer a few times; return the last one."""
     print(f"{'STEP':>6}  {'LOSS':>7}  {'NORM OF ' + WEIGHT:>26}  {'MOVED BY':>9}  {'TOOK':>7}")
     mesh.summon(WEIGHT)  # loads torch, which column TOOK must not include
     found = mesh.summon(LAYER)
@@ -454,7 +446,6 @@ def _keep(training: Training) -> None:
 
 
 def _heading(text: str, command: str) -> None:
-    """Print a heading to stderr, in order with stdout."""
     sys.stdout.flush()
     from rich.console import Console
     from rich.text import Text

@@ -96,7 +96,7 @@ class Finding:
     verdict: Verdict
     detail: str
     advice: str = ""
-    """What to do; empty when the verdict is OK."""
+    """The remedy; empty when the verdict is OK."""
 
 
 def machine() -> Iterator[Finding]:
@@ -112,8 +112,7 @@ def machine() -> Iterator[Finding]:
 
 def _python() -> Iterator[Finding]:
     found = ".".join(str(part) for part in sys.version_info[:3])
-    good = sys.version_info >= (3, 11)
-    yield _finding("python", good, found, "install Python 3.11 or newer")
+    yield _finding("python", sys.version_info >= (3, 11), found, "install Python 3.11 or newer")
 
 
 def _packages() -> Iterator[Finding]:
@@ -253,8 +252,7 @@ def doctor(target: Target) -> None:
     if chosen.url is not None:
         urls = {chosen.url}
     else:
-        running = places.running_jobs()
-        urls = {found.url for found in running if chosen.job in (None, found.job)}
+        urls = {found.url for found in places.running_jobs() if chosen.job in (None, found.job)}
     for url in sorted(urls):
         findings += control_plane(url, chosen.tls_ca)
     findings += jobs(target)
@@ -483,8 +481,7 @@ def _key_file(name: str, path: Path) -> Finding:
 
     read_pem(path)
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        told = f"{path} is readable by other users"
-        return _finding(name, False, told, f"chmod 600 {path}")
+        return _finding(name, False, f"{path} is readable by other users", f"chmod 600 {path}")
     return _finding(name, True, f"{path}, readable only by its owner")
 
 

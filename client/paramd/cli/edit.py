@@ -1,4 +1,4 @@
-"""`paramd edit`, `edits`, `undo`, `pause`, `step`, `resume`: change or hold a job, on all ranks."""
+"""`paramd edit`, `edits`, `undo`, `pause`, `step`, `resume`: edit or pause a job on all ranks."""
 
 from __future__ import annotations
 
@@ -251,9 +251,7 @@ def edit(
 def tensors_of(path: Path, mesh: Mesh, globs: Sequence[str]) -> Mapping[str, torch.Tensor]:
     """The tensors of a safetensors file whose names match `globs` in the mesh, by name.
 
-    Raises:
-        UsageError: the file cannot be read.
-        NotFoundError: it has none of the names.
+    Raises UsageError if the file cannot be read, NotFoundError if it has none of the names.
     """
     names = {name: info.name for info in mesh.params(*globs) for name in info.names}
     extras.need("--from", "torch")
@@ -317,8 +315,7 @@ def pause(
     when this command exits.
     """
     with target.connect() as mesh:
-        found = mesh.pause(lease_s=lease_s, renew=keep, timeout=timeout)
-        _show_hold(target, mesh.job, found)
+        _show_hold(target, mesh.job, mesh.pause(lease_s=lease_s, renew=keep, timeout=timeout))
         if not keep:
             return
         say("training is paused; Ctrl-C resumes it")

@@ -1,13 +1,16 @@
-"""Jobs that have ended: what commands answer of them, and `paramd end`, which frees their memory.
+"""Jobs that have ended: the answers of commands about them, and `paramd end`, which frees their
+memory.
 
-Commands answer from the state dir, without a server. When and after which step a job ended stands
-in its incarnations.jsonl. Edits and the audit lie in the service's store, which only the service
-can read, so it is run for them: one process that prints a document in the shape of REST and ends.
+Commands answer from the state dir, without a server: a job's incarnations.jsonl has the time and
+the
+last step. Edits and the audit are in the service's store, which only the service can read: a
+process
+of the service prints a document in the shape of REST and ends.
 
 Sidecars linger after their trainer, so that its last step can still be read. `paramd end` finds
 them by their sockets in the job's directory. Each decides itself, in one moment, whether its
 trainer is gone; only one that does not answer, or is too old to be asked, gets SIGTERM, after the
-kernel has said of which process it is the sidecar, and that none of the processes that it watches
+kernel has confirmed whose sidecar the process is, and that none of the processes that it watches
 is alive.
 """
 
@@ -67,7 +70,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Past:
-    """A job that has ended, as its state dir tells. Reads files; starts nothing that stays."""
+    """A job that has ended, by its state dir. Reads files; starts nothing that stays."""
 
     job: str
     last: IncarnationRecord
@@ -89,7 +92,7 @@ def find(target: Target) -> Past | None:
     """The job that the settings name, if it has ended on this host; None if it may be running.
 
     Raises:
-        NotFoundError: no job of that name was ever here.
+        NotFoundError: this host never had a job of that name.
         UnreachableError: its control plane does not run, but sidecars of it do.
         ConflictError: its directory is open to other users.
     """
@@ -116,10 +119,9 @@ def find(target: Target) -> Past | None:
 
 
 async def found_ended(client: RestClient, job: str) -> IncarnationRecord | None:
-    """The last incarnation if its control plane, which runs, says that the job has ended.
+    """The last incarnation if its running control plane reports that the job has ended.
 
-    Raises:
-        ParamdError: from the control plane, which may end meanwhile.
+    Raises the control plane's ParamdError; it may end meanwhile.
     """
     path = f"/jobs/{quote(job, safe='')}"
     if (await client.send("GET", path))["state"] != "ended":
@@ -137,7 +139,7 @@ def show_status(target: Target, past: Past) -> None:
     """Print the status of a job that has ended."""
     last = past.last
     if last.ended_s is None:
-        # Killed, so nobody noted the end. The metric history, if any, knows the last step seen.
+        # Killed, so nobody noted the end. The metric history, if any, has the last step seen.
         try:
             seen = _read("step", past.job)
         except ParamdError:
@@ -160,12 +162,11 @@ def show_status(target: Target, past: Past) -> None:
 def _read(what: str, job: str, **options: str | int | bool | None) -> dict[str, Any]:
     """Run the service's reader of its own store.
 
-    Raises:
-        UsageError: the service is not installed.
-        ParamdError: the class of the reader's exit code.
+    Raises UsageError if the service is not installed, else the ParamdError of the reader's exit
+    code.
     """
     extras.need("the store of an ended job", "service")
-    # -P: a file in the working directory must not stand in for the service.
+    # -P: a file in the working directory must not replace the service.
     arguments = [sys.executable, "-P", "-m", READER, what, "--job", job]
     for name, value in options.items():
         if value is True:
@@ -272,8 +273,7 @@ def _named(target: Target, name: str | None) -> str:
 def sidecars(job: str) -> Iterator[Sidecar]:
     """The job's sidecars that listen here, by rank.
 
-    Raises:
-        ConflictError: the job's directory belongs to another user, or is open to others.
+    Raises ConflictError if the job's directory belongs to another user, or is open to others.
     """
     from paramd.memory import handover
 
@@ -311,9 +311,8 @@ def watched(one: Sidecar) -> int:
 async def _tell_control(target: Target, job: str) -> str:
     """End the job at its control plane, which audits it; "" if none runs.
 
-    Raises:
-        ConflictError: it knows of a living trainer, perhaps on another host.
-        DeniedError: the token may not.
+    Raises ConflictError if a trainer lives, perhaps on another host; DeniedError: the token's role
+    does not suffice.
     """
     try:
         async with target.named(job).rest() as (client, _):
@@ -324,7 +323,7 @@ async def _tell_control(target: Target, job: str) -> str:
 
 
 def _asked(one: Sidecar) -> tuple[str, bool]:
-    """(what happened, whether it has left)."""
+    """(the outcome, whether it has left)."""
     from paramd.memory import handover
     from paramd.memory.descriptors import close_all
 
@@ -354,7 +353,7 @@ def _asked(one: Sidecar) -> tuple[str, bool]:
 
 @contextmanager
 def _process(one: Sidecar) -> Iterator[int | None]:
-    """A pidfd of the sidecar, so that no signal reaches a successor of its pid."""
+    """A pidfd of the sidecar, so that no signal reaches a process that reuses its pid."""
     try:
         process = os.pidfd_open(one.pid) if one.pid else None
     except ProcessLookupError:

@@ -310,7 +310,7 @@ def logs(
 
 
 def _left(past: ended.Past, rank: int, lines: int) -> RankLog:
-    """What an ended job's sidecars have left here."""
+    """The logs that an ended job's sidecars have left here."""
     from paramd.mesh.insight.reports import LogTail, RankLog
 
     found = state_files.lines_of_log(past.job, rank, lines)

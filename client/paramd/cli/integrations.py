@@ -152,7 +152,6 @@ def follow(
 
 
 def _line(update: Update) -> str:
-    """One update in words."""
     came = f"{size(update.sent_bytes)} came from the training"
     if update.changed_bytes is not None:
         came += f", {size(update.changed_bytes)} changed"
@@ -210,7 +209,7 @@ async def _serve(target: Target, *, changes: bool, port: int | None) -> None:
 
 
 HEAD_S = 10.0
-"""How long a connection may take for its first request: half ones are not kept for ever."""
+"""Limit in seconds for a connection's first request, so that half-open ones are not kept."""
 
 
 def _impatient() -> Any:

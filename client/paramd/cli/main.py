@@ -52,7 +52,7 @@ RUN = "Run and administer"
 
 
 def _add(panel: str, command: Callable[..., None], *lines: str) -> None:
-    """Register a command under a help panel, with examples of what may follow its name."""
+    """Register a command under a help panel, with examples of its arguments."""
     name = command.__name__.replace("_", "-")
     told = examples(*(f"paramd {name} {line}".rstrip() for line in lines))
     app.command(rich_help_panel=panel, epilog=told)(command)

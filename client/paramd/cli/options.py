@@ -87,21 +87,17 @@ Followed = Annotated[
 
 
 class Target:
-    """What a command works on: the effective settings, and a connection to the mesh."""
+    """The target of a command: the effective settings, and a connection to the mesh."""
 
     def __init__(self, chosen: settings.Settings) -> None:
         self.settings = chosen
 
     def named(self, job: str) -> Target:
-        """The same, of the job called `job`."""
+        """The same settings, with the job called `job`."""
         return Target(replace(self.settings, job=job))
 
     def connect(self) -> Mesh:
-        """A connected mesh, which the caller closes (`with`).
-
-        Raises:
-            UnreachableError, DeniedError, NotFoundError, UsageError: as `paramd.connect`.
-        """
+        """A connected mesh, which the caller closes (`with`). Raises as `paramd.connect`."""
         from paramd.mesh.connect import connect
 
         chosen = self.settings
@@ -118,8 +114,7 @@ class Target:
     async def rest(self) -> AsyncIterator[tuple[RestClient, str | None]]:
         """A client of the control plane, and the job that is named, if any.
 
-        Raises:
-            UnreachableError, NotFoundError, UsageError: as `paramd.connect`.
+        Raises UnreachableError, NotFoundError and UsageError as `paramd.connect`.
         """
         from paramd.mesh.connect import resolve
         from paramd.mesh.peers.control import RestClient, client_tls
@@ -158,11 +153,7 @@ class Target:
 
     @property
     def format(self) -> Format:
-        """The output format.
-
-        Raises:
-            UsageError: the environment or a file names an unknown one.
-        """
+        """The output format; UsageError if the environment or a file names an unknown one."""
         named = self.settings.output
         if named is None:
             return Format.TABLE
@@ -193,7 +184,7 @@ def with_target(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_output(command: Callable[..., None]) -> Callable[..., None]:
-    """As `with_target`, for a command that prints data: with --output, which `Target` obeys."""
+    """As `with_target`, for a command that prints data, with --output (`Target.format`)."""
     return _with_options(command, {"output": Output} | SHARED)
 
 
@@ -213,7 +204,7 @@ def _with_options(command: Callable[..., None], shared: dict[str, Any]) -> Calla
 
     @wraps(command)
     def run(context: Context, **given: Any) -> None:
-        # `main` looked for --debug before anything could fail.
+        # `main` reads --debug before anything can fail.
         given.pop("debug")
         # A command's own --output counts, too.
         own_output = settings.Flags(output=given.get("output"))

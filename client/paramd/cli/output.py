@@ -78,8 +78,7 @@ def emit(
 ) -> None:
     """Write a listing to stdout. NaN and infinities become null in JSON.
 
-    Args:
-        width: Of the terminal that `out` is shown on; None asks `out`.
+    `width` is that of the terminal that `out` is shown on; None asks `out`.
     """
     out = out if out is not None else sys.stdout
     if form.is_table:
@@ -110,10 +109,11 @@ def terminal_width(out: TextIO) -> int | None:
 
 
 def table_lines(listing: Listing, width: int | None) -> tuple[list[str], str]:
-    """Header, rows and total as lines that fit `width`, and what to say of what they lack.
+    """Header, rows and total as lines that fit `width`, and a remark on what they lack.
 
-    No text is cut: what is too long goes on below. Without a width nothing is left out or folded,
-    so that `grep` finds names whole.
+    No text is cut: long texts continue below. Without a width nothing is left out or folded, so
+    that
+    `grep` finds names whole.
     """
     from rich.cells import cell_len
 
@@ -123,7 +123,7 @@ def table_lines(listing: Listing, width: int | None) -> tuple[list[str], str]:
     found = [(c, texts, max(map(cell_len, texts))) for c, texts in zip(columns, cells, strict=True)]
     if width is None or _width(wide for _, _, wide in found) <= width:
         return _whole(found), ""
-    # An empty column says nothing, so it goes without a word.
+    # An empty column is left out without a remark.
     found = [one for one in found if any(one[1][1:])]
     gone = []
     while _least(found, LEAST) > width:
@@ -192,23 +192,22 @@ def _bold(text: str, out: TextIO) -> str:
 
 
 def cell(column: Column, row: Row | None) -> str:
-    """What a table shows of a row in a column."""
+    """A row's text in a column."""
     value = row.get(column.key) if row is not None else None
     return "" if value is None else one_line(column.show(value))
 
 
 _MARKS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""What has a terminal show text in another order, or obey it; JSON itself escapes the rest."""
+"""Characters that reorder a terminal's text, or command it; JSON itself escapes the rest."""
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """JSON in which texts of others do nothing to a terminal that shows them."""
+    """JSON that has no effect on a terminal, whatever text of others is in it."""
     text = json.dumps(finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
     return _MARKS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def count(value: int) -> str:
-    """An integer with thousands separators."""
     return f"{value:,}"
 
 
@@ -227,7 +226,6 @@ def size(value_bytes: float) -> str:
 
 
 def seconds(value_s: float) -> str:
-    """A duration in a fitting unit."""
     if not abs(value_s) < 1e12:  # NaN, too
         return f"{value_s:.3g} s"
     if value_s < 1e-3:
@@ -250,5 +248,4 @@ def when(time_s: float) -> str:
 
 
 def shape(value: Sequence[int]) -> str:
-    """A shape such as "4x8"."""
     return "scalar" if not value else "x".join(str(s) for s in value)

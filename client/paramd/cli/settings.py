@@ -54,8 +54,7 @@ class Context:
 def choose(name: str) -> Context:
     """The context called `name` in the user's own paramd.toml.
 
-    Raises:
-        UsageError: there is none; the message suggests others. Or as `own_contexts`.
+    Raises UsageError if there is none, with suggestions, or as `own_contexts`.
     """
     found = own_contexts()
     if name in found:
@@ -117,11 +116,7 @@ class Settings(Flags):
 
 
 def load(flags: Flags, *, stdin: TextIO) -> Settings:
-    """Merge flags, environment, files and context.
-
-    Raises:
-        UsageError: a flag, variable or file is invalid.
-    """
+    """Merge flags, environment, files and context; UsageError if one is invalid."""
     files = _read_files()
     context = context_in_force(flags, files)
     if context is not None:
@@ -148,11 +143,9 @@ def context_in_force(
 ) -> Context | None:
     """The context named by a flag, PARAMD_CONTEXT or a file. Does not read its token.
 
-    Args:
-        files: What the files say; None reads them.
-
-    Raises:
-        UsageError: there is no such context, or a file is malformed.
+    `files` is the files' content; None reads them. Raises UsageError if there is no such context,
+    or a
+    file is malformed.
     """
     files = files if files is not None else _read_files()
     name = flags.context_name
@@ -195,11 +188,11 @@ def _read_files() -> list[dict[str, str]]:
 def read_file(path: Path, *, trusted: bool) -> dict[str, str]:
     """The command line's keys in one paramd.toml; empty if there is no such file.
 
-    A file in the working directory (not `trusted`) may belong to somebody else's project. It
-    may choose the job, but neither send our token to another host nor have our files read.
-
-    Raises:
-        UsageError: not TOML, an unknown key, or a key not allowed in an untrusted file.
+    A file in the working directory (not `trusted`) may belong to somebody else's project. It may
+    choose
+    the job, but neither send our token to another host nor have our files read. Raises UsageError
+    if it
+    is not TOML, or has an unknown key or one not allowed in an untrusted file.
     """
     found = _parsed(path)
     # Tables belong to other programs, such as the control plane's destinations.
@@ -219,11 +212,7 @@ def own_file() -> Path:
 
 
 def own_contexts() -> dict[str, Context]:
-    """The contexts in the user's own paramd.toml, by name.
-
-    Raises:
-        UsageError: the file or one of them is malformed.
-    """
+    """The contexts in the user's own paramd.toml, by name; UsageError if malformed."""
     path = own_file()
     tables = _parsed(path).get(TABLE, {})
     if not isinstance(tables, Mapping):
@@ -271,9 +260,9 @@ def _check_foreign(path: Path, values: Mapping[str, str]) -> None:
 def read_token(source: str, *, stdin: TextIO) -> str:
     """The token from "-" (first line of stdin) or "@FILE" (first line of the file).
 
-    Raises:
-        UsageError: anything else, or no token there. The message never contains `source`, which
-            may be a token.
+    Raises UsageError for other sources, or without a token there. The message never contains
+    `source`,
+    which may be a token.
     """
     if source == "-":
         token, place = stdin.readline(MAX_TOKEN_BYTES).strip(), "stdin"

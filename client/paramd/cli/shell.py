@@ -1,4 +1,4 @@
-"""How the program exits: one line per error, its exit code, a traceback with --debug."""
+"""Exit of the program: one line per error, its exit code, a traceback with --debug."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(app: Callable[[], object], *, debug: bool, given: Sequence[str] = ()) ->
     7 denied, 8 timeout; 130 interrupted, 141 broken pipe on stdout.
     """
     stdout = sys.stdout
-    # Ctrl-C may come between making a coroutine and handing it on.
+    # Ctrl-C may come between making a coroutine and passing it on.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     try:
         result = app()
@@ -50,7 +50,7 @@ def run(app: Callable[[], object], *, debug: bool, given: Sequence[str] = ()) ->
 
 
 def _gone(error: Exception, given: Sequence[str]) -> Exception | None:
-    """What to say instead of a usage error from click about a name of an earlier release."""
+    """Instead of click's usage error, the advice for a name of an earlier release."""
     context = getattr(error, "ctx", None)
     return gone.command_line(context.command_path.split()[1:], given) if context else None
 
@@ -91,7 +91,7 @@ _MEANT = {
     "completion": "paramd --install-completion", "--json": "-o json",
     "-j": "--job NAME", "--set": "--fill 0, or --from FILE", "--scale": "--mul 2",
 }  # fmt: skip
-"""What people type first, of this and of other programs, and what does it here."""
+"""First guesses of users, in this and other programs, and the command here."""
 
 
 def _usage(error: Exception, message: str) -> str:
@@ -105,8 +105,7 @@ def _usage(error: Exception, message: str) -> str:
     job = re.match(r"Got unexpected extra argument\S* \(([\w.-]+)\)", message)
     if job and job[1] in known_jobs():
         return f"{message}; write --job {job[1]}"
-    context = getattr(error, "ctx", None)
-    path = getattr(context, "command_path", "paramd")
+    path = getattr(getattr(error, "ctx", None), "command_path", "paramd")
     return f"{message} (see: {path} --help)"
 
 

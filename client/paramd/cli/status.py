@@ -92,9 +92,9 @@ class Look:
     job: str
     incarnation: int
     ranks: list[dict[str, Any]]
-    """As REST returns them, ordered by rank."""
+    """REST's documents, ordered by rank."""
     alerts: list[dict[str, Any]]
-    """Those firing, newest first."""
+    """The firing ones, newest first."""
     at_s: float
     """Monotonic clock."""
 
@@ -127,12 +127,11 @@ def about_text(seen: Look) -> str:
 
 
 def alert_line(alert: dict[str, Any]) -> str:
-    """One alert in one line."""
     return f"{alert['severity']:<9} {alert['rule']:<16} {one_line(alert['reason'])}"
 
 
 def text_of(seen: Look) -> list[str]:
-    """What `paramd top` shows, as lines."""
+    """The screen of `paramd top` as lines."""
     rows = [tuple(column.heading for column in COLUMNS), *(cells(rank) for rank in seen.ranks)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -176,9 +175,8 @@ class Door:
 async def open_door(target: Target) -> AsyncIterator[Door]:
     """A connection to the job in the settings, or else to the control plane's only job.
 
-    Raises:
-        UsageError: no job was named, and the control plane does not have exactly one.
-        UnreachableError, DeniedError: from the control plane.
+    Raises UsageError if no job was named and the control plane does not have exactly one, else the
+    control plane's UnreachableError or DeniedError.
     """
     async with target.rest() as (client, job):
         jobs = [job] if job is not None else await client.jobs()
@@ -189,13 +187,13 @@ async def open_door(target: Target) -> AsyncIterator[Door]:
 
 
 class Outage:
-    """What a watching command reports of errors: each one once, then the recovery."""
+    """Reports a watching command's errors: each one once, then the recovery."""
 
     def __init__(self) -> None:
         self._said = ""
 
     def tell(self, error: ParamdError | None) -> None:
-        """Print what is new; nothing if nothing changed."""
+        """Print what is new, if anything."""
         text = str(error) if error is not None else ""
         if text != self._said:
             say(text or "connection restored")
@@ -253,7 +251,7 @@ def status(
         say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
     if found and all(row.phase in ("orphaned", "torn") for row in found):
         say(f"the training has ended; to free its memory: paramd end {found.job}")
-    # A rank held on request is healthy.
+    # A rank paused on request is healthy.
     bad = [row.rank for row in found if row.reason and row.phase != "held"]
     if bad or len(found) < found.world_size:
         raise PartialError(
@@ -263,7 +261,7 @@ def status(
 
 
 def _health(target: Target, job: str) -> str:
-    """What the control plane makes of it, in the page's words."""
+    """The control plane's verdict, in the page's words."""
     one = next(one for one in target.ask("GET", "/jobs")["jobs"] if one["job"] == job)
     return ": ".join(filter(None, ("health", str(one["health"]), str(one["why"]))))
 
@@ -291,7 +289,7 @@ def _just_ended(target: Target, job: str | None) -> Past | None:
 
 
 def _is_starting(target: Target, job: str) -> bool:
-    """Whether the control plane says that the job is starting."""
+    """Whether the control plane reports that the job is starting."""
     with suppress(ParamdError):
         return bool(target.ask("GET", f"/jobs/{quote(job, safe='')}")["state"] == "starting")
     return False
@@ -409,7 +407,7 @@ def news(found: Sequence[Mapping[str, Any]], told: dict[str, str]) -> list[Mappi
     ]
     told.clear()
     told.update({alert["id"]: alert["state"] for alert in found})
-    # Without any alert, `told` must still say that the first call is over.
+    # Without any alert, `told` must still record that the first call is over.
     told.setdefault("", "")
     return changed
 

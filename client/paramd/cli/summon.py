@@ -29,11 +29,7 @@ SUFFIX = ".safetensors"
 
 @contextmanager
 def bar(what: str, *, hidden: bool = False) -> Iterator[Moved]:
-    """A progress bar on stderr; nothing if stderr is not a terminal.
-
-    Args:
-        hidden: Until something moves.
-    """
+    """A progress bar on stderr if that is a terminal. `hidden` until something moves."""
     if not sys.stderr.isatty():
         yield lambda _what, _done_bytes, _size_bytes: None
         return
@@ -154,9 +150,8 @@ def fetch(
 def check_destination(path: Path, *, force: bool) -> None:
     """Fail before the download, not after it.
 
-    Raises:
-        UsageError: wrong suffix, no such directory, or the path is a directory.
-        ConflictError: the file exists and `force` is not set.
+    Raises UsageError for a wrong suffix, a missing directory or a path that is a directory;
+    ConflictError if the file exists and `force` is not set.
     """
     if path.suffix != SUFFIX:
         raise UsageError(f"--output: {path} does not end in {SUFFIX}")

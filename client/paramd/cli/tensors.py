@@ -101,8 +101,7 @@ def _facts(info: ParamInfo) -> Facts:
 
 def param_row(info: ParamInfo) -> dict[str, object]:
     """One tensor's row."""
-    own = {name: getattr(info, name) for name in ("name", "dtype", "numel", "placement")}
-    return own | {
+    return {name: getattr(info, name) for name in ("name", "dtype", "numel", "placement")} | {
         "shape": list(info.shape),
         "kind": info.kind.value,
         "trainable": info.trainable,
@@ -117,7 +116,7 @@ NUMBERS = tuple(
         one.title.upper(),
         count if one.kind is int else number,
         right=True,
-        # Norm, NaN and Inf stay: they tell whether something is wrong.
+        # Norm, NaN and Inf stay: they show problems.
         drop={"zero_count": 5, "mean": 4, "std": 3, "min": 2, "max": 1}.get(one.name, 0),
     )
     for one in STATISTICS
@@ -132,9 +131,8 @@ STATS_COLUMNS = (
 def histogram(exponents: Sequence[tuple[int, int]], *, zero_count: int = 0) -> list[str]:
     """One line per bin: lower bound, bar, count.
 
-    Args:
-        exponents: (e, count) of 2**e <= |x| < 2**(e+1), ascending.
-        zero_count: elements that are exactly zero; they get a line of their own.
+    `exponents`: (e, count) of 2**e <= |x| < 2**(e+1), ascending. Elements that are exactly zero
+    (`zero_count`) get a separate line.
     """
     rows = [(f"2^{exponent}", found) for exponent, found in exponents]
     if zero_count:
@@ -147,8 +145,7 @@ def bar(value: int, most: int) -> str:
     """A bar for `value`, `WIDTH` characters at `most`; never empty for a value above 0."""
     if value <= 0:
         return ""
-    eighths = max(1, round(8 * WIDTH * value / most))
-    whole, left = divmod(eighths, 8)
+    whole, left = divmod(max(1, round(8 * WIDTH * value / most)), 8)
     return "█" * whole + (_EIGHTHS[left] if left else "")
 
 
@@ -322,5 +319,4 @@ def _live(found: Iterator[GradFrame[Any]]) -> None:
     with Live(auto_refresh=False, transient=False) as live:
         for frame in found:
             frames.append(frame.document())
-            lines = table_of(frames, live.console.width)
-            live.update(Text("\n".join(lines)), refresh=True)
+            live.update(Text("\n".join(table_of(frames, live.console.width))), refresh=True)

@@ -5,7 +5,7 @@
 and in another terminal, for example: `paramd stats "head.*"` or
 `paramd summon "head.*" -o head.safetensors`.
 With --no-attach it trains without paramd; the losses are bit-identical. With PARAMD_RESUME=auto, a
-training that was killed and is started again goes on at the step it was at.
+killed training that is started again resumes at its last step.
 
 The training text is Python's own help topics, byte by byte.
 """
@@ -46,8 +46,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, time, width) to the same."""
         batch, time, _ = x.shape
-        parts = self.qkv(x).view(batch, time, 3, HEADS, WIDTH // HEADS)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(batch, time, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, WIDTH))
         return out
@@ -104,8 +103,8 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 class Passages:
     """Random passages of the text, endless, different on each rank.
 
-    An iterator, because paramd notes the state of those when an update ends, before the next
-    passages are drawn; of other objects, only when the next forward begins.
+    An iterator, because paramd notes an iterator's state when an update ends, before the next
+    passages are drawn; other objects' only when the next forward begins.
     """
 
     def __init__(self, seed: int) -> None:
@@ -117,8 +116,7 @@ class Passages:
 
     def __next__(self) -> Tensor:
         """(batch, context + 1) bytes as int64."""
-        last = len(self._text) - CONTEXT - 1
-        begins = torch.randint(last, (BATCH,), generator=self._generator)
+        begins = torch.randint(len(self._text) - CONTEXT - 1, (BATCH,), generator=self._generator)
         return torch.stack([self._text[b : b + CONTEXT + 1] for b in begins.tolist()]).long()
 
     def state_dict(self) -> dict[str, Tensor]:

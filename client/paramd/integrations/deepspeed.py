@@ -1,8 +1,8 @@
 """DeepSpeed's engine with ZeRO 1, 2 or 3: `attach(engine, job=...)` after `deepspeed.initialize`.
 
-Served under a parameter's name is the partition that the optimizer updates (float32 under mixed
-precision), not the copy with which the module computes. An edit changes the partitions, and the
-copies are made from them at once, as after a step: both have it before the next forward.
+A parameter's name serves the partition that the optimizer updates (float32 under mixed precision),
+not the copy with which the module computes. An edit changes the partitions, and the copies are made
+from them at once, as after a step: both have it before the next forward.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def attach(engine: Any, *, job: str, **options: Any) -> Attachment:
     """Serve the parameters that a DeepSpeed engine trains; as `paramd.attach`, on every rank.
 
     A step of the engine is a step of the job, also one that it skips because of an overflow.
-    `attachment.detach()` before the engine is destroyed. Gradients are not served: DeepSpeed frees
-    them partition by partition.
+    Call `attachment.detach()` before the engine is destroyed. Gradients are not served: DeepSpeed
+    frees them partition by partition.
 
     Args:
         engine: from `deepspeed.initialize`.
@@ -39,7 +39,7 @@ def attach(engine: Any, *, job: str, **options: Any) -> Attachment:
         options: further arguments of `paramd.attach`: control, arena, settings.
 
     Raises:
-        UsageError: not an engine, or one with what is not supported; the message names it.
+        UsageError: not an engine, or one with an unsupported feature; the message names it.
         ConflictError, DeniedError, ExhaustedError: as `paramd.attach`.
     """
     require("deepspeed", at_least="0.19.8", below="0.20", extra="deepspeed")
@@ -64,7 +64,7 @@ def attach(engine: Any, *, job: str, **options: Any) -> Attachment:
 
 
 def _partitions(engine: Any) -> Partitions:
-    """What is known of the engine's partitions. Raises UsageError."""
+    """The engine's partitions; UsageError if it is no supported engine."""
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -148,7 +148,7 @@ class _SubGroups:
     def unlisted(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
         if optimizer is not self._optimizer.optimizer:
             return []
-        # A group lists one of them while it is stepped, and none else.
+        # A group lists one of them while it is stepped, and no other.
         groups = self._optimizer.sub_group_to_group_id
         return [(groups[index], flat) for index, flat in enumerate(self.tensors())]
 

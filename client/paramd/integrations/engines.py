@@ -6,8 +6,8 @@ update_weights_from_tensor), or a process with a GPU that joins NCCL (paramd.int
 
     frame -> DIR/VERSION/model.safetensors (whole, then renamed) -> the engine loads it -> VERSION
 
-An engine that refuses, or dies half way, is given the weights back that were in force before, and
-generates only once it has loaded the one or the other whole. Then the newest are tried again.
+An engine that refuses, or dies half way, gets the last good weights again, and generates only once
+it has loaded either version completely. Then the newest are tried again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 Pause = Literal["wait", "abort", "keep"]
-"""What becomes of requests that run: they end first, are aborted, or go on with other weights."""
+"""Treatment of running requests: they end first, are aborted, or continue with other weights."""
 
 LOAD_S = 1800.0
 """Longest time that an engine may take to load."""
@@ -64,7 +64,7 @@ class Engine:
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._url = url.rstrip("/")
         self._pause = pause
-        # A connection for each call: vLLM drops the one on which it has told of a failure.
+        # A connection for each call: vLLM drops the one on which it has reported a failure.
         self._client = httpx2.AsyncClient(
             base_url=self._url,
             headers=headers,
@@ -75,21 +75,20 @@ class Engine:
     async def serving(self) -> tuple[str, str]:
         """The version in force and the directory, or name, that it was loaded from.
 
-        Raises:
-            UnreachableError: it does not answer.
+        Raises UnreachableError if the engine does not answer.
         """
         raise NotImplementedError
 
     async def load(self, path: str, version: str) -> None:
-        """Load weights, and generate with them. If it fails, nothing is generated until it works.
+        """Load weights, and generate with them. After a failure nothing is generated until it
+        works.
 
-        Raises:
-            UnreachableError: it does not answer. ConflictError: it refused; with its own words.
+        Raises UnreachableError without an answer, ConflictError with the engine's own words if it
+        refused.
         """
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._client.aclose()
 
     async def _call(
@@ -119,15 +118,14 @@ class Engine:
 
 
 class VllmEngine(Engine):
-    """`vllm serve` with VLLM_SERVER_DEV_MODE=1; of its workers `reload_weights` is called.
+    """`vllm serve` with VLLM_SERVER_DEV_MODE=1; calls `reload_weights` of its workers.
 
     Source: vllm/entrypoints/rl/online/api_router.py and serve/dev/rpc/api_router.py of 0.33.
     """
 
     async def serving(self) -> tuple[str, str]:
         found = await self._call("GET", "/weight_info")
-        models = await self._call("GET", "/v1/models")
-        served = models.get("data") or [{}]
+        served = (await self._call("GET", "/v1/models")).get("data") or [{}]
         return str(found.get("weight_version")), str(served[0].get("root", ""))
 
     async def load(self, path: str, version: str) -> None:
@@ -140,7 +138,7 @@ class VllmEngine(Engine):
             timeout_s=LOAD_S,
         )
         if self._pause == "keep":
-            # The other modes have emptied it: what it holds is of the old weights.
+            # The other modes have emptied it: its content is of the old weights.
             await call("POST", "/reset_prefix_cache")
         await call("POST", "/update_weight_version", {"new_version": version})
         await call("POST", "/resume")
@@ -156,7 +154,7 @@ class SglangEngine(Engine):
         return str(found.get("weight_version")), str(found.get("model_path"))
 
     async def load(self, path: str, version: str) -> None:
-        # Unless it is paused, it waits for running requests by itself, and holds new ones back.
+        # Unless it is paused, it waits for running requests by itself, and delays new ones.
         mode = self._MODES.get(self._pause)
         if mode is not None:
             await self._call("POST", "/pause_generation", {"mode": mode}, timeout_s=LOAD_S)
@@ -188,7 +186,7 @@ def open_engine(to: str, url: str, *, token: str = "", pause: str = "wait") -> E
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What became of one frame at the engine."""
+    """The outcome of one frame at the engine."""
 
     step: int
     version: str
@@ -197,7 +195,7 @@ class Update:
     in_force: str
     """That it has; empty when it does not answer, or is between two versions."""
     reason: str = ""
-    """Why it has another one."""
+    """Why it has another version."""
     sent_bytes: int = 0
     """That came from the training."""
     changed_bytes: int | None = None
@@ -217,7 +215,7 @@ class EngineFollower:
     pauses_s: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 30.0)
     """Before another attempt; the last one again and again."""
     attempts: int = 10
-    """Attempts in a row that may fail."""
+    """Most consecutive attempts that may fail."""
 
     def __post_init__(self) -> None:
         if not self.directory.is_dir():
@@ -230,11 +228,11 @@ class EngineFollower:
         self._written: set[Path] = set()
 
     async def updates(self, frames: AsyncIterator[ParamFrame]) -> AsyncGenerator[Update, None]:
-        """What became of each frame that was tried; ends with the frames.
+        """The outcome of each frame that was tried; ends with the frames.
 
-        Raises:
-            UnreachableError: the engine does not answer at the beginning.
-            ConflictError: too many attempts in a row failed; names the version in force.
+        Raises UnreachableError if the engine does not answer at the beginning, ConflictError, with
+        the
+        version in force, if too many attempts in a row failed.
         """
         version, path = await self.engine.serving()
         self._good = version, path
@@ -255,8 +253,7 @@ class EngineFollower:
                             f"{failed} attempts failed, the last one because: {found.reason}. The "
                             f"engine has version {found.in_force or 'unknown'}"
                         )
-                    pause_s = self.pauses_s[min(failed, len(self.pauses_s)) - 1]
-                    await asyncio.sleep(pause_s)
+                    await asyncio.sleep(self.pauses_s[min(failed, len(self.pauses_s)) - 1])
                     if upcoming.done() and upcoming.result() is not None:
                         break  # a newer one, rather than this one again
         finally:
@@ -293,7 +290,7 @@ class EngineFollower:
         )
 
     async def _put_back(self) -> str:
-        """Have the engine load the last good weights again; the version that is in force then."""
+        """Have the engine load the last good weights again; return the version in force then."""
         if self._good is None:
             return ""
         version, path = self._good
@@ -312,7 +309,7 @@ class EngineFollower:
         part.mkdir(mode=0o755)
         try:
             _save(part / FILE, frame, self.names)
-            # What another job of this name left there is not known to be this frame.
+            # A directory that another job of this name left is not known to be this frame.
             shutil.rmtree(path, ignore_errors=True)
             os.rename(part, path)
         except BaseException:
@@ -365,7 +362,7 @@ async def _next(frames: AsyncIterator[ParamFrame]) -> ParamFrame | None:
 
 
 def _words(found: object) -> str:
-    """What an engine's answer says, in one line."""
+    """An engine's answer in one line."""
     if isinstance(found, dict):
         for key in ("message", "error", "detail"):
             if found.get(key):

@@ -31,16 +31,16 @@ class ParamdCallback(Callback, TrainerCallback):
     paramd's step is the Trainer's `global_step`, also after a checkpoint was resumed, with
     accumulated gradients, and where a gradient scaler skipped a step. A training that raises
     calls no callback: use the callback as a context manager to detach then, too. The next
-    `train()` detaches what an earlier one has left.
+    `train()` detaches a model that an earlier one left attached.
 
         with ParamdCallback(job="my-run") as paramd_callback:
             Trainer(..., callbacks=[paramd_callback]).train()
 
-    With resume="auto" a training that was killed goes on from memory when its script is started
+    With resume="auto", a training that was killed resumes from memory when its script is started
     again: parameters, optimizer, scheduler, gradient scaler, random states and `global_step`. In
-    the first epoch it goes on with the batch that comes next, and computes the same bits; later
-    the data begins again, and the log says so. What the Trainer counts beside (`log_history`,
-    flos, the losses that the first line after a restart averages) begins again, too.
+    the first epoch it continues with the next batch, and computes the same bits; later the data
+    begins again, and the log says so. The Trainer's other counts (`log_history`, flos, the losses
+    that the first line after a restart averages) begin again, too.
     """
 
     _skipping: Any = None
@@ -71,12 +71,12 @@ class ParamdCallback(Callback, TrainerCallback):
             self._go_on(args, state, given["train_dataloader"])
 
     def _go_on(self, args: TrainingArguments, state: TrainerState, loader: Any) -> None:
-        """Bring the Trainer to the step that memory was at."""
+        """Bring the Trainer to the step of the memory."""
         assert self.attachment is not None
         step = state.global_step = self.attachment.step
         if self.attachment.resumed is None:
             return
-        # A loop over batches begins by drawing a number; the one that goes on here did not.
+        # A loop over batches begins by drawing a number; the resumed one did not.
         self._random = random_state()
         done = step * args.gradient_accumulation_steps
         batches = len(loader) if hasattr(loader, "__len__") else 0
@@ -116,7 +116,6 @@ class ParamdCallback(Callback, TrainerCallback):
         self._training.kept()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Detach."""
         self._training.end()
 
     def __enter__(self) -> ParamdCallback:

@@ -1,13 +1,13 @@
 """A job's parameters for agents: tools over the Model Context Protocol.
 
-    look     status, parameters, statistics, gradients, diff, alerts, edits, exports: always there
-    change   edit, undo, hold (pause, resume, step), export: only with `changes`, and only what the
-             token's role may. Each is called twice: first it tells what it would do, with a code;
-             called again with the same arguments and that code, it does it
+    look     status, parameters, statistics, gradients, diff, alerts, edits, exports: always
+    change   edit, undo, hold (pause, resume, step), export: only with `changes`, and only as the
+             token's role permits. Each is called twice: the first call describes the change, with
+             a code; a second one with the same arguments and that code makes it
 
-Results are bounded. Text that a job or its users wrote (names, notes, reasons) is always in an
-object of its own, {"untrusted": text}, and no instruction: whoever names a parameter must not
-speak to the agent.
+Results are bounded. Text that a job or its users wrote (names, notes, reasons) is always in a
+separate object, {"untrusted": text}, and no instruction: a parameter's name must not instruct
+the agent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_TEXT = 500
 MOST_PATTERNS = 50
 MOST_STEPS = 1000
 CODE_S = 300.0
-"""How long a code of a change is good for, in seconds."""
+"""Validity of a change's code, in seconds."""
 MOST_CODES = 100
 
 INSTRUCTIONS = (
@@ -58,7 +58,7 @@ def untrusted(text: str) -> dict[str, str]:
 
 
 class Codes:
-    """Codes of the changes that were told, each good for one call with the same arguments."""
+    """Codes of the described changes, each valid for one call with the same arguments."""
 
     def __init__(self) -> None:
         self._told: dict[str, tuple[str, float]] = {}
@@ -73,11 +73,7 @@ class Codes:
         return code
 
     def take(self, code: str, what: str) -> None:
-        """Use a code up.
-
-        Raises:
-            UsageError: it is unknown, used, too old, or of another change.
-        """
+        """Use a code up; UsageError if it is unknown, used, too old, or of another change."""
         told, until_s = self._told.pop(code, ("", -math.inf))
         if until_s < time.monotonic():
             raise UsageError(
@@ -275,8 +271,7 @@ class Tools:
         if confirm:
             self._codes.take(confirm, what)
             return {"done": True, **_edit(await self._mesh.edit(*chosen, **terms))}
-        tried = await self._mesh.edit(*chosen, **terms, dry_run=True)
-        return self._tell(what, _edit(tried))
+        return self._tell(what, _edit(await self._mesh.edit(*chosen, **terms, dry_run=True)))
 
     async def undo(self, edit_id: str, confirm: str = "") -> Answer:
         """Undo an applied edit. Without `confirm`, tells which, and gives the code.
@@ -308,8 +303,7 @@ class Tools:
             raise UsageError(f"action: {action[:50]!r}; expected pause, resume or step")
         what = _what("hold", {"action": action, "steps": steps if action == "step" else 0})
         if not confirm:
-            state = await self._mesh.hold_state()
-            return self._tell(what, _fields(state, "state", "step"))
+            return self._tell(what, _fields(await self._mesh.hold_state(), "state", "step"))
         self._codes.take(confirm, what)
         if action == "step":
             found = await self._mesh.step(steps)
@@ -362,8 +356,8 @@ def build(mesh: AsyncMesh, *, changes: bool) -> MCPServer[Any]:
 
     Args:
         mesh: of the job, connected; the caller closes it.
-        changes: Also offer the tools that change the job. What they may do is up to the role of
-            the mesh's token, as everywhere.
+        changes: Also offer the tools that change the job, as far as the role of the mesh's token
+            permits.
     """
     server: MCPServer[Any] = MCPServer(
         name="paramd", instructions=INSTRUCTIONS, log_level="WARNING"

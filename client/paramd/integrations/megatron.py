@@ -1,7 +1,7 @@
 """Megatron-Core's DistributedDataParallel and its optimizers: `attach(model, optimizer, job=...)`.
 
-Served under a parameter's name is what the optimizer updates: with the distributed optimizer the
-ranges of Megatron-Core's buffers that the ranks own, in float32, put together. An edit changes
+A parameter's name serves the values that the optimizer updates: with the distributed optimizer the
+ranges of Megatron-Core's buffers that the ranks own, in float32, joined. An edit changes
 these, and the model's copies are made from them at once, as after a step.
 """
 
@@ -41,7 +41,7 @@ def attach(model: Any, optimizer: Any, *, job: str, **options: Any) -> Attachmen
         options: further arguments of `paramd.attach`: step, control, log, settings.
 
     Raises:
-        UsageError: not these, or with what is not supported; the message names it.
+        UsageError: other objects, or an unsupported feature; the message names it.
         ConflictError, DeniedError, ExhaustedError: as `paramd.attach`.
     """
     require("megatron-core", at_least="0.15", below="0.17", extra="megatron")
@@ -80,7 +80,7 @@ def attach(model: Any, optimizer: Any, *, job: str, **options: Any) -> Attachmen
 
 
 def _module(model: Any) -> Any:
-    """The DistributedDataParallel. Raises UsageError."""
+    """The DistributedDataParallel; UsageError if there is none."""
     from megatron.core.distributed import DistributedDataParallel
 
     chunks = model if isinstance(model, list | tuple) else [model]
@@ -107,7 +107,7 @@ def _module(model: Any) -> Any:
 
 
 def _inner(optimizer: Any) -> list[Any]:
-    """The optimizers that it consists of. Raises UsageError."""
+    """The optimizers that it consists of; UsageError if it is not Megatron-Core's."""
     from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
@@ -179,7 +179,7 @@ class _Partitions:
             self._module.start_param_sync(force_sync=True)
 
     def _held(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, int]]:
-        """Each parameter, what the optimizer updates of it on this rank, and where that begins."""
+        """Each parameter, the part that the optimizer updates on this rank, and its begin."""
         for one in self._inner:
             if hasattr(one, "model_param_gbuf_map"):
                 models = one.model_float16_groups + one.model_fp32_groups
@@ -207,7 +207,7 @@ class _Partitions:
         return int(param.partition_dim)
 
     def _described(self, param: Any, index: int, begin: int, end: int) -> Kept:
-        """The parameter, of whose flattened slice `[begin, end)` is in partition `index`."""
+        """The parameter, whose flattened slice `[begin, end)` is in partition `index`."""
         size, split, said = self._tp.size(), self._split(param), []
         if self._module.ddp_config.use_distributed_optimizer:
             said.append(f"distributed optimizer over {self._module.intra_dp_cp_group.size()}")
@@ -232,12 +232,10 @@ def _pairs(ones: list[list[Any]], others: list[list[Any]]) -> Iterator[tuple[Any
 def regions(
     begin: int, end: int, shape: tuple[int, ...], split: int | None, rank: int
 ) -> list[Region]:
-    """Elements `[begin, end)` of a rank's flattened slice, as regions of the whole, in order.
+    """Elements `[begin, end)` of `rank`'s flattened slice of this shape, as regions of the whole,
+    in order.
 
-    Args:
-        shape: of the slice.
-        split: the dim along which the slices of all ranks lie; None if there is only one.
-        rank: whose slice it is.
+    `split` is the dim along which the slices of all ranks lie; None if there is only one.
     """
     if begin >= end:
         return []

@@ -4,9 +4,8 @@
 
     show(mesh)
 
-The widget needs anywidget (`pip install 'paramd[notebook]'`). Where it is missing, and where
-widgets are not drawn (a saved notebook, a page made of it, a terminal), the same is shown as it
-was.
+The widget needs anywidget (`pip install 'paramd[notebook]'`). Without it, and where widgets are not
+drawn (a saved notebook, a page made of it, a terminal), the same is shown once, without updates.
 """
 
 from __future__ import annotations
@@ -83,19 +82,19 @@ class Column:
 
 @dataclass(kw_only=True)
 class View:
-    """What a notebook shows of a job, as it was at one moment. Prints as text and as HTML."""
+    """A notebook's view of a job at one moment. Prints as text and as HTML."""
 
     status: MeshStatus
     params: Params
-    """Those that match, all of them."""
+    """All parameters that match."""
     name: str
     """The parameter whose histogram is shown; empty: none."""
     columns: list[Column] = field(default_factory=list)
-    """Of `name`, the oldest first."""
+    """Histograms of `name`, the oldest first."""
     problem: str = ""
     """Why it is not current; empty while it is."""
     at_s: float = 0.0
-    """When it was looked at, in seconds since the Unix epoch."""
+    """Time of the view, in seconds since the Unix epoch."""
 
     def __repr__(self) -> str:
         params = text_table(_PARAMS, _param_rows(self.params), _param_below(self.params))
@@ -126,7 +125,7 @@ class View:
 
 
 class Watched:
-    """A job that is looked at again and again. Not thread-safe but for `look`."""
+    """A job that is sampled repeatedly. Not thread-safe but for `look`."""
 
     def __init__(self, mesh: Mesh, patterns: Sequence[str], name: str) -> None:
         """Looks once. Raises as `Mesh.status`, `Mesh.params` and `Mesh.stats`."""
@@ -186,10 +185,10 @@ def show(mesh: Mesh, *patterns: str, name: str = "", every_s: float = 2.0) -> An
         mesh: From `paramd.connect`.
         patterns: Globs over names, as in `Mesh.params`; none means all parameters.
         name: The parameter whose histogram is shown first; default: the first that matches.
-        every_s: Pause between two looks, seconds, at least 0.5.
+        every_s: Sampling interval in seconds, at least 0.5.
 
     Raises:
-        UsageError: `every_s` is too short, or anywidget is of a version that is not supported.
+        UsageError: `every_s` is too short, or anywidget's version is not supported.
         NotFoundError: nothing matches. UnreachableError: the job does not respond.
     """
     if not every_s >= LEAST_S:
@@ -208,7 +207,7 @@ def _widget_class() -> Any:
     import traitlets
 
     class MeshWidget(anywidget.AnyWidget):
-        """What `show` returns. Traits are what the page sees."""
+        """The widget of `show`. Traits are the page's input."""
 
         _esm = Path(__file__).with_name("notebook.js")
         _css = Path(__file__).with_name("notebook.css")
@@ -253,7 +252,8 @@ def _widget_class() -> Any:
                 self._watched.choose(self.name)
                 if self.live or not self._watched.view.columns:
                     self._watched.look()
-                # Each by itself: a sync that is held would be held for the kernel's own thread too.
+                # Each by itself: a sync that is delayed would be delayed for the kernel's own
+                # thread too.
                 for trait, document in _documents(self._watched.view, self.filter).items():
                     setattr(self, trait, document)
                 if closed:

@@ -38,12 +38,10 @@ _KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
 def worker_runtime_env(more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `RunConfig(worker_runtime_env=...)` needs so that a restarted run goes on from memory.
+    """A `RunConfig(worker_runtime_env=...)` with which a restarted run resumes from memory.
 
     Without it Ray kills the sidecars of the workers that it ends, and a restart begins afresh.
-
-    Args:
-        more: a runtime environment of one's own; its `env_vars` win.
+    `more` is a further runtime environment; its `env_vars` take precedence.
     """
     merged = dict(more if more is not None else {})
     merged["env_vars"] = _KEEP_CHILDREN | dict(merged.get("env_vars", {}))
@@ -57,9 +55,9 @@ def attached(
     """A block in which the training of a TorchTrainer's workers is served, and resumed.
 
     Collective: every worker enters it, after `prepare_model` or `fully_shard`. A block that ends
-    detaches. One that an exception ends stays attached with resume="auto": the worker's process
-    ends with it, and when Ray starts the workers again (`FailureConfig`), they go on from what the
-    sidecars have kept; `attachment.resumed` says where.
+    detaches. After an exception it stays attached with resume="auto": the worker's process ends,
+    and when Ray starts the workers again (`FailureConfig`), they resume from their sidecars'
+    memory; `attachment.resumed` gives the step.
 
     Args:
         model, optimizer: as `paramd.attach`.

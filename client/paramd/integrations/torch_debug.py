@@ -1,4 +1,4 @@
-"""A page of torch's own debug server: what `paramd why` says.
+"""A page of torch's own debug server with the output of `paramd why`.
 
 from torch.distributed.debug import start_debug_server
 from torch.distributed.debug._debug_handlers import default_handlers
@@ -6,8 +6,8 @@ from paramd.integrations.torch_debug import ParamdHandler
 
 start_debug_server(handlers=[*default_handlers(), ParamdHandler(job="my-run")])
 
-torch's server asks nobody for a token and listens on all interfaces: whoever reaches it sees what
-this shows. So it has no lines of output unless `log_lines` asks for them.
+torch's server requires no token and listens on all interfaces: everyone who reaches it sees this
+page. So it has no lines of output unless `log_lines` asks for them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ TEMPLATE = """
 
 
 class ParamdHandler(DebugHandler):
-    """What each rank is doing, and which one keeps the others waiting.
+    """The activity of each rank, and the one that keeps the others waiting.
 
     Served at /paramd and, as JSON, at /paramd_json; both take `rank=`, several times. It also
     dumps itself: `start_debug_server(dump_dir=..., enabled_dumps={"paramd"})`. Works while training
-    hangs, since torch's server runs in a process of its own and asks paramd's.
+    hangs, since torch's server runs in a separate process and asks paramd's.
     """
 
     def __init__(self, *, job: str, url: str | None = None, log_lines: int = 0) -> None:
@@ -53,7 +53,7 @@ class ParamdHandler(DebugHandler):
 
         Args:
             job: Name of the job.
-            url: Of its control plane; None finds it as `paramd.connect` does. The token is
+            url: URL of its control plane; None finds it as `paramd.connect` does. The token is
                 found likewise, and never shown.
             log_lines: Last lines of each trainer's output to show, 0 to 100.
 

@@ -24,7 +24,7 @@ def attached(trainer: Any, *, job: str, **options: Any) -> Iterator[Training]:
 
     torchtitan has no callbacks, and loads its checkpoint within `train()`: so the model parts
     are attached at the end of the first update, at the Trainer's own step. Several parts (of a
-    pipeline) are named `part0`, `part1` and so on. Detached when the block ends, however it does.
+    pipeline) are named `part0`, `part1` and so on. Every end of the block detaches them.
 
     Args:
         trainer: has `model_parts`, `optimizers` (an OptimizersContainer) and `step`.
@@ -32,7 +32,7 @@ def attached(trainer: Any, *, job: str, **options: Any) -> Iterator[Training]:
         options: further arguments of `paramd.attach`: control, arena, settings.
 
     Yields:
-        What holds the attachment, once there is one: `.attachment`.
+        An object with the attachment, once there is one: `.attachment`.
 
     Raises:
         UsageError: `trainer` is no Trainer of torchtitan's, or its version is not supported.

@@ -27,16 +27,16 @@ Histogram = Sequence[tuple[int, int]]
 SHOWN = ("norm", "mean", "std", "min", "max", "zero_count", "nan_count", "inf_count")
 WANDB_STEP = "paramd/step"
 MOST_TENSORS = 200
-"""Most tensors with numbers of their own; with more, only the total over all is logged."""
+"""Most tensors logged one by one; with more, only the total over all is logged."""
 PATIENCE_S = 60.0
 """How long a job may be unreachable before following it ends, in seconds."""
 
 
 class Tracker(Protocol):
-    """One run in a tracker; closed once nothing more comes.
+    """One run in a tracker; closed after the last call.
 
-    Steps are those that things are of. They rise for each name, but not across names: gradients are
-    of an update to come, and the statistics that follow may be of the step before it.
+    Steps rise for each name, but not across names: gradients are of an update to come, and the
+    statistics that follow may be of the step before it.
     """
 
     def numbers(self, values: Mapping[str, float], step: int) -> None:
@@ -80,8 +80,9 @@ class _Trackio:
 
 
 class _Wandb(_Trackio):
-    """As trackio, which has its functions; but it drops what is of an earlier step than the last.
-    So the step is a number beside the others, which they are drawn over."""
+    """As trackio, which has its functions; but it drops values of an earlier step than the last.
+    So the step is a number beside the others, which they are drawn over.
+    """
 
     def __init__(self, package: Any, project: str, run: str) -> None:
         super().__init__(package, project, run)
@@ -106,7 +107,7 @@ class _Mlflow:
         self._package.log_metrics(named, step=step)
 
     def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
-        # It has none of its own: a file of each step.
+        # MLflow has no histograms: a file of each step.
         document = {name: {str(e): count for e, count in one} for name, one in found.items()}
         self._package.log_dict(document, f"log2/step-{step:09}.json")
 
@@ -145,8 +146,7 @@ class _TensorBoard:
 
         # A tag keeps one text of each step.
         self._notes += 1
-        told = {f"paramd/note-{self._notes}": (text, create_summary_metadata(None, None))}
-        self._add(told, step)
+        self._add({f"paramd/note-{self._notes}": (text, create_summary_metadata(None, None))}, step)
 
     def _add(self, values: Mapping[str, tuple[Any, Any]], step: int) -> None:
         from tensorboard.compat.proto import event_pb2
@@ -193,7 +193,6 @@ class _Prometheus:
         self._write()
 
     def collect(self) -> Sequence[Any]:
-        """What prometheus_client asks of a collector."""
         core = self._core
         steps = core.GaugeMetricFamily("paramd_log_step", "Last step logged.", labels=["job"])
         steps.add_metric([self._job], self._step)
@@ -243,10 +242,10 @@ def open_tracker(
     Args:
         kind: one of `TRACKERS`.
         run: the run's name.
-        history: rollbacks before it: each begins a run of its own, named RUN-rN; but Prometheus has
-            only what is now.
-        project: what the tracker sorts runs under; TensorBoard has none.
-        directory: where the files of TensorBoard and Prometheus are written.
+        history: rollbacks before it: each begins a separate run, named RUN-rN; but Prometheus has
+            only present values.
+        project: the tracker's project of the run; TensorBoard has none.
+        directory: directory for the files of TensorBoard and Prometheus.
 
     Raises:
         UsageError: there is no such tracker, or its package is missing or of another version.
@@ -267,17 +266,17 @@ def open_tracker(
 
 
 ALSO = ("histograms", "gradients", "updates")
-"""What can be logged beside statistics, at a cost of its own."""
+"""Data that can be logged beside statistics, each at an additional cost."""
 AWAITED_S = 20.0
-"""How long gradients and updates are waited for: a training may pause, or evaluate."""
+"""How long, in seconds, to wait for gradients and updates: a training may pause, or evaluate."""
 
 
 class _BegunAnewError(Exception):
-    """The job is in another incarnation now, whose run is another."""
+    """The job is in another incarnation now, which has another run."""
 
 
 class Following:
-    """What of a job is in the tracker already, and what comes next.
+    """The logged part of a job, and the next sample.
 
     After a rollback steps come again with other values: they are another run.
     """
@@ -289,13 +288,12 @@ class Following:
         patterns: Sequence[str],
         also: Collection[str] = (),
     ) -> None:
-        """
-        Args:
+        """Args:
             opened: Begins a run of this name and history; the one before has been closed.
             also: Some of `ALSO`.
 
         Raises:
-            UsageError: there is no such thing to log.
+            UsageError: `also` has an unknown word.
         """
         for one in also:
             if one not in ALSO:
@@ -306,20 +304,18 @@ class Following:
         self._also = frozenset(also)
         self._run: Tracker | None = None
         self._looked = At(-1, -1)
-        """What statistics were of last; its history is the run's."""
+        """Step of the last statistics; its history is the run's."""
         self._incarnation: int | None = None
         """The one whose runs these are."""
         self._known: set[str] | None = None
-        """Alerts and edits that have been told; those from before are not."""
+        """Alerts and edits that have been noted; earlier ones are not."""
 
     async def run(
         self, every_s: float, *, looks: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> str:
-        """Log until the job begins anew, or has not answered for `PATIENCE_S`; why it ended.
+        """Log until the job is restarted, or has not answered for `PATIENCE_S`; return the reason.
 
-        Args:
-            every_s: Seconds between two samples.
-            looks: End after so many; 0 means never.
+        `every_s` are seconds between two samples; `looks` ends after that many, 0 means never.
         """
         answered_s, done = clock(), 0
         while True:
@@ -338,10 +334,9 @@ class Following:
     async def look(self) -> None:
         """Log the statistics of the present step, once, and what has happened since the last."""
         if self._known is None:
-            # Before the first numbers: what happens from then on is told.
+            # Before the first numbers: later alerts and edits are noted.
             await self._tell_new()
-        wanted = "histograms" in self._also
-        found = await self._mesh.stats(*self._patterns, histogram=wanted)
+        found = await self._mesh.stats(*self._patterns, histogram="histograms" in self._also)
         if self._incarnation is None:
             self._incarnation = found.incarnation
         if found.incarnation != self._incarnation:
@@ -398,12 +393,12 @@ class Following:
             values = _with_total({row.name: row.norm for row in updates}, "update_norm")
             if len(updates) <= MOST_TENSORS:
                 values |= {f"{row.name}/update_ratio": row.ratio for row in updates}
-            # Of many parameters, they are of several steps that follow each other.
+            # Updates of many parameters are of several consecutive steps.
             step = max((row.step for row in updates), default=self._looked.step)
             tracker.numbers(_finite(values), step)
 
     async def _tell_new(self) -> None:
-        """Note alerts and edits at the steps that they are of."""
+        """Note alerts and edits at their steps."""
         told = {
             **{one.id: (f"alert {one.rule} on {one.subject}: {one.reason}", one.step)
                for one in await self._mesh.alerts(limit=1000)},

@@ -1,5 +1,6 @@
-"""What integrations share: one attachment at a time with steps that keep up, for the trainers'
-callbacks; for DeepSpeed and Megatron-Core, optimizers that keep partitions."""
+"""Shared by integrations: one attachment at a time with steps that keep up, for the trainers'
+callbacks; for DeepSpeed and Megatron-Core, optimizers that keep partitions.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +33,11 @@ class Training:
 
     @cached_property
     def resumes(self) -> bool:
-        """Whether it is to go on from memory after it was killed."""
+        """Whether it resumes from memory after it was killed."""
         return bool(_chosen("resume", self._options) == "auto")
 
     def check_no_resume(self, framework: str, instead: str) -> None:
-        """Refuse to go on from memory where the framework's loop cannot be told of it.
-
-        Raises:
-            UsageError: resume="auto".
-        """
+        """Raise UsageError for resume="auto" where the framework's loop cannot resume."""
         if self.resumes:
             raise UsageError(
                 f'resume="auto" does not work with {framework}, because its loop cannot resume at '
@@ -50,11 +47,11 @@ class Training:
     def begin(
         self, model: Any, optimizer: Any, *, step: int, keep: Mapping[str, Any] | None = None
     ) -> None:
-        """Attach; a training that has ended without saying so is detached first.
+        """Attach; a training that has ended without a callback is detached first.
 
-        Args:
-            step: Updates that the framework has counted.
-            keep: What of the framework's belongs to the state, beside what the user has named.
+        `step`: updates that the framework has counted; `keep`: the framework's own state, beside
+        the
+        user's.
         """
         self.end()
         options = self._options
@@ -79,14 +76,14 @@ class Training:
     def counted(self, step: int) -> None:
         """Count the updates that the framework has counted although no optimizer stepped.
 
-        That is what frameworks do when a gradient scaler skips a step.
+        Frameworks do that when a gradient scaler skips a step.
         """
         while self.attachment is not None and self.attachment.step < step:
             with self.attachment.update():
                 pass
 
     def kept(self) -> None:
-        """A step is over for the framework, too: what was killed goes on from here."""
+        """A step is over for the framework, too: a killed training resumes here."""
         if self.attachment is not None and self.resumes:
             self.attachment.kept()
 
@@ -98,7 +95,7 @@ class Training:
 
 
 class Callback:
-    """What the callbacks of trainers have in common, before the trainer's own class."""
+    """The common part of trainers' callbacks, before the trainer's own class."""
 
     def __init__(self, *, job: str, **options: Any) -> None:
         """Args:
@@ -114,7 +111,7 @@ class Callback:
 
 
 def _chosen(name: str, options: Mapping[str, Any]) -> Any:
-    """What `attach` makes of these arguments: the one of this name, else the setting."""
+    """The option of this name for `attach`, else the setting."""
     settings = options.get("settings") or AttachSettings.from_environment()
     return options[name] if options.get(name) is not None else getattr(settings, name)
 
@@ -127,14 +124,11 @@ def attach_partitioned(
     package: str,
     options: dict[str, Any],
 ) -> Attachment:
-    """Attach a module whose parameters are those that `partitions` knows, until `detach`.
+    """Attach a module whose parameters `partitions` knows, until `detach`.
 
-    Args:
-        package: whose optimizer it is, for messages.
-        options: arguments of `paramd.attach`, the job among them.
-
-    Raises:
-        UsageError, ConflictError: as `paramd.attach`; also if it is to resume.
+    `package` names the optimizer's package in messages; `options` are arguments of `paramd.attach`,
+    the
+    job among them. Raises UsageError and ConflictError as `paramd.attach`, also for resume="auto".
     """
     if _chosen("resume", options) != "never" or _chosen("replicas", options):
         raise UsageError(
@@ -154,7 +148,7 @@ def attach_partitioned(
 
 
 def refuse(there: Mapping[str, bool], supported: str) -> None:
-    """Raise UsageError for the first feature of a package that is there and not supported."""
+    """Raise UsageError for the first feature of a package that is used and not supported."""
     for what, is_there in there.items():
         if is_there:
             raise UsageError(f"{what}: not supported; {supported}")

@@ -1,4 +1,4 @@
-"""Which versions of a package an integration is for."""
+"""The versions of packages that integrations support."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from paramd.extras import install
 
 
 def require(package: str, *, at_least: str, below: str, extra: str) -> None:
-    """Check that a framework is installed in a version that this integration is for.
-
-    Raises:
-        UsageError: it is missing, or of another version.
-    """
+    """Check that a framework is installed in a supported version; UsageError if it is not."""
     wanted = f"{package}>={at_least},<{below}"
     try:
         found = version(package)

@@ -39,11 +39,7 @@ class _Frames:
 
     @property
     def frame(self) -> ParamFrame:
-        """The frame that is sent.
-
-        Raises:
-            ConflictError: the training ended before there was one.
-        """
+        """The frame to send; ConflictError if the training ended before there was one."""
         if self._frame is None and not self.advance():
             raise ConflictError("the training has ended, and there is no frame to send")
         assert self._frame is not None
@@ -69,11 +65,12 @@ class _Frames:
 def weight_source(frames: Iterator[ParamFrame], name_map: dict[str, str] | None = None) -> Any:
     """A `vllm.distributed.weight_transfer.base.WeightSource` over frames of `mesh.follow`.
 
-    It has `advance()` and `version` beside vLLM's own methods. Both forms of the class are known:
-    of 0.32 (`metadata()` and iteration) and of 0.33 (`metadata` and `iter_full()`).
+    It has `advance()` and `version` beside vLLM's own methods, and serves both forms of the class:
+    of
+    0.32 (`metadata()` and iteration) and of 0.33 (`metadata` and `iter_full()`).
 
     Args:
-        frames: what `mesh.follow` returned; the source is its only reader.
+        frames: the result of `mesh.follow`; the source is its only reader.
         name_map: renames, as in `export`, e.g. {"module.*": "*"}.
 
     Raises:

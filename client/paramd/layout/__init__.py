@@ -1,1 +1,1 @@
-"""Where every element lives, and plans to read, edit and export it. Pure: no I/O, no torch."""
+"""The place of every element, and plans to read, edit and export it. Pure: no I/O, no torch."""

@@ -35,7 +35,7 @@ _TRAINABLE_FROM_PB = {theirs: ours for ours, theirs in _TRAINABLE_TO_PB.items()}
 _RANK = struct.Struct("<q")
 
 MAX_LAYOUT_BYTES = 256 << 20
-"""Of the batches of a layout that is received, together: what a rank says of itself has a bound."""
+"""Most bytes of all batches of a received layout together: a rank's description is bounded."""
 MAX_NAMES = 250_000
 """Names of tensors, aliases included."""
 MAX_NAME_CHARS = 4096
@@ -44,7 +44,6 @@ MAX_NAMES_CHARS = 64 << 20
 
 
 def encode_layout(layout: Layout) -> layout_pb2.Layout:
-    """The message of a whole layout."""
     (whole,) = layout_batches(layout, max(len(layout.tensors), 1))
     return whole
 
@@ -52,8 +51,7 @@ def encode_layout(layout: Layout) -> layout_pb2.Layout:
 def decode_layout(message: layout_pb2.Layout) -> Layout:
     """The layout of a message; `decode_layout(encode_layout(x)) == x`.
 
-    Raises:
-        UsageError: a region or kind is missing, or counts disagree.
+    Raises UsageError if a region or kind is missing, or counts disagree.
     """
     if message.world_size != len(message.arena_bytes):
         raise UsageError(
@@ -97,11 +95,7 @@ class LayoutBound:
         self._bytes = self._names = self._longest = 0
 
     def count(self, batch: layout_pb2.Layout) -> None:
-        """Count one more batch, before it is kept.
-
-        Raises:
-            ExhaustedError: it is all together more than any layout.
-        """
+        """Count one more batch, before it is kept; ExhaustedError beyond the bound."""
         self._bytes += batch.ByteSize()
         self._names += sum(1 + len(tensor.aliases) for tensor in batch.tensors)
         names = (name for tensor in batch.tensors for name in (tensor.fqn, *tensor.aliases))
@@ -119,11 +113,7 @@ class LayoutBound:
 
 
 def join_batches(batches: Iterable[layout_pb2.Layout]) -> Layout:
-    """The layout of `layout_batches`, taken in order.
-
-    Raises:
-        UsageError: as `decode_layout`.
-    """
+    """The layout of `layout_batches`, taken in order. Raises as `decode_layout`."""
     whole = layout_pb2.Layout()
     for batch in batches:
         whole.MergeFrom(batch)
@@ -142,11 +132,7 @@ def encode_local(local: LocalLayout) -> bytes:
 
 
 def decode_local(data: bytes) -> LocalLayout:
-    """The inverse of `encode_local`.
-
-    Raises:
-        UsageError: malformed bytes.
-    """
+    """The inverse of `encode_local`; UsageError for malformed bytes."""
     try:
         (rank,) = _RANK.unpack_from(data)
         message = layout_pb2.Layout.FromString(data[_RANK.size :])

@@ -23,8 +23,7 @@ class Dtype:
     reduced: str = ""
     """The dtype in which statistics are computed."""
     exponent: int = 0
-    """Exponent mask, all set in NaN and infinities; 0 unless a float that edits and exports
-    compute with."""
+    """Exponent mask, all set in NaN and infinities; 0 unless edits and exports compute with it."""
 
 
 DTYPES: dict[str, Dtype] = {
@@ -62,11 +61,7 @@ SAFETENSORS_NAMES: dict[str, str] = {
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element of `dtype` (torch name without its prefix).
-
-    Raises:
-        UsageError: the dtype is not supported.
-    """
+    """Bytes of one element of `dtype` (a torch name without prefix); UsageError if unsupported."""
     size = ITEM_BYTES.get(dtype)
     if size is None:
         raise UsageError(
@@ -76,11 +71,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def safetensors_name(dtype: str) -> str:
-    """The safetensors name of a torch dtype, for example "BF16".
-
-    Raises:
-        UsageError: safetensors has no such dtype.
-    """
+    """The safetensors name of a torch dtype, for example "BF16"; UsageError if it has none."""
     name = SAFETENSORS_NAMES.get(dtype)
     if name is None:
         raise UsageError(

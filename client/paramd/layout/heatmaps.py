@@ -1,9 +1,9 @@
 """Heat maps and single elements of tensors, without torch.
 
-A heat map is a matrix pooled into cells, each rank reducing what it holds. A tensor of any rank is
+A heat map is a matrix pooled into cells, each rank reducing its shard. A tensor of any rank is
 shown as a matrix: its first dims are flattened to rows, the others to columns. Row r of R falls
 into row floor(r * H / R) of a heatmap with H rows; columns likewise. Elements are copied from a
-snapshot into a slice, and told as exact text.
+snapshot into a slice, and written as exact text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Matrix:
 
     shape: tuple[int, ...]
     row_dims: int
-    """How many of the first dims form the rows."""
+    """Number of first dims that form the rows."""
 
     @property
     def rows(self) -> int:
@@ -61,8 +61,7 @@ class Matrix:
 def matrix_of(shape: Sequence[int], row_dims: int | None = None) -> Matrix:
     """A tensor as a matrix; by default the first dim forms the rows, and a vector is one row.
 
-    Raises:
-        UsageError: `row_dims` is negative or more than the tensor has.
+    Raises UsageError if `row_dims` is negative or more than the tensor has.
     """
     dims = row_dims if row_dims is not None else int(len(shape) >= 2)
     if not 0 <= dims <= len(shape):
@@ -71,7 +70,7 @@ def matrix_of(shape: Sequence[int], row_dims: int | None = None) -> Matrix:
 
 
 def heatmap_items(plan: ReadPlan, matrix: Matrix) -> dict[int, tuple[pb.PoolItem, ...]]:
-    """What each rank pools, so that each element of the plan's only tensor counts once."""
+    """Each rank's items to pool, so that each element of the plan's only tensor counts once."""
     assert len(plan.tensors) == 1, "a heatmap shows one tensor"
     size_bytes = item_bytes(plan.tensors[0].dtype)
     return {
@@ -171,8 +170,7 @@ def place_elements(
 def element_texts(data: bytes | bytearray, dtype: str) -> list[str]:
     """Every element as text that parses back exactly: decimal, "nan", "inf", "1+2j", "true".
 
-    Raises:
-        UsageError: the dtype is not supported.
+    Raises UsageError if the dtype is not supported.
     """
     size = item_bytes(dtype)
     assert len(data) % size == 0

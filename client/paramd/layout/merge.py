@@ -1,4 +1,4 @@
-"""Merge what each rank holds into the layout of the job.
+"""Merge each rank's pieces into the layout of the job.
 
 Every rank describes its own pieces (`LocalLayout`), all ranks exchange them
 (`codec.encode_local`), and each merges the same list into the same `Layout`. Ranks may have
@@ -114,7 +114,7 @@ class LocalLayout:
     rank: int
     arena_bytes: int
     tensors: tuple[TensorLayout, ...]
-    """With the pieces that this rank holds, none if its shard is empty; trainable as it is here."""
+    """With this rank's pieces, none if its shard is empty; trainable as it is here."""
     missing: tuple[str, ...] = ()
     hub_note: str = ""
     """As in `Layout`."""
@@ -123,13 +123,13 @@ class LocalLayout:
 def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> Layout:
     """Merge the descriptions of all ranks, in any order, into one layout.
 
-    Tensors are in the order of rank 0, followed by what each further rank has besides; placements
-    are those of the first rank that has the tensor; aliases are united; trainable is what is so
-    on any rank. Empty pieces are dropped; row-major strides become None.
-
-    Args:
-        locals: one description per rank.
-        mirrored: whether the arenas are copies of parameters that stay elsewhere.
+    Tensors are in the order of rank 0, followed by the additional ones of each further rank;
+    placements
+    are those of the first rank that has the tensor; aliases are united; trainable is true if it is
+    on
+    any rank. Empty pieces are dropped; row-major strides become None. `mirrored`: the arenas are
+    copies
+    of parameters that stay elsewhere.
 
     Raises:
         UsageError: a rank is missing or duplicate, ranks disagree on a tensor or its names, a
@@ -168,9 +168,8 @@ def layout_digest(layout: Layout) -> str:
 
 
 def _canonical(tensor: TensorLayout) -> list[object]:
-    known = [] if tensor.trainable is None else [tensor.trainable]
     return [
-        *known,
+        *([] if tensor.trainable is None else [tensor.trainable]),
         tensor.fqn,
         tensor.aliases,
         tensor.dtype,
@@ -194,7 +193,7 @@ def _by_name(local: LocalLayout) -> dict[str, TensorLayout]:
 
 
 def _check_aliases(by_name: dict[str, dict[int, TensorLayout]]) -> None:
-    """Raise UsageError if ranks disagree on which names stand for one tensor."""
+    """Raise UsageError if ranks disagree on which names are of one tensor."""
     canonical = {fqn: (fqn, next(iter(tensors))) for fqn, tensors in by_name.items()}
     for fqn, tensors in by_name.items():
         for rank, tensor in tensors.items():
@@ -264,8 +263,7 @@ def whole_parameters(local: LocalLayout) -> list[str]:
 def check_replicas(contents: Sequence[Mapping[str, int]]) -> None:
     """Raise UsageError if ranks hold a parameter unsharded, but with different contents.
 
-    Args:
-        contents: by rank, a digest of each parameter in `whole_parameters`.
+    `contents`: by rank, a digest of each parameter in `whole_parameters`.
     """
     first: dict[str, tuple[int, int]] = {}
     for rank, digests in enumerate(contents):

@@ -1,8 +1,9 @@
 """Plan a read: from a selection to the spans each rank sends, and where their elements land.
 
-Every region is read from exactly one of its holders, and all of them from one replica: what ranks
-hold alike need not have equal values (buffers, local SGD). A rank's snapshot is the concatenation
-of its spans; a `Landing` places part of it in a result, by its offset in the snapshot.
+Every region is read from exactly one of its holders, and all of them from one replica: equal
+regions of several ranks need not have equal values (buffers, local SGD). A rank's snapshot is the
+concatenation of its spans; a `Landing` places part of it in a result, by its offset in the
+snapshot.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from paramd.layout.types import (
 )
 
 Costs: TypeAlias = Mapping[int, float]
-"""Of reading from a rank, for those that are not to be preferred; infinity excludes one."""
+"""Costs of reading from ranks that are not preferred; infinity excludes one."""
 
 MAX_GAP_BYTES = 512
 """Spans this close are merged: a span costs more than the alignment padding between tensors."""
@@ -86,11 +87,9 @@ class Block:
 def blocks(landing: Landing, item_bytes: int, max_bytes: int) -> Iterator[Block]:
     """Split a landing into disjoint blocks of at most `max_bytes`, in memory order.
 
-    A stream reader fills a scratch buffer of `max_bytes` block by block and makes one strided
-    copy of each. Bytes between blocks are unused.
-
-    Raises:
-        UsageError: `max_bytes` is smaller than one element.
+    A stream reader fills a scratch buffer of `max_bytes` block by block and makes one strided copy
+    of
+    each. Bytes between blocks are unused. Raises UsageError if `max_bytes` is below one element.
     """
     if max_bytes < item_bytes:
         raise UsageError(f"max_bytes is {max_bytes}; expected at least one item of {item_bytes}")
@@ -250,8 +249,7 @@ class RankRead:
     size_bytes: int
     """Length of the snapshot: the sum of the spans."""
     landings: tuple[Landing, ...]
-    """Ordered by `begin_bytes`. Bytes between them are unused; they overlap only where tensors
-    share memory."""
+    """Ordered by `begin_bytes`; they overlap only where tensors share memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,9 +286,11 @@ class ReadPlan:
 class Replica:
     """One of several sets of ranks that each hold all tensors, named by any rank of it.
 
-    Whoever holds a part beside others has a place among them, by rank. The replica of a rank takes
-    every other part from the holder at the same place: as ranks are numbered along meshes, those
-    are the ranks that differ from it along sharded axes only.
+    The holders of a part are numbered by rank. The replica of a rank takes every other part from
+    the
+    holder of the same number: as ranks are numbered along meshes, those are the ranks that differ
+    from
+    it along sharded axes only.
     """
 
     def __init__(self, layout: Layout, rank: int = 0) -> None:
@@ -346,7 +346,7 @@ def plan_read(
     """Plan to read each element of `selection` once, from one replica.
 
     Args:
-        layout: where the tensors are.
+        layout: of the job.
         selection: tensors of this layout and their wanted boxes.
         costs: which ranks to avoid; counts only without `replica`.
         replica: a rank of the replica to read; None: the first that costs least.

@@ -1,13 +1,13 @@
 """Select tensors of a layout by patterns: globs over names, with optional slices ("w[0:4, -3:]").
 
-What is the whole name of a tensor means that tensor, whatever characters it has; only what is no
-name is read as a glob or a slice. `Names.resolve` is that rule, for every door.
+The whole name of a tensor means that tensor, whatever characters it has; only other patterns are
+read as globs or slices. `Names.resolve` is that rule, for every door.
 
 A `NameIndex` is built once per layout; `select` then takes a few milliseconds for any pattern
 over 100,000 names.
 
 Patterns come from users, so no pattern may be slow. Names are stored by column: for every
-position and character, an integer whose bit i says that name i has it there. A match advances
+position and character, an integer whose bit i is set if name i has it there. A match advances
 all names together, with one AND and one OR for every position and token: at most
 `longest name * tokens` pairs, and no backtracking. A pattern with more tokens than the longest
 name matches nothing, which bounds the product.
@@ -67,7 +67,7 @@ ANY_CHAR = CharClass(negated=True)
 class Glob:
     """A parsed pattern: one token per character of the name, except those that `*` matches.
 
-    `stars[i]` tells whether a `*` precedes token i; the last entry is for the end.
+    `stars[i]`: whether a `*` precedes token i; the last entry is for the end.
     """
 
     tokens: tuple[str | CharClass, ...]
@@ -300,8 +300,8 @@ class Slices:
     def box(self, shape: tuple[int, ...], name: str) -> Box:
         """The box they select from a tensor of `shape`; `name` is for errors.
 
-        Raises:
-            UsageError: more slices than dims, a bound beyond a dim's size, or begin after end.
+        Raises UsageError for more slices than dims, a bound beyond a dim's size, or begin after
+        end.
         """
         if len(self.dims) > len(shape):
             raise UsageError(
@@ -324,8 +324,7 @@ class Slices:
 def split_slices(pattern: str) -> tuple[str, Slices | None]:
     """Split a pattern into its glob and its slices, if it has any.
 
-    Raises:
-        UsageError: the text in the last brackets has a ":" but is not a list of slices.
+    Raises UsageError if the last brackets have a ":" but no list of slices.
     """
     found = _SUFFIX.search(pattern)
     if found is None:
@@ -391,7 +390,7 @@ class SelectedTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One thing that a pattern may mean: the names it matches, and the slice taken of each."""
+    """One meaning of a pattern: the names it matches, and the slice taken of each."""
 
     mask: int
     slices: Slices | None = None
@@ -411,10 +410,9 @@ class Names:
         """The mask of the names that a pattern means, and the slice it takes of each.
 
         A whole name comes first, then a whole name with a slice, then globs. "*" alone is all.
-
-        Raises:
-            UsageError: brackets may belong to the names or not, and either reading finds some; or
-                a slice is malformed.
+        Raises
+        UsageError for a malformed slice, or if brackets may belong to names or not and both
+        readings match.
         """
         found = _SUFFIX.search(pattern)
         whole = self.position.get(pattern) if pattern != "*" else None
@@ -433,7 +431,7 @@ class Names:
         return (readings[0].mask, readings[0].slices) if readings else (0, None)
 
     def _readings(self, pattern: str) -> list[_Reading]:
-        """Those that find a name, each once."""
+        """The readings that find a name, each once."""
         plain = self._match(pattern, classes=False) if "[" in pattern else 0
         try:
             glob, slices = split_slices(pattern)
@@ -488,10 +486,7 @@ class NameIndex(Names):
 
 
 class Selection(Sequence[SelectedTensor]):
-    """The selected tensors, each once, in layout order.
-
-    Items are created on access, so that selecting everything stays cheap.
-    """
+    """The selected tensors, each once, in layout order, created on access."""
 
     def __init__(self, index: NameIndex, mask: int, slices: dict[int, Slices | None]) -> None:
         self._index = index
@@ -641,8 +636,7 @@ def _slices_by_tensor(
     chosen: dict[int, Slices | None] = {}
     for slices, mask in by_slices.items():
         for at in index.columns.positions(mask):
-            number = index.owners[at]
-            if chosen.setdefault(number, slices) != slices:
+            if chosen.setdefault(index.owners[at], slices) != slices:
                 raise UsageError(
                     f"two patterns select different parts of {index.names[at]!r}; "
                     "select one part of a tensor at a time"

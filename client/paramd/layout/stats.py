@@ -1,6 +1,6 @@
-"""Mergeable statistics: every rank reduces what it holds, and the reader merges the parts.
+"""Mergeable statistics: every rank reduces its shard, and the reader merges the parts.
 
-`Stats` has exactly the fields of `paramd.v1.Stats`; `Summary` is what users see.
+`Stats` has exactly the fields of `paramd.v1.Stats`; `Summary` is for users.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Stats:
     nan_count: int = 0
     inf_count: int = 0
     mean: float = 0.0
-    """Of the finite elements; 0 if there are none."""
+    """Mean of the finite elements; 0 if there are none."""
     m2: float = 0.0
     """Sum of squared deviations of the finite elements from their mean."""
     sum_squares: float = 0.0
-    """Of the finite elements."""
+    """Sum over the finite elements."""
     min: float = math.inf
     """Smallest finite element; +inf if there is none."""
     max: float = -math.inf
@@ -129,7 +129,6 @@ def merge_all(parts: Iterable[Part]) -> Stats:
 
 
 def _added(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Element-wise sums."""
     return tuple(map(sum, zip(*counts, strict=True)))
 
 
@@ -248,13 +247,11 @@ class StatsItem:
 
 
 def stats_items(plan: ReadPlan) -> dict[int, tuple[StatsItem, ...]]:
-    """What each rank reduces, so that every element of the plan counts exactly once.
+    """Each rank's items to reduce, so that every element of the plan counts exactly once.
 
     The order of elements does not matter, so a piece with dense memory is one item whatever its
-    strides; a slice of it is one item per run of memory.
-
-    Raises:
-        UsageError: the slices have more than `MAX_RUNS` runs.
+    strides; a slice of it is one item per run of memory. Raises UsageError for more than `MAX_RUNS`
+    runs.
     """
     items: dict[int, tuple[StatsItem, ...]] = {}
     run_count = 0

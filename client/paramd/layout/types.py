@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class HubPart:
-    """A part of a tensor that loaders of a model hub expect as a tensor of its own."""
+    """A part of a tensor that loaders of a model hub expect as a separate tensor."""
 
     name: str
     box: Box
@@ -93,7 +93,7 @@ class TensorLayout:
     """Whether it required a gradient, on some rank, when the job was attached; a script may
     freeze and unfreeze parameters later. None for buffers, and where it is not known."""
     hub: tuple[HubPart, ...] = ()
-    """What transformers writes it as; empty: as it is."""
+    """The parts in which transformers writes it; empty: as it is."""
 
     @property
     def numel(self) -> int:
@@ -111,9 +111,9 @@ class Layout:
     """Parameters stay in the trainers' own memory; arenas are copies, refreshed only at agreed
     boundaries that request it. All reads need such a boundary."""
     missing: tuple[str, ...] = ()
-    """What the model's state dict has beside these tensors: extra state, state of quantisation."""
+    """Entries of the model's state dict beside these tensors: extra or quantisation state."""
     hub_note: str = ""
-    """Why `TensorLayout.hub` does not say how transformers writes the model; empty: it does."""
+    """Why `TensorLayout.hub` lacks the layout that transformers writes; empty: it has it."""
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -171,16 +171,15 @@ def flat_interval(box: Box, shape: Sequence[int]) -> Interval | None:
     partial = [dim for dim, size in enumerate(box.sizes) if size != shape[dim]]
     if partial and any(size != 1 for size in box.sizes[: partial[-1]]):
         return None
-    strides = row_major(shape)
-    begin = sum(b * stride for b, stride in zip(box.begin, strides, strict=True))
+    begin = sum(b * stride for b, stride in zip(box.begin, row_major(shape), strict=True))
     return Interval(begin, begin + box.numel)
 
 
 def boxes_of_interval(interval: Interval, shape: Sequence[int]) -> Iterator[Box]:
     """Split an interval of the flattened tensor into at most `2 * ndim - 1` boxes.
 
-    Each is contiguous in the flattened tensor, and they come in its order. An empty interval
-    has none.
+    Each is contiguous in the flattened tensor, and they come in its order. An empty interval has
+    none.
     """
     yield from _boxes_within(interval.begin, interval.end, tuple(shape), ())
 
@@ -204,8 +203,7 @@ def _boxes_within(
         yield from _boxes_within(head, row, shape[1:], (*index, first))
         first += 1
     if first < last:
-        zeros = (0,) * (len(shape) - 1)
-        yield Box((*index, first, *zeros), (*after, last, *shape[1:]))
+        yield Box((*index, first, *((0,) * (len(shape) - 1))), (*after, last, *shape[1:]))
     yield from _boxes_within(0, tail, shape[1:], (*index, last))
 
 

@@ -63,7 +63,6 @@ def pack_wanted(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def unpack_wanted(argument: int) -> tuple[int, int]:
-    """The byte range [begin, end) encoded by `pack_wanted`."""
     return (argument >> _BITS) * _PAGE_BYTES, (argument & _MASK) * _PAGE_BYTES
 
 
@@ -71,7 +70,7 @@ class HostArena:
     """A memfd mapped shared and writable.
 
     `buffer` exports the memory. A tensor made on it references the map without a buffer
-    export, so the map is never closed explicitly: it goes with its last holder.
+    export, so the map is never closed explicitly: it lasts as long as its last holder.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:

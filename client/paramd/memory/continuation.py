@@ -1,17 +1,17 @@
-"""What a successor needs beside the arena: the record of a boundary, and the table of state.
+"""Memory for resuming beside the arena: the record of a boundary, and the table of state.
 
 The continuation memory has two slots for the record and two for the table, written in turn: a
-process killed at any moment leaves the one before whole. A slot is a header and its payload. The
-header has a number, the payload's size and XXH3, and of a record the number of its table; the
-number is 0 while the slot is written. Of the whole slots the highest number counts.
+process killed at any moment leaves the previous one intact. A slot is a header and its payload. The
+header has a number, the payload's size and XXH3, and for a record the number of its table; the
+number is 0 while the slot is written. Of the intact slots the highest number counts.
 
-A record names its step (trainer/resume). Its table says where in the optimizer memory each state
-tensor lies, and changes only when one appears or moves.
+A record names its step (trainer/resume). Its table lists the place of each state tensor in the
+optimizer memory, and changes only when one appears or moves.
 
-Of the memory itself there are digests, by pieces. They are made when its trainer has ended, and
-checked right before its successor goes on in it, on several threads: 7 to 17 GB/s on two cores. Up
-to `MOST_WHOLE_BYTES` all pieces are checked; of more memory as many as `CHECK_S` allows, in random
-order, so that a successor in a hundred gigabytes waits no longer than that and every byte has a
+The memory itself has digests, by pieces. They are made when its trainer has ended, and checked
+right before training resumes in it, on several threads: 7 to 17 GB/s on two cores. Up to
+`MOST_WHOLE_BYTES` all pieces are checked; of more memory as many as `CHECK_S` allows, in random
+order, so that resuming in a hundred gigabytes waits no longer than that and every byte has a
 chance.
 """
 
@@ -55,7 +55,7 @@ class Kept:
     number: int
     payload: bytes
     beside: int = 0
-    """Of a record: the number of its table."""
+    """The number of a record's table."""
 
 
 def read_kept(memory: memoryview, begin: int) -> list[Kept]:
@@ -90,16 +90,14 @@ class KeptSlots:
         self._reserved = [0, 0]
         whole = read_kept(memory.buffer, begin)
         self.number = whole[0].number if whole else 0
-        """Of the last payload written; 0 before the first."""
+        """Number of the last payload written; 0 before the first."""
 
     def write(self, payload: bytes, *, beside: int = 0) -> int:
         """Write the next payload over the last but one; return its number.
 
-        Args:
-            beside: of a record, the number of its table.
-
-        Raises:
-            ExhaustedError: it is too large, or the machine has no memory for it.
+        `beside` is the number of a record's table. Raises ExhaustedError if the payload is too
+        large, or
+        the machine has no memory for it.
         """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ExhaustedError(
@@ -125,7 +123,7 @@ class KeptSlots:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What came of a check."""
+    """Result of a check."""
 
     damaged: bool
     piece_count: int
@@ -169,8 +167,7 @@ def check_left(parts: Sequence[memoryview], digests: Sequence[int]) -> Checked:
 
 
 def _pieces(parts: Sequence[memoryview]) -> list[memoryview]:
-    total = sum(part.nbytes for part in parts)
-    size = max(PIECE_BYTES, -(-total // MOST_PIECES))
+    size = max(PIECE_BYTES, -(-sum(part.nbytes for part in parts) // MOST_PIECES))
     return [part[at : at + size] for part in parts for at in range(0, part.nbytes, size)]
 
 

@@ -77,12 +77,13 @@ def read_text(page: Page) -> str:
 
 
 STANDS_IN = 2
-"""Value of UNSERVED while other weights stand in for the training's; the text is their label. Both
-change only while nothing rests, or right before nothing does."""
+"""Value of UNSERVED while other weights replace the training's; the text is their label. Both
+change only while nothing rests, or right before nothing does.
+"""
 
 
 def label_of(page: Page) -> str:
-    """Label of the weights that stand in for the training's; empty: the training's own."""
+    """Label of the weights that replace the training's; empty: the training's own."""
     if page.words[Word.UNSERVED] != STANDS_IN:
         return ""
     label = read_text(page)
@@ -114,11 +115,7 @@ def write_samples(page: Page, indices: Sequence[int]) -> None:
 
 
 def sample_digest(page: Page, arena: memoryview) -> int:
-    """The digest of the samples in `arena` as they are now.
-
-    Args:
-        arena: bytes of the whole arena.
-    """
+    """The digest of the samples in `arena`, the bytes of the whole arena, as they are now."""
     words = page.words
     count = min(max(words[COUNT_WORD], 0), MAX_SAMPLES)
     found = b"".join(
@@ -226,7 +223,7 @@ class Word(IntEnum):
     COPY_SETTLED = 92  # step of the last one that was sent, or is not going to be
     CLIENTS_UNTIL_NS = 88  # until when the last caller counts as a client that may ask again
 
-    # Trainer's words again: what a successor asks for (trainer/resume).
+    # Trainer's words again: inputs of resuming (trainer/resume).
     LINEAGE = 96  # number of this training's history: the same as long as no step is lost; 0 none
     EDITS_BEFORE = 97  # edits applied in earlier incarnations of this history
     OPTIMIZER_BYTES = 98  # bytes of the optimizer memory in use, in host memory
@@ -260,7 +257,7 @@ _FIRST_STAND_WORD = 449
 
 
 def note_stand(page: Page, why: Stand, took_ns: int) -> None:
-    """Count a time that an update stood."""
+    """Count a wait of an update."""
     words, at = page.words, _FIRST_STAND_WORD + 3 * why
     words[at] += 1
     words[at + 1] += took_ns
@@ -268,7 +265,7 @@ def note_stand(page: Page, why: Stand, took_ns: int) -> None:
 
 
 def stands_of(page: Page) -> dict[str, tuple[int, int, int]]:
-    """By cause: how often updates stood, for how long in all, and at longest, in nanoseconds."""
+    """By cause: the number of waits of updates, their sum and their maximum, in nanoseconds."""
     words = page.words
     places = {one.name.lower(): _FIRST_STAND_WORD + 3 * one for one in Stand}
     found = {name: (words[at], words[at + 1], words[at + 2]) for name, at in places.items()}
@@ -280,13 +277,13 @@ class Refusal(IntEnum):
     """Why a trainer cannot carry out a request, in word REFUSED_STEP."""
 
     FAULTY = -1
-    """It cannot be done, or not be understood; the trainer's log says more."""
+    """It is impossible or malformed; the trainer's log says more."""
     AWAY = -2
     """The parameters are not in the arena and will not be, or an edit has failed half way."""
     GATHERED = -3
-    """It is held where a forward works on unsharded copies, which an edit would not reach."""
+    """It waits in a forward that works on unsharded copies, which an edit would not reach."""
     NOT_HELD = -4
-    """What is only done while training is held, after the hold has ended."""
+    """It requires that training is paused, but the hold has ended."""
 
 
 class Words(Protocol):
@@ -343,14 +340,15 @@ def note_stray(words: Words, seq: int) -> None:
 
 def is_stray(words: Words, seq: int) -> bool:
     """Whether parameters changed under this SEQ, or it is too long ago to tell: then copies made
-    under it count as void. Final once SEQ is another one."""
+    under it count as void. Final once SEQ is another one.
+    """
     kept = [words[word] for word in _STRAY_WORDS]
     # SEQs only rise. A 0 is a place never used: nothing has been forgotten yet.
     return seq > 0 and (seq in kept or seq < min(kept))
 
 
 class Past(Enum):
-    """What became of a request below the last one agreed."""
+    """The fate of a request below the last one agreed."""
 
     DONE = "agreed and done"
     FAILED = "an edit that was agreed and failed on this rank"

@@ -1,8 +1,8 @@
 """Kernel objects that outlive either process: memory, sparse memory, eventfds, pidfds.
 
-And memory that a client lends to sidecars of its host: they map it and copy from it. It is a memfd
-whose size is sealed: a sidecar must not be killed by SIGBUS because a client truncated what it
-reads. Its content may change at any time, also while it is read.
+Also memory that a client lends to sidecars of its host: they map it and copy from it. It is a memfd
+whose size is sealed: a client that truncates the memory must not kill a reading sidecar by SIGBUS.
+Its content may change at any time, also while it is read.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ _all: weakref.WeakSet[LentMemory] = weakref.WeakSet()
 def create_memory(name: str, size_bytes: int, *, sealable: bool = False) -> int:
     """A descriptor of `size_bytes` of zeroed shared memory, fully allocated.
 
-    With a bare ftruncate, the first store beyond the machine's memory would end in SIGBUS.
-
-    Raises:
-        ExhaustedError: the machine (or container) does not have that much memory.
+    With a bare ftruncate, the first store beyond the machine's memory would end in SIGBUS. Raises
+    ExhaustedError if the machine (or container) does not have that much memory.
     """
     available = available_bytes()
     if size_bytes + HEADROOM_BYTES > available:
@@ -59,8 +57,7 @@ def create_memory(name: str, size_bytes: int, *, sealable: bool = False) -> int:
             f"available (and {HEADROOM_BYTES:,} are left to others); use a machine or "
             "container limit with more memory"
         )
-    how = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealable else 0)
-    descriptor = os.memfd_create(name, how)
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealable else 0))
     try:
         if size_bytes:
             os.posix_fallocate(descriptor, 0, size_bytes)
@@ -77,16 +74,15 @@ def available_bytes() -> int:
     """Memory this process can still allocate: the machine's, or what its cgroups leave if less."""
     # Not with `_read`: without /proc/meminfo the limit is unknown, so fail.
     lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    machine = int(fields["MemAvailable"].split()[0]) << 10
+    machine = int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]) << 10
     return max(0, min(machine, *_cgroups_leave_bytes("/sys/fs/cgroup", "/proc/self/cgroup")))
 
 
 def _cgroups_leave_bytes(mounted: str, own: str) -> Iterator[int]:
-    """What each limit leaves: of this process's cgroup and of those around it, in v1 and v2.
+    """The bytes that each limit leaves: of this process's cgroup and its ancestors, in v1 and v2.
 
-    A container sees its own cgroup at the mount's root, whatever path it is told, so that a path
-    that does not exist there says nothing.
+    A container sees its own cgroup at the mount's root, whatever its path, so a path that does not
+    exist there is skipped.
     """
     yield sys.maxsize
     for line in _read(own).splitlines():
@@ -103,7 +99,7 @@ def _leaves_bytes(cgroup: Path) -> Iterator[int]:
     for limit, used, cache in _CGROUP_FILES:
         most, now = _read(cgroup / limit).strip(), _read(cgroup / used).strip()
         if most.isdigit() and now.isdigit():
-            # Of the page cache, what nobody used lately is given back before anybody is killed.
+            # The kernel reclaims inactive page cache before it kills a process.
             stat = dict(line.split(" ", 1) for line in _read(cgroup / "memory.stat").splitlines())
             yield int(most) - int(now) + int(stat.get(cache, 0))
 
@@ -134,13 +130,11 @@ def is_pidfd_of_elsewhere(descriptor: int) -> bool:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close each of them."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 def same_object(one: int, other: int) -> bool:
-    """Whether two descriptors are of the same file or memory."""
     return os.path.samestat(os.fstat(one), os.fstat(other))
 
 
@@ -190,11 +184,7 @@ class SparseMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def reserve(self, begin: int, end: int) -> None:
-        """Allocate a range; new pages are zero. May take long.
-
-        Raises:
-            ExhaustedError: the machine (or container) does not have that much memory.
-        """
+        """Allocate a range of zeros. May take long. Raises ExhaustedError without memory."""
         if begin == end:
             # A rank that has none of it; the kernel takes no empty range.
             return
@@ -238,8 +228,7 @@ class LentMemory(mmap.mmap):
     def __new__(cls, size_bytes: int) -> Self:
         """Allocated as a whole: a store that finds no memory would end in SIGBUS.
 
-        Raises:
-            ExhaustedError: the machine does not have that much memory.
+        Raises ExhaustedError if the machine does not have that much memory.
         """
         descriptor = create_memory("paramd-lent", size_bytes, sealable=True)
         try:
@@ -257,7 +246,7 @@ class LentMemory(mmap.mmap):
         return self
 
     def begin_of(self, address: int, size_bytes: int) -> int | None:
-        """Where in this memory the bytes at `address` lie; None if they do not."""
+        """Offset in this memory of the bytes at `address`; None if they are elsewhere."""
         begin = address - self.address
         return begin if 0 <= begin <= len(self) - size_bytes else None
 

@@ -4,19 +4,19 @@
                                           takes no context and no device memory of its own
     TrainerDevice(driver, device)         the trainer: its context, and the event that it records
       .open(descriptor, arena_bytes)        maps the memory; tensors are made on its addresses
-    DeviceReader(...)                     the sidecar again, once somebody reads: a context, a side
+    DeviceReader(...)                     the sidecar again, at the first read: a context, a side
                                           stream, windows of page-locked memory
 
 The optimizer's state on the device has memory of the same kind, in several allocations, since it
 grows: the sidecar makes one when the trainer needs it (`create_allocation`), and both map them one
-behind the other (`Addresses`). The same fence and event stand behind it.
+behind the other (`Addresses`), covered by the same fence and event.
 
-SEQ on the host says which state the trainer has *queued*, not which one the device has reached.
+SEQ on the host names the state that the trainer has *queued*, not the one the device has reached.
 So before it publishes a state, the trainer queues two things behind the update: a number, the
 *fence*, that the device writes behind the arena's last byte, and an event. Readers queue their
 copies behind that event, and the fence's before the others: found in memory, it proves that the
 device had come to the state. Once the trainer's process has ended its queue is gone, finished or
-not, and its event says nothing any more; the fence still does.
+not, and its event proves nothing any more; the fence still does.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ BASE = 1 << 62
 """First address of an arena in a process that has not mapped it: no memory of the host is there."""
 
 STATE_BASE = BASE + (1 << 61)
-"""The same of the optimizer's state on the device."""
+"""The same for the optimizer's state on the device."""
 
 WINDOW_BYTES, WINDOWS = 1 << 20, 4
 """Page-locked memory of a reader: while one window is emptied, the others are filled."""
 
 LATE_S = 1.0
-"""How long a reader waits for the device to finish the update it wants to read."""
+"""How long, in seconds, a reader waits for the device to finish the update it wants to read."""
 
 _POLL_S = 50e-6
 _FENCE_ALIGN, _FENCE_BYTES, _FENCE_MASK = 64, 64, (1 << 32) - 1
@@ -58,31 +58,27 @@ _FENCE_ALIGN, _FENCE_BYTES, _FENCE_MASK = 64, 64, (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class DeviceArenaRequest:
-    """What a sidecar has to know about the device of its trainer's arena."""
+    """A sidecar's knowledge of the device of its trainer's arena."""
 
     uuid: bytes
     event: bytes
-    """With what the trainer's event is opened (`Driver.open_event`)."""
+    """Handle that opens the trainer's event (`Driver.open_event`)."""
     kind: str = CUDA
-    """Of which kind the driver is (`Driver.kind`)."""
+    """Kind of the driver (`Driver.kind`)."""
 
     def create(self, arena_bytes: int) -> int:
-        """A descriptor of a new arena there (`create`)."""
         driver = load(self.kind)
         return create(driver, driver.device(self.uuid), arena_bytes)
 
     def create_allocation(self, size_bytes: int) -> Allocation:
-        """Memory there for optimizer state (`create_allocation`)."""
         driver = load(self.kind)
         return create_allocation(driver, driver.device(self.uuid), size_bytes)
 
     def to_message(self) -> dict[str, str]:
-        """As a part of the handover's "attach" message."""
         return {"uuid": self.uuid.hex(), "event": self.event.hex(), "kind": self.kind}
 
     @classmethod
     def from_message(cls, told: Any) -> DeviceArenaRequest:
-        """Raises UsageError."""
         try:
             found = cls(
                 bytes.fromhex(told["uuid"]), bytes.fromhex(told["event"]), told.get("kind", CUDA)
@@ -99,23 +95,19 @@ class DeviceArenaRequest:
 
 
 def fence_begin(arena_bytes: int) -> int:
-    """Where the fence is, in bytes from the arena's first."""
+    """The fence's first byte, from the arena's first."""
     return -(-arena_bytes // _FENCE_ALIGN) * _FENCE_ALIGN
 
 
 def device_bytes(driver: Driver, device: int, arena_bytes: int) -> int:
     """Size of the allocation: the arena and its fence, as large as the driver wants it."""
-    needed = fence_begin(arena_bytes) + _FENCE_BYTES
-    return rounded(needed, driver.granularity(device))
+    return rounded(fence_begin(arena_bytes) + _FENCE_BYTES, driver.granularity(device))
 
 
 def create(driver: Driver, device: int, arena_bytes: int) -> int:
-    """A descriptor of new device memory, which lives as long as anybody has one or maps it.
+    """A descriptor of new device memory, which lives as long as any process has one or maps it.
 
-    Makes no context.
-
-    Raises:
-        DeviceError, ExhaustedError: the driver refused.
+    Makes no context. Raises DeviceError or ExhaustedError if the driver refused.
     """
     return _created(driver, device, device_bytes(driver, device, arena_bytes))
 
@@ -150,31 +142,28 @@ class Addresses:
 
     @property
     def mapped_bytes(self) -> int:
-        """How many of the addresses have memory."""
+        """Bytes of the addresses that have memory."""
         return sum(self._allocations)
 
     @property
     def allocation_count(self) -> int:
-        """How often memory was mapped."""
         return len(self._allocations)
 
     def map(self, descriptor: int, size_bytes: int) -> None:
         """Map the next allocation, whole. The descriptor stays the caller's. Raises DeviceError."""
         handle = self._driver.import_(descriptor, self._device)
         try:
-            at = self.address + self.mapped_bytes
-            self._driver.map(at, size_bytes, handle, self._device)
+            self._driver.map(self.address + self.mapped_bytes, size_bytes, handle, self._device)
         finally:
             self._driver.release(handle)
         self._allocations.append(size_bytes)
 
     def unmap(self) -> None:
         """Unmap the last allocation: nothing may use its addresses any more."""
-        size_bytes = self._allocations.pop()
-        self._driver.unmap(self.address + self.mapped_bytes, size_bytes)
+        self._driver.unmap(self.address + self.mapped_bytes, self._allocations.pop())
 
     def __del__(self) -> None:
-        # Where tensors may use it, it goes with the last of them.
+        # If tensors still use it, the last of them releases it.
         with suppress(DeviceError):
             self.close()
 
@@ -200,7 +189,6 @@ class DeviceMap(Addresses):
 
     @property
     def fence(self) -> int:
-        """The fence's address."""
         return self.address + fence_begin(self.size_bytes)
 
 
@@ -224,12 +212,9 @@ class TrainerDevice:
     """The trainer's side of one device. Training thread only."""
 
     def __init__(self, driver: Driver, device: int, stream: Callable[[], int] = lambda: 0) -> None:
-        """
-        Args:
-            stream: the one that the training's work is queued on now.
-
-        Raises:
-            DeviceError: no context or event could be made.
+        """`stream` returns the one that the training's work is queued on now. Raises DeviceError if
+        no
+        context or event could be made.
         """
         self.driver = driver
         self.device = device
@@ -255,7 +240,7 @@ class TrainerDevice:
         return self._map
 
     def publish(self) -> None:
-        """Queue fence and event behind what the training has queued; then a state may be told."""
+        """Queue fence and event behind the training's work; then a state may be published."""
         assert self._map is not None, "open comes first"
         assert self._words is not None
         # The training's device may be another one here; and an optimizer that steps within backward
@@ -266,7 +251,8 @@ class TrainerDevice:
                 self.captured = True
                 return
             before = self._words[Word.DEVICE_FENCE]
-            # Begins anywhere: the memory may have the fence of a predecessor, which must not do.
+            # Begins anywhere: the memory may have the fence of an earlier trainer, which must not
+            # match.
             number = (before + 1) & _FENCE_MASK if before else secrets.randbits(31) + 1
             self.driver.fill(self._map.fence, number, 1, stream)
             self.driver.record(self._event, stream)
@@ -308,18 +294,17 @@ class DeviceReader:
         words: Words,
         state: Sequence[Allocation] = (),
     ) -> None:
-        """
-        Args:
-            words: the control page's.
-            state: allocations of optimizer state. Descriptors stay the caller's, these too.
+        """Args:
+        words: the control page's.
+        state: allocations of optimizer state. All descriptors stay the caller's.
         """
         self.descriptor = descriptor
         self.size_bytes = arena_bytes
         self.address = BASE
         self.context_bytes: int | None = None
-        """What this process's context takes of the device; None before, and where nobody tells."""
+        """Device memory that this process's context takes; None before, and where it is unknown."""
         self.trainer_ended = False
-        """Once True, nothing is awaited any more: what the trainer's queue did is done."""
+        """Once True, nothing is awaited any more: the trainer's queue has ended."""
         self._request = request
         self._words = words
         self._lock = threading.Lock()
@@ -339,11 +324,10 @@ class DeviceReader:
     def move(self, spans: Sequence[CopySpan]) -> None:
         """Copy bytes of the arena or the state, or of host memory, to host memory.
 
-        Those on the device are of one moment: the fence is read once, before all of them.
-
-        Raises:
-            LateError: the device has not finished what the trainer published last, or never will.
-            DeviceError: the driver refused.
+        Bytes on the device are of one moment: the fence is read once, before all of them. Raises
+        LateError if the device has not finished the last published state, or never will;
+        DeviceError if
+        the driver refused.
         """
         here = [span for span in spans if span.source >= BASE]
         for span in spans:
@@ -355,13 +339,13 @@ class DeviceReader:
             published = self._words[Word.DEVICE_FENCE]
             self._ready()
             self._copy([replace(span, source=self._mapped_at(span)) for span in here])
-            # 0: nothing was queued under this page, whose predecessor's memory is whole.
+            # 0: nothing was queued under this page, so the earlier trainer's memory is intact.
             found = ctypes.c_uint32.from_address(self._fence_room).value
             if published and (found - published) & _FENCE_MASK > _FENCE_MASK // 2:
                 raise LateError
 
     def _mapped_at(self, span: CopySpan) -> int:
-        """Where bytes of the arena or of the state are mapped; maps state when it is first read."""
+        """The address of bytes of the arena or of the state; maps state when first read."""
         assert self._map is not None
         if span.source < STATE_BASE:
             return self._map.address + span.source - BASE
@@ -382,7 +366,7 @@ class DeviceReader:
         """Note that the optimizer's state has these now; all but the last are known."""
         with self._lock:
             self._allocations = list(allocations)
-            # The last may have taken the place of one that its trainer never got.
+            # The last may have replaced one that its trainer never got.
             while self._state is not None and self._state.allocation_count >= len(allocations):
                 self._state.unmap()
 
@@ -390,14 +374,13 @@ class DeviceReader:
         """Whether the device finished what the trainer published last. Raises DeviceError."""
         room = ctypes.c_uint32()
         try:
-            fence = BASE + fence_begin(self.size_bytes)
-            self.move([CopySpan(fence, ctypes.addressof(room), 4)])
+            self.move([CopySpan(BASE + fence_begin(self.size_bytes), ctypes.addressof(room), 4)])
         except LateError:
             return False
         return True
 
     def end(self) -> str:
-        """Note that the trainer has ended; why what it told of last is not whole, empty if it is.
+        """Note that the trainer has ended; why its last published state is incomplete, else empty.
 
         Slow the first time: call it off the event loop.
         """
@@ -419,7 +402,7 @@ class DeviceReader:
             self._undo.close()
 
     def _ready(self) -> None:
-        """Open the device at the first read, and have what follows wait for the trainer's event."""
+        """Open the device at the first read, and have later work wait for the trainer's event."""
         driver = self._driver
         if driver is None:
             driver = self._open()
@@ -490,7 +473,7 @@ class DeviceReader:
         # Polled, not awaited: a device that hangs must not hang the thread that copies.
         deadline_s = time.monotonic() + LATE_S
         while not driver.is_done(event):
-            # What an ended trainer left in its queue is never done.
+            # Work that an ended trainer left in its queue is never done.
             if time.monotonic() > deadline_s or (event == self._event and self.trainer_ended):
                 raise LateError
             time.sleep(_POLL_S)

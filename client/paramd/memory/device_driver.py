@@ -1,16 +1,16 @@
 """The CUDA driver's own interface, as far as device arenas need it, through its exported C symbols.
 
-    driver = load()                    # libcuda, or what PARAMD_CUDA_DRIVER names
+    driver = load()                    # libcuda, or the library in PARAMD_CUDA_DRIVER
     driver = load(HIP)                 # the same of HIP's runtime (PARAMD_HIP_RUNTIME)
     device = driver.device(uuid)
     handle = driver.create(device, size_bytes); descriptor = driver.export(handle)
 
 No package and no torch is needed, so the sidecar can make memory without either. Every refusal
-becomes an error that names the call, the code and what to do. tests/gpu/driver has a simulated
-driver with the same symbols; `simulated` tells them apart.
+becomes an error that names the call, the code and the remedy. tests/gpu/driver has a simulated
+driver with the same symbols; `simulated` distinguishes them.
 
-How much memory of a device this process takes is told by NVIDIA's management library (`used_bytes`)
-alone: the driver tells what is free only within a context, and of all processes together.
+Only NVIDIA's management library (`used_bytes`) reports the device memory of this process: the
+driver reports free memory, only within a context, and for all processes together.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ HIP: Final = "hip"
 
 VARIABLE = "PARAMD_CUDA_DRIVER"
 HIP_VARIABLE = "PARAMD_HIP_RUNTIME"
-"""Environment variables: the library, if it is not where it is looked for."""
+"""Environment variables that name the library, if it is not in its usual place."""
 
 _DEFAULT = "libcuda.so.1"
 _HIP_DEFAULT = "libamdhip64.so"
 
 _CUDA_ATTRIBUTES = ((102, "virtual memory management"), (103, "sharing memory by file descriptors"))
 _HIP_ATTRIBUTES = ((89, "virtual memory management"),)
-"""What arenas need, by the number with which the device is asked for it."""
+"""Features that arenas need, with the number by which the device is asked."""
 
 _OTHERWISE = "attach with arena='mirror', which needs none of this, and report the code"
 
@@ -81,7 +81,7 @@ class Driver:
     """
 
     kind: ClassVar[str] = CUDA
-    """Which of the two it is, as processes tell one another."""
+    """CUDA or HIP, as processes report it to one another."""
     title: ClassVar[str] = "CUDA driver"
     variable: ClassVar[str] = VARIABLE
     symbols: ClassVar[Mapping[str, Sequence[Any]]] = CUDA_SYMBOLS
@@ -106,7 +106,6 @@ class Driver:
         self._call("cuInit", 0)
 
     def name(self, name: str) -> str:
-        """What a function is called here, by its name in CUDA."""
         return name
 
     def device(self, uuid: bytes) -> int:
@@ -123,19 +122,18 @@ class Driver:
         )
 
     def device_at(self, ordinal: int) -> int:
-        """The device with that number in this process."""
         device = c_int()
         self._call("cuDeviceGet", byref(device), ordinal)
         return device.value
 
     def uuid(self, device: int) -> bytes:
-        """What identifies the device on this host."""
+        """The device's identifier on this host."""
         found = (c_ubyte * abi.UUID_BYTES)()
         self._call("cuDeviceGetUuid_v2", byref(found), device)
         return bytes(found)
 
     def why_not(self, device: int) -> str:
-        """Why its memory cannot be shared by descriptors; empty if it can, as far as it says."""
+        """Why its memory cannot be shared by descriptors; empty if its attributes allow it."""
         value = c_int()
         for attribute, what in self.attributes:
             self._call("cuDeviceGetAttribute", byref(value), attribute, device)
@@ -156,8 +154,7 @@ class Driver:
     def create(self, device: int, size_bytes: int) -> int:
         """Allocate memory; return its handle. Needs no context.
 
-        Raises:
-            ExhaustedError: the device does not have that much memory.
+        Raises ExhaustedError if the device does not have that much memory.
         """
         handle = c_uint64()
         try:
@@ -191,7 +188,7 @@ class Driver:
 
     @contextmanager
     def _on(self, device: int) -> Iterator[None]:
-        """What memory needs of the thread beside the device's number: nothing."""
+        """Memory needs the device's number alone, and nothing of the thread."""
         yield
 
     def release(self, handle: int) -> None:
@@ -229,19 +226,19 @@ class Driver:
         self._call("cuDevicePrimaryCtxRelease_v2", device)
 
     def enter(self, context: int) -> None:
-        """Make the context current on this thread, for good."""
+        """Make the context current on this thread until it ends."""
         if self._current() != context:
             self._make_current(context)
 
     @contextmanager
     def inside(self, context: int) -> Iterator[None]:
-        """Make the context current on somebody else's thread, and then the one that was."""
+        """Make the context current on a foreign thread, and then the previous one."""
         before = self._current()
         self.enter(context)
         try:
             yield
         finally:
-            # Where there was none nobody misses it.
+            # Without a previous one, nobody misses it.
             if before not in (0, context):
                 self._make_current(before)
 
@@ -289,11 +286,10 @@ class Driver:
 
     def event(self, *, shared: bool = False) -> int:
         """An event without times; `shared`: other processes may open it."""
-        flags = abi.DISABLE_TIMING | (abi.INTERPROCESS if shared else 0)
-        return self._made("cuEventCreate", flags)
+        return self._made("cuEventCreate", abi.DISABLE_TIMING | (abi.INTERPROCESS if shared else 0))
 
     def event_handle(self, event: int) -> bytes:
-        """With what another process opens a shared event."""
+        """Handle by which another process opens a shared event."""
         handle = abi.EventHandle()
         self._call("cuIpcGetEventHandle", byref(handle), event)
         return bytes(handle)
@@ -330,7 +326,7 @@ class Driver:
             raise self._refused(name, code)
 
     def _made(self, name: str, *arguments: Any) -> int:
-        """What a function writes where its first argument points."""
+        """The value that a function writes to its first argument."""
         found = c_void_p()
         self._call(name, byref(found), *arguments)
         return found.value if found.value is not None else 0
@@ -346,10 +342,11 @@ class Driver:
 
 
 class HipDriver(Driver):
-    """HIP's runtime in the same place. It opens every visible device as soon as it is loaded.
+    """HIP's runtime in the same role. It opens every visible device as soon as it is loaded.
 
-    In the place of contexts are the devices' numbers, from 1: each thread has a current device, and
-    what is imported, or made by some versions, is on that one whatever else is said.
+    Contexts are the devices' numbers, from 1: each thread has a current device, and imported
+    memory,
+    or memory made by some versions, is on that one whatever the arguments.
     """
 
     kind = HIP
@@ -442,7 +439,7 @@ class _Process(ctypes.Structure):
 
 
 def used_bytes(uuid: bytes, library: str = LIBRARY) -> int | None:
-    """What this process takes of the device; 0 while it is not known there.
+    """Device memory of this process; 0 while the device does not know the process.
 
     None where the library is missing or does not tell. In a container that numbers processes for
     itself it is always 0.

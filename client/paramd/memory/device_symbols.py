@@ -1,9 +1,9 @@
 """The functions of the CUDA driver that device arenas need, and the same of HIP's runtime.
 
 One table of CUDA's names and the types of their arguments; HIP's follow from it by a rule, but for
-those listed here. What both have in common, in numbers as in layouts, has no name of HIP's: the
-codes of refusals, flags, allocation properties, access descriptors and event handles (checked
-against hip_runtime_api.h of HIP 6.3 and 7).
+those listed here. Shared numbers and layouts have no name of HIP's: the codes of refusals, flags,
+allocation properties, access descriptors and event handles (checked against hip_runtime_api.h of
+HIP 6.3 and 7).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ SHARED: Final[dict[str, tuple[Any, ...]]] = {
     "cuIpcGetEventHandle": (_out, c_void_p),
     "cuIpcOpenEventHandle": (_out, EventHandle),
 }
-"""What both have, by CUDA's name; each returns a CUresult or hipError_t."""
+"""Functions of both, by CUDA's name; each returns a CUresult or hipError_t."""
 
 _HIP_NAMES: Final = {
     "cuGetErrorName": "hipDrvGetErrorName",
@@ -124,8 +124,7 @@ _HIP_TYPES: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 HIP_VALUE_VERSION: Final = 7_01_00000
-"""From this version of HIP on, imported descriptors are passed by value, as to CUDA; by address
-before."""
+"""From this version of HIP on, imported descriptors are passed by value, not by address."""
 
 
 def hip_name(name: str) -> str:

@@ -20,12 +20,11 @@ It consists of native 8-byte words: a header, then one record per strided view.
 The trainer parses before it promises (`parse_program`), so that nothing is left to fail when it
 applies: a program it cannot run is refused with a reason, and never agreed.
 
-What an edit does beside changing elements of the arena stands in a note behind its program, which
-then has no records. The trainer does what the note says and leaves there what undoes it, so that
-the same note, carried out again, undoes it.
+Other effects of an edit are in a note behind its program, which then has no records. The trainer
+applies the note and writes the inverse into it, so that the same note, applied again, undoes it.
 
     note     kind, capacity, size, size of the answer, 4 numbers of the kind       int64
-             answer, UTF-8: why the trainer refuses it, or what it has to say about it
+             answer, UTF-8: the trainer's reason for refusing it, or its remark on it
              payload, `size` bytes of `capacity`
 
 HYPERPARAMETERS   numbers: optimizer, group; payload: the values by name, JSON
@@ -129,12 +128,8 @@ def write_program(
 ) -> int:
     """Write a program at byte `begin` of `memory` and return its end.
 
-    Args:
-        if_step: the only step at whose boundary it may be applied.
-        note: where its note begins; 0: it has none.
-
-    Raises:
-        UsageError: more than MAX_DIMS dims, or a dtype without a code.
+    `if_step` is the only step at whose boundary it may be applied, `note` the byte of its note (0:
+    none). Raises UsageError for more than MAX_DIMS dims, or a dtype without a code.
     """
     end = begin + HEADER_BYTES
     count = 0
@@ -185,16 +180,15 @@ def wanted_step(memory: memoryview, begin: int) -> int:
 
 
 def note_of(memory: memoryview, begin: int) -> int:
-    """Where the note of the program at byte `begin` is; 0: it has none."""
+    """The byte of the note of the program at byte `begin`; 0: it has none."""
     return int(_HEADER.unpack_from(memory, begin)[3])
 
 
 def parse_program(memory: memoryview, begin: int, *, arena_bytes: int) -> list[Record]:
     """Parse and check the program at byte `begin` of the edit memory.
 
-    Raises:
-        UsageError: not a program, bytes outside the arena or `memory`, or an operation its
-            dtype does not support; the message names the record.
+    UsageError names the record: not a program, bytes outside the arena or `memory`, or an operation
+    its dtype does not support.
     """
     if begin < 0 or begin % 8 or begin + HEADER_BYTES > memory.nbytes:
         raise UsageError(f"no edit program can begin at byte {begin} of {memory.nbytes}")
@@ -203,7 +197,7 @@ def parse_program(memory: memoryview, begin: int, *, arena_bytes: int) -> list[R
         raise UsageError(f"there is no edit program at byte {begin}")
     if not 0 <= count <= MAX_RECORDS or begin + program_bytes(count) > memory.nbytes:
         raise UsageError(f"an edit program of {count} records does not fit at byte {begin}")
-    # Copy before checking: shared memory may change, and what was checked is what must run.
+    # Copy before checking: shared memory may change, and only checked bytes may run.
     words = bytes(memory[begin + HEADER_BYTES : begin + program_bytes(count)])
     records = []
     for number, fields in enumerate(_RECORD.iter_unpack(words)):
@@ -279,15 +273,13 @@ def _fits(dtype: str, value: float) -> bool:
 
 
 class NoteKind(IntEnum):
-    """What a note is about."""
-
     HYPERPARAMETERS = 1
     ROLLBACK = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A note as it stands in the edit memory."""
+    """A note in the edit memory."""
 
     begin: int
     kind: NoteKind
@@ -301,14 +293,13 @@ class Kept:
     """The payload of a ROLLBACK: what belongs to a state beside its bytes."""
 
     lineage: int
-    """Of the state that is put back; 0: the history branches there."""
+    """Lineage of the state that is put back; 0: the history branches there."""
     optimizer_bytes: int
     """Bytes of the optimizer's state, wherever it is."""
     record: bytes
     table: bytes
 
     def packed(self) -> bytes:
-        """The inverse of `unpacked`."""
         sizes = (self.lineage, self.optimizer_bytes, len(self.record), len(self.table))
         return _KEPT.pack(*sizes) + self.record + self.table
 

@@ -50,7 +50,7 @@ _COPY_BEGUN, _COPY_ENDED = int(Word.COPY_BEGUN), int(Word.COPY_ENDED)
 
 
 class State(NamedTuple):
-    """Names a state of one incarnation's parameters, and says what proved the copy of it."""
+    """Names a state of one incarnation's parameters, and the proof of its copy."""
 
     step: int
     edits: int
@@ -61,7 +61,7 @@ class State(NamedTuple):
     proof: int = 0
     """SEQ of a settled state, -REST of a resting one: equal proofs mean equal bytes."""
     label: str = ""
-    """Of the weights that stand in for the training's; empty: the training's own."""
+    """Label of the weights that replace the training's; empty: the training's own."""
     history: int = 0
     """Rollbacks before it, as in `paramd.state.StateName`."""
 
@@ -81,11 +81,10 @@ class TrainerGate:
         mirrored: bool = False,
         order: Callable[[], None] | None = None,
     ) -> None:
-        """
-        Args:
-            mirrored: updates do not touch the arena, so they wait for no copy of it.
-            order: called before a state is published: has the device's readers wait for the work
-                that makes it (device_arena.py). None: the arena is in host memory.
+        """Args:
+        mirrored: updates do not touch the arena, so they wait for no copy of it.
+        order: called before a state is published: has the device's readers wait for the work
+            that makes it (device_arena.py). None: the arena is in host memory.
         """
         self._order = order
         self._mirrored = mirrored
@@ -93,7 +92,7 @@ class TrainerGate:
         self._stall_budget_ns = stall_budget_ns
         self._given_up: tuple[int, int, int] | None = None
         self.patience_ns = 0
-        """How long the next update waits, where that is more than the budget."""
+        """Wait of the next update in nanoseconds, where that is more than the budget."""
         self._rests = 0
 
     def begin_update(self) -> None:
@@ -196,7 +195,7 @@ class TrainerGate:
 def worth_starting(*, now_ns: int, boundary_ns: int, step_time_ns: int, copy_ns: int) -> bool:
     """Whether a copy begun now will probably end before the next update begins.
 
-    If the next boundary is overdue, the rank is held, hung or evaluating: go ahead.
+    If the next boundary is overdue, the rank is paused, hung or evaluating: copy.
     """
     if boundary_ns == 0 or step_time_ns == 0:
         return True
@@ -205,8 +204,6 @@ def worth_starting(*, now_ns: int, boundary_ns: int, step_time_ns: int, copy_ns:
 
 
 class CopyEnd(Enum):
-    """How a copy ended."""
-
     DONE = "done"
     UPDATING = "the rank is inside an update"
     OVERTAKEN = "an update began before the copy ended"
@@ -226,7 +223,6 @@ class CopySpan:
     size_bytes: int
 
     def copy(self) -> None:
-        """Copy them, within host memory."""
         ctypes.memmove(self.target, self.source, self.size_bytes)
 
 
@@ -237,7 +233,7 @@ Move = Callable[[Sequence[CopySpan]], object]
 def batches(
     spans: Sequence[CopySpan], chunk_bytes: int, most_bytes: int
 ) -> Iterator[list[CopySpan]]:
-    """The spans in order: cut into chunks, of which as many come together as make `most_bytes`."""
+    """The spans in order: cut into chunks, grouped up to `most_bytes`."""
     batch: list[CopySpan] = []
     size_bytes = 0
     for span in spans:
@@ -266,8 +262,7 @@ def resting_state(page: ControlPage) -> State | None:
     if not rest:
         return None
     iteration, label = words[_REST_ITERATION], label_of(page)
-    history = words[_REWOUND]
-    return State(words[_REST_STEP], words[_EDITS], iteration, True, -rest, label, history)
+    return State(words[_REST_STEP], words[_EDITS], iteration, True, -rest, label, words[_REWOUND])
 
 
 def is_changed(page: Page, state: State, digest: int) -> bool:
@@ -314,14 +309,12 @@ def copy_at_one_step(
     at_point: Callable[[str], None] = lambda _: None,
     move: Move | None = None,
 ) -> tuple[CopyEnd, State]:
-    """The sidecar's side: copy all spans of one state, or say why not.
+    """The sidecar's side: copy all spans of one state; return how the copy ended, and its state.
 
     Runs on the sidecar's one copying thread; releases the GIL while bytes move. Targets must
     be pre-faulted, since the trainer may be waiting. `at_point` is called at the points
-    "copy-begun", "copy-chunk" and "copy-moved" (fault injection); `move` copies what is on
-    a device.
-
-    Returns how the copy ended and the state its bytes belong to (meaningful only for DONE).
+    "copy-begun", "copy-chunk" and "copy-moved" (fault injection); `move` copies bytes on a device.
+    The state means something only for DONE.
     """
     seq = page.words[Word.SEQ]
     if seq & 1:
@@ -377,5 +370,5 @@ def _copy_while(
     except LateError:
         return CopyEnd.OVERTAKEN, state
     finally:
-        # Even on failure, or the next update would wait in vain for this copy.
+        # Even on failure, or the next update would wait for this copy until its budget is spent.
         words[Word.COPY_ENDED] = words[Word.COPY_BEGUN]

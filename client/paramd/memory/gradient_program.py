@@ -1,8 +1,8 @@
-"""One slot of the gradient memory: the bytes wanted in it, and what was put there.
+"""One slot of the gradient memory: the wanted bytes, and the copied ones.
 
     room     shaped like the arena: the gradient of the piece at arena byte x lies at byte x
     program  written by the sidecar: spans of the arena whose gradients are wanted
-    notes    written by the trainer: which update they are from, and what the bytes do not tell
+    notes    written by the trainer: the update they are from, and facts that the bytes lack
 
 The sidecar writes the program, then the slot's ARM word; the trainer reads them in the
 pre-hook of that update, fills the room, writes the notes, then the slot's DONE word. ARM and DONE
@@ -12,7 +12,7 @@ A program's version is a number that never comes again within an incarnation: it
 the control page (PROGRAMS), because this memory is given back while nobody reads gradients, and
 reads as zeros then. Version 0 is no program. The notes repeat the version and the digest of the
 spans that were served, which reveals a program changed a moment too late, and memory given back
-under the trainer's hands. Room and tail must be reserved (descriptors.py) before the slot is armed.
+while the trainer uses it. Room and tail must be reserved (descriptors.py) before the slot is armed.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ class NoGradient(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the bytes of one piece do not show."""
+    """Facts about one piece that its bytes lack."""
 
     arena_begin: int
     none: int = 0
     """A `NoGradient`, or 0 when there is one."""
     partial_group: int = 0
     """Ranks of equal numbers must be summed: 1 + the first rank of them, and with it the mesh axes
-    summed over, as bits from `GROUP_AXES_BIT` on; 0: no group."""
+    summed over, as bits from `GROUP_AXES_BIT` on; 0: no group.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Notes:
     digest: int = 0
     """Digest of the spans served (`digest_of_spans`)."""
     history: int = 0
-    """Of the update, as in `paramd.state.At`; not in memory, the DONE word tells it."""
+    """History of the update, as in `paramd.state.At`; not in memory, the DONE word has it."""
 
 
 class Slot:
@@ -101,7 +102,7 @@ class Slot:
     Args:
         memory: the whole gradient memory.
         arena_bytes: size of the arena.
-        index: which slot.
+        index: the slot's number.
     """
 
     def __init__(self, memory: memoryview, arena_bytes: int, index: int) -> None:
@@ -116,10 +117,9 @@ class Slot:
         self._notes, self._doubles = notes.cast("q"), notes.cast("d")
 
     def write_program(self, spans: Spans, page: Words) -> int:
-        """Write spans into the program; return its version. At most `MAX_SPANS`.
+        """Write at most `MAX_SPANS` spans into the program; return its version.
 
-        Args:
-            page: words of the control page, which count the programs.
+        `page`: words of the control page, which count the programs.
         """
         words = self._program
         # 0: the one before is over, and this one is not whole yet.
@@ -165,8 +165,7 @@ class Slot:
     def read_notes(self) -> Notes:
         """Read the trainer's notes; valid once the DONE word says so."""
         words, doubles = self._notes, self._doubles
-        count = min(max(words[_NOTE_COUNT], 0), MAX_NOTES)
-        flat = words[_HEAD : _HEAD + 2 * count].tolist()
+        flat = words[_HEAD : _HEAD + 2 * min(max(words[_NOTE_COUNT], 0), MAX_NOTES)].tolist()
         return Notes(
             step=words[_STEP],
             version=words[_SERVED_VERSION],
@@ -181,14 +180,13 @@ class Slot:
         )
 
     def close(self) -> None:
-        """Release the memory."""
         self._program.release()
         self._notes.release()
         self._doubles.release()
 
 
 def digest_of_spans(spans: Spans) -> int:
-    """XXH3 of spans, less its sign: what was asked for and what was served are compared by it."""
+    """XXH3 of spans, without its sign bit: compares requested and served spans."""
     flat = [edge for span in spans for edge in span]
     return xxh3_64_intdigest(struct.pack(f"={len(flat)}q", *flat)) >> 1
 

@@ -37,8 +37,9 @@ CONTINUATION_SLOT_BYTES = 16 << 20
 """Most bytes of one continuation record or table (memory/continuation.py)."""
 
 MAX_ALLOCATIONS = 32
-"""Most allocations for optimizer state on a device. Each is at least a quarter of those before it
-together, so that growing does not end here."""
+"""Most allocations for optimizer state on a device. Each is at least a quarter of all before it,
+so that this does not limit growth.
+"""
 
 MAX_MESSAGE_BYTES = 128 << 10
 _SHARED = 7
@@ -62,7 +63,6 @@ def edits_bytes(arena_bytes: int) -> int:
 
 
 def gradients_bytes(arena_bytes: int) -> int:
-    """Size of the gradient memory."""
     return GRADIENT_SLOTS * slot_bytes(arena_bytes)
 
 
@@ -86,7 +86,7 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survived:
-    """Memory of a trainer that has ended, for its successor to move into."""
+    """Memory of a trainer that has ended, for the next one to move into."""
 
     arena: int
     optimizer: int
@@ -119,11 +119,9 @@ class Descriptors:
     ) -> Descriptors:
         """Create all of them, zeroed; of `survived` duplicates are taken instead.
 
-        Args:
-            create_arena: makes an arena of that many bytes on a device.
-
-        Raises:
-            ExhaustedError: not enough memory for the arena.
+        `create_arena` makes an arena of that many bytes on a device. Raises ExhaustedError without
+        memory
+        for the arena.
         """
         made: list[int] = []
         state: list[Allocation] = []
@@ -163,12 +161,9 @@ class Descriptors:
     ) -> Descriptors:
         """Adopt descriptors from the Unix socket. On error the caller still owns `fds`.
 
-        Args:
-            on_device: only a device's driver can tell what the arena's stands for.
-            allocations: sizes of those that have optimizer state on that device.
-
-        Raises:
-            UsageError: they are not the expected objects.
+        `on_device`: only a device's driver can check the arena's descriptor. `allocations`: sizes
+        of those
+        that have optimizer state on that device. Raises UsageError for other objects than expected.
         """
         if len(fds) != _SHARED + len(allocations):
             raise UsageError(
@@ -210,10 +205,9 @@ def _duplicate(descriptor: int) -> int:
 def listen(path: Path) -> socket.socket:
     """A non-blocking listening socket at `path` (0600; its directory must be 0700 and ours).
 
-    A stale socket file is replaced.
-
-    Raises:
-        UsageError: another process listens there, or the directory is open to others.
+    Replaces a stale socket file. Raises UsageError if another process listens there, or the
+    directory
+    is open to others.
     """
     status = path.parent.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -243,9 +237,7 @@ def listen(path: Path) -> socket.socket:
 def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
     """A connected socket whose peer is checked to run as our own user.
 
-    Raises:
-        UnreachableError: nothing listens there.
-        DeniedError: the listener belongs to another user.
+    Raises UnreachableError if nothing listens there, DeniedError for another user's listener.
     """
     client = _socket()
     client.settimeout(timeout_s)
@@ -276,11 +268,7 @@ def _connect(client: socket.socket, address: str, timeout_s: float) -> None:
 
 
 def check_peer(connection: socket.socket) -> int:
-    """Check that the peer runs as our user (or root); return its pid.
-
-    Raises:
-        DeniedError: it runs as another user.
-    """
+    """Check that the peer runs as our user (or root); return its pid. DeniedError: another user."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _gid = struct.unpack("3i", packed)
     if uid not in (os.geteuid(), 0):
@@ -301,10 +289,8 @@ def send(connection: socket.socket, message: Message, descriptors: Sequence[int]
 def receive(connection: socket.socket) -> tuple[Message, list[int]]:
     """Receive the next message and its descriptors, which the caller then owns.
 
-    Raises:
-        EOFError: the peer closed the socket.
-        UsageError: malformed message.
-        BlockingIOError, TimeoutError: depending on the socket's mode.
+    Raises EOFError if the peer closed the socket, UsageError for a malformed message, and
+    BlockingIOError or TimeoutError depending on the socket's mode.
     """
     space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
     data, ancillary, flags, _ = connection.recvmsg(

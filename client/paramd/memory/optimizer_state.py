@@ -1,17 +1,16 @@
 """Optimizer state in the optimizer memory, as the sidecar finds it without torch.
 
 The trainer's record and its table (trainer/resume: keeper.py, state_record.py, optimizer_home.py)
-say where each state tensor lies and which parameter of the arena it belongs to. State with the
+list the place of each state tensor and the parameter of the arena it belongs to. State with the
 dtype, shape and strides of its parameter corresponds to it byte by byte: the state of the element
 at arena byte x is at byte `place + x - begin`. Other state is left out, with the reason. Places
 from DEVICE_PLACES on are on the arena's device.
 
-Record and table are written inside updates, while SEQ is odd. So what is read while SEQ is even, by
-a record of the page's own step, is of that step if SEQ has not changed since.
+Record and table are written inside updates, while SEQ is odd. So bytes read while SEQ is even, by
+a record of the page's own step, are of that step if SEQ has not changed since.
 
-A snapshot has what `OptimizerState.facts` gives as a table of its own: its length, int64, then
-zlib-compressed UTF-8 JSON. Numbers JSON lacks (NaN, infinities) are the strings "nan", "inf" and
-"-inf".
+A snapshot has `OptimizerState.facts` as a separate table: its length, int64, then zlib-compressed
+UTF-8 JSON. Numbers JSON lacks (NaN, infinities) are the strings "nan", "inf" and "-inf".
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Stated:
     left_out: dict[str, str]
     """State that is neither, with the reason."""
     others: Mapping[str, int]
-    """Of state that is no tensor, its place among the record's others."""
+    """State that is no tensor: its place among the record's others."""
 
     @property
     def end(self) -> int:
@@ -79,14 +78,14 @@ class Stated:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What a table says; `record` has the hyper-parameters."""
+    """The content of a table; `record` has the hyper-parameters."""
 
     params: Sequence[Stated]
     """By first byte in the arena."""
     classes: Sequence[str]
-    """Of each optimizer, with its module."""
+    """Class of each optimizer, with its module."""
     failure: str = ""
-    """Why the trainer could not tell more; else empty."""
+    """Why the trainer reported no more; else empty."""
 
     @property
     def keys(self) -> list[str]:
@@ -94,7 +93,7 @@ class OptimizerState:
         return list(dict.fromkeys(key for one in self.params for key in one.places))
 
     def pieces(self, key: str, begin: int, end: int) -> list[tuple[int, int, int]]:
-        """Where the state of arena bytes [begin, end) lies: (arena byte, place, size)."""
+        """The places of the state of arena bytes [begin, end): (arena byte, place, size)."""
         first = max(bisect_right(self.params, begin, key=lambda one: one.begin) - 1, 0)
         found = []
         for one in self.params[first:]:
@@ -114,7 +113,7 @@ class OptimizerState:
         }
 
     def facts(self, record: Mapping[str, Any], read: Read, arena_bytes: int) -> dict[str, Any]:
-        """What a reader of the state needs beside its bytes; the proto documents the form."""
+        """Facts that a reader of the state needs beside its bytes; the proto documents the form."""
         others = record["others"]
         params = [
             {
@@ -151,8 +150,7 @@ class OptimizerState:
 def parse_state(table: bytes) -> OptimizerState:
     """Parse a table.
 
-    Raises:
-        UsageError: malformed, or written by a version that did not place parameters.
+    Raises UsageError if it is malformed, or written by a version that did not place parameters.
     """
     found = read_plain(table)
     try:
@@ -173,7 +171,7 @@ def parse_state(table: bytes) -> OptimizerState:
     stated = _once(stated)
     for one, other in pairwise(stated):
         if other.begin < one.end:
-            # Columns of one matrix: a span of the arena does not say whose element a byte is.
+            # Columns of one matrix: a span of the arena does not determine a byte's element.
             for each in (one, other):
                 each.left_out.update(dict.fromkeys(each.places, "parameters share its bytes"))
                 each.places.clear()
@@ -182,7 +180,8 @@ def parse_state(table: bytes) -> OptimizerState:
 
 def _once(stated: Sequence[Stated]) -> list[Stated]:
     """By first byte. A parameter that two optimizers list, of which one has state, is that one's:
-    ZeroRedundancyOptimizer lists all, and has another inside for those that this rank updates."""
+    ZeroRedundancyOptimizer lists all, and has another inside for those that this rank updates.
+    """
     found: dict[tuple[Any, ...], Stated] = {}
     for number, one in enumerate(stated):
         place: tuple[Any, ...] = (one.begin, one.end, one.shape, one.strides)
@@ -220,8 +219,7 @@ def _stated(optimizer: int, param: Sequence[Any], state: Sequence[tuple[str, Any
             left_out[key] = "it does not have the parameter's local shape"
     numel = 0
     if 0 not in shape:
-        pairs = zip(shape, strides, strict=True)
-        numel = 1 + sum((size - 1) * stride for size, stride in pairs)
+        numel = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return Stated(
         begin, numel * item_bytes, optimizer, group, dtype, tuple(shape), tuple(strides),
         places, scalars, left_out, others,
@@ -229,11 +227,7 @@ def _stated(optimizer: int, param: Sequence[Any], state: Sequence[tuple[str, Any
 
 
 def read_record(data: bytes) -> dict[str, Any]:
-    """The plain part of a continuation record: step, groups, threads, others.
-
-    Raises:
-        UsageError: malformed.
-    """
+    """The plain part of a record (step, groups, threads, others); UsageError if malformed."""
     found = read_plain(data)
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):
         raise UsageError("the continuation record has no step")
@@ -242,12 +236,9 @@ def read_record(data: bytes) -> dict[str, Any]:
 
 
 def read_plain(data: bytes) -> Any:
-    """What trainer/resume/codec.py encoded, with None for arrays and for longer tensors.
+    """Decode trainer/resume/codec.py's encoding, with None for arrays and for longer tensors.
 
-    Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
-
-    Raises:
-        UsageError: malformed.
+    Numbers that JSON lacks are the strings "nan", "inf" and "-inf". Raises UsageError if malformed.
     """
     try:
         (size,) = _SIZE.unpack_from(data)
@@ -289,7 +280,7 @@ def table_text(table: Mapping[str, Any]) -> bytes:
 
 
 def pack_table(table: Mapping[str, Any]) -> bytes:
-    """A table; one that is too long becomes one that says so."""
+    """A table; one that is too long becomes a table with that failure."""
     data = table_text(table)
     if len(data) > TABLE_BYTES - _LENGTH.size:
         failure = f"its table takes {len(data):,} bytes, more than there is space for"
@@ -298,11 +289,7 @@ def pack_table(table: Mapping[str, Any]) -> bytes:
 
 
 def parse_table(memory: memoryview | bytes) -> dict[str, Any]:
-    """Parse a table; bytes after it are ignored.
-
-    Raises:
-        UsageError: not a table.
-    """
+    """Parse a table and ignore bytes after it; UsageError if there is none."""
     inflater = zlib.decompressobj()
     try:
         (length,) = _LENGTH.unpack_from(memory, 0)

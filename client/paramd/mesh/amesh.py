@@ -146,7 +146,7 @@ class AsyncMesh:
         self._streams: set[StepStream[Any, Any]] = set()
 
     def __await__(self) -> Generator[Any, None, AsyncMesh]:
-        """`mesh = await paramd.aio.connect()`: as `async with`, for who calls `close`."""
+        """`mesh = await paramd.aio.connect()`: as `async with`, for callers of `close`."""
         return self.__aenter__().__await__()
 
     async def __aenter__(self) -> AsyncMesh:
@@ -236,7 +236,7 @@ class AsyncMesh:
         return await ask_alerts(self._job_rest, state, incarnation, limit)
 
     async def why(self, *ranks: int, log_lines: int = 10) -> Why:
-        """What the ranks are doing now, and which one keeps the others waiting (`verdict`).
+        """The ranks' present activity, and the rank that keeps the others waiting (`verdict`).
 
         Works while training hangs. Stacks, collectives, memory and the last lines of output come
         from the trainers through their sidecars, which neither stop nor slow them.
@@ -255,11 +255,11 @@ class AsyncMesh:
     async def logs(self, rank: int, *, lines: int = 100) -> RankLog:
         """The last lines of a rank's sidecar, and of its trainer where that writes to a file.
 
-        Also after the trainer has died, while its sidecar lingers: what it wrote last says why.
-        They may hold whatever the script prints, so it takes an editor's or an admin's token.
+        Also after the trainer has died, while its sidecar lingers: its last lines show why.
+        Requires the editor or admin role, since logs may contain anything the script prints.
 
         Args:
-            rank: Which one.
+            rank: Rank whose logs to read.
             lines: Most last lines of each log, 1 to 1000.
 
         Raises:
@@ -331,12 +331,12 @@ class AsyncMesh:
         cells: int = 0,
         timeout: Timeout = UNSET,
     ) -> Diff:
-        """How the weights of b differ from those of a, tensor by tensor.
+        """The differences between the weights of a and b, tensor by tensor.
 
             mesh.diff("checkpoints/step-1000")         # a checkpoint and the training now
             mesh.diff("+1", "+101")                    # two steps to come, 100 steps apart
             mesh.diff("mark:before")                   # a mark, and the training now
-            mesh.diff(params)                          # what was summoned before, and now
+            mesh.diff(params)                          # tensors summoned before, and now
             mesh.diff(other)                           # another job, and this one
 
         Reads tensor by tensor while both states are pinned, so memory is that of a few tensors.
@@ -376,7 +376,7 @@ class AsyncMesh:
     async def updates(
         self, *patterns: Pattern, steps: int = 1, timeout: Timeout = UNSET
     ) -> Updates:
-        """What the next updates do to each parameter: their norm, and its ratio to the weight.
+        """The changes of each parameter by the next updates: norm, and its ratio to the weight.
 
         The sidecars compute it from snapshots of two steps, so no weights travel. Large selections
         are taken in groups, each with its own `step`. With `resume="auto"` also Adam's second
@@ -384,7 +384,7 @@ class AsyncMesh:
 
         Args:
             patterns: Globs over names; none means all parameters.
-            steps: How many updates together.
+            steps: Number of updates to measure together.
 
         Raises:
             UsageError: `steps` is out of range. ConflictError: the parameters are mirrored.
@@ -405,7 +405,7 @@ class AsyncMesh:
         Args:
             name: A parameter of 2 dims or more (those beyond the second count as columns) and
                 floating-point numbers, or a slice of it.
-            k: How many singular values, 1 to 32.
+            k: Number of singular values, 1 to 32.
 
         Raises:
             UsageError: not exactly one matrix, k is out of range, or numpy is not installed.
@@ -414,15 +414,15 @@ class AsyncMesh:
         return await compute_spectrum(self._reach, name, k, self._deadline(timeout))
 
     async def replay(self, *patterns: Pattern, rank: int = 0, timeout: Timeout = UNSET) -> Replay:
-        """Make the next update of one rank again, and compare it bit by bit.
+        """Repeat the next update of one rank, and compare it bit by bit.
 
         Its sidecar recomputes it on copies, with torch's own optimizer, from the parameters, the
-        optimizer's state and the gradients that it consumed; training goes on. So a flipped bit is
+        optimizer's state and the gradients that it consumed; training continues. A flipped bit is
         found without replicas. Needs `resume="auto"`, and Adam, AdamW or SGD of torch.optim.
 
         Args:
             patterns: Globs over names; none means all parameters.
-            rank: Whose update.
+            rank: Rank whose update to repeat.
 
         Returns:
             A row per parameter and kind of state, those that differ first; `clean` and `summary()`
@@ -475,9 +475,9 @@ class AsyncMesh:
             unsettled: Accept parameters that were changed after the last update while training
                 has not continued, such as averaged weights swapped in for an evaluation.
                 Where the training marks them (`attachment.not_training_weights`), the result's
-                `label` says what they are. Otherwise the call waits for a settled state until
+                `label` names them. Otherwise the call waits for a settled state until
                 its deadline, or is refused with that label.
-            optimizer: Read the optimizer's state of the same step too: the result's `optimizer`,
+            optimizer: Also read the optimizer's state of the same step: the result's `optimizer`,
                 see `AsyncMesh.optimizer`. Not with `unsettled`.
             replica: A rank, where ranks hold the same tensors (or should: buffers and local SGD
                 need not be equal): everything is read from its replica. None: rank 0's, or the
@@ -491,7 +491,7 @@ class AsyncMesh:
         Raises:
             UsageError: an argument is wrong. NotFoundError: a pattern matches nothing.
             UnreachableError: a needed rank does not respond; detected within 5 s.
-            ConflictError: a needed rank is torn or has no trainer, or other weights stand in for
+            ConflictError: a needed rank is torn or has no trainer, or other weights replace
                 the training's (`attachment.not_training_weights`).
             ExhaustedError: the request exceeds the sidecars' snapshot budget.
             DeadlineError: no common step, or not all bytes, in time.
@@ -551,9 +551,9 @@ class AsyncMesh:
     ) -> OptimizerState:
         """The optimizer's state of parameters, whole and all of one step.
 
-        Read from memory that trainers and sidecars share while training goes on, also when it
+        Read from memory that trainers and sidecars share while training continues, also when it
         hangs or its trainers have died. Where parameters are mirrored, or in partitions, the
-        trainers copy it at an agreed boundary, which holds them up for as long as that takes.
+        trainers copy it at an agreed boundary, and wait for that copy.
 
         Args:
             patterns: Globs over names, as in `summon`; none means all parameters.
@@ -601,8 +601,7 @@ class AsyncMesh:
                     pinned(self._reach, sidecars, chosen, deadline_s)
                 )
                 reading = Reading(sidecars, pins, deadline_s)
-                found = await self._transfer.view(reading, chosen, stack)
-                return found, stack.pop_all()
+                return await self._transfer.view(reading, chosen, stack), stack.pop_all()
 
         found, stack = await self._reach.attempts(attempt, deadline_s)
         # Drop the shards before releasing the memory, or the sidecar cannot reuse it.
@@ -651,7 +650,7 @@ class AsyncMesh:
                 (`pause`), or it passes that step before all ranks have agreed.
             reset_moments: Also zero the optimizer's state of the edited elements.
             allow_nonfinite: Allow NaN and infinities (admins only).
-            dry_run: Change nothing; `before` and `after` show what the edit would do.
+            dry_run: Change nothing; `before` and `after` show the edit's effect.
             note: Reason, for the log.
             wait: False returns once the edit is committed; see `get_edit`.
             progress: Called with bytes sent and total bytes while operands are uploaded.
@@ -765,8 +764,8 @@ class AsyncMesh:
 
             mesh.set_hyperparameters("group 0", lr=1e-4, betas=(0.9, 0.98))
 
-        A scheduler overwrites `lr` at its next step; the result's `warning` says so. `undo` brings
-        the values back that there were.
+        A scheduler overwrites `lr` at its next step; the result's `warning` says so. `undo`
+        restores the previous values.
 
         Args:
             group: N, "group N", or "optimizer M group N" of several optimizers given to attach.
@@ -790,8 +789,8 @@ class AsyncMesh:
         """Keep the complete state of the next common boundary of all ranks under a name.
 
         Parameters, buffers, optimizer state and everything in `keep`, to go back to with
-        `rollback`. It lies in the memory of the sidecars and ends with them; it is no checkpoint.
-        Training is held while it is copied. Needs `attach(..., resume="auto")`.
+        `rollback`. A mark is in the memory of the sidecars and ends with them; it is no checkpoint.
+        Training is paused while it is copied. Needs `attach(..., resume="auto")`.
 
         Args:
             name: 1 to 64 printable characters, not only digits, without "/" and without a dot at
@@ -800,7 +799,7 @@ class AsyncMesh:
 
         Raises:
             ExistsError: the name is taken. ExhaustedError: no memory for it on a rank.
-            ConflictError: the training keeps no states, or somebody else holds it.
+            ConflictError: the training keeps no states, or another client has paused it.
         """
         return await self._marks.make(name, self._deadline(timeout))
 
@@ -815,11 +814,11 @@ class AsyncMesh:
     async def rollback(
         self, to: str | int | Mark, *, note: str = "", wait: bool = True, timeout: Timeout = UNSET
     ) -> Edit:
-        """Put training back to a mark or to a step that is kept, on all ranks or on none.
+        """Put training back to a mark or a kept step, on all ranks or on none.
 
         Parameters, buffers, optimizer state, hyper-parameters, random states and everything in
-        `keep` are what they were, and training computes the bits it computed from there. The steps
-        made since are gone, until `undo` of the result goes forward to them again. The script has
+        `keep` get their earlier values, and training computes the same bits from there. The steps
+        made since are discarded, until `undo` of the result restores them. The script has
         to be in a block of `attachment.rewindable()`.
 
         Args:
@@ -828,7 +827,7 @@ class AsyncMesh:
             wait, timeout: As in `edit`.
 
         Returns:
-            The edit that did it; its `step` is the one that was left.
+            The edit; its `step` is the one before the rollback.
 
         Raises:
             NotFoundError: there is no such state.
@@ -847,7 +846,7 @@ class AsyncMesh:
     async def pause(
         self, *, lease_s: float | str = LEASE_S, renew: bool = True, timeout: Timeout = UNSET
     ) -> Hold:
-        """Hold training on all ranks at their next common boundary.
+        """Pause training on all ranks at their next common boundary.
 
             with mesh.pause():  # a `Mesh`; training resumes at the end of the block
                 print(mesh.stats("*"))
@@ -858,13 +857,13 @@ class AsyncMesh:
             timeout: Seconds to wait for all ranks to agree.
 
         Raises:
-            ConflictError: another client holds it. DeadlineError: no boundary was reached.
+            ConflictError: another client has paused it. DeadlineError: no boundary was reached.
         """
         lease_s = seconds_of(lease_s, "lease_s")
         return await self._holder.pause(lease_s, renew=renew, deadline_s=self._deadline(timeout))
 
     async def step(self, steps: int = 1, *, wait: bool = True, timeout: Timeout = UNSET) -> Hold:
-        """Let held training run `steps` updates, then hold it again on all ranks.
+        """Let paused training run `steps` updates, then pause it again on all ranks.
 
         Args:
             steps: Number of updates.
@@ -872,8 +871,8 @@ class AsyncMesh:
             timeout: Seconds to wait for the updates.
 
         Raises:
-            ConflictError: training is not held, or the hold ended before the updates did.
-            DeadlineError: updates are left; training finishes them, then holds.
+            ConflictError: training is not paused, or the hold ended before the updates did.
+            DeadlineError: updates are left; training finishes them, then pauses.
         """
         return await self._holder.step(steps, wait=wait, deadline_s=self._deadline(timeout))
 
@@ -899,7 +898,7 @@ class AsyncMesh:
 
         Args:
             patterns: As in `summon`.
-            hold: Hold training for the block (at most 300 s). If the hold ends before the
+            hold: Pause training for the block (at most 300 s). If the hold ends before the
                 block does, nothing is written.
             mode: "replace" overwrites; "delta" adds the difference to the then current values.
                 None means replace with a hold, delta without.
@@ -916,7 +915,7 @@ class AsyncMesh:
             await self._transfer.load_torch()
             selection = await selected(self._reach, patterns)
             run = self._transfer.run
-            # Sidecars of this host take what is written from where it lies.
+            # Sidecars of this host copy the written tensors from their memory.
             room = await run(lambda: lent_room(self._lender, self._reach, selection))
             into = room if chosen_mode == "replace" else None
             found = await self.summon(*patterns, into=into, timeout=timeout)
@@ -1002,7 +1001,7 @@ class AsyncMesh:
         objects as in the last frame. Args, Yields, Raises: as `grads`.
 
         Args:
-            deltas: Of tensors that changed, have the ranks send only the elements that did, where
+            deltas: Have the ranks send only the changed elements of changed tensors, where
                 that takes fewer bytes (docs/followers.md). For links slower than a rank compares
                 two states, some 5 Gbit/s a core; it takes memory here for another copy.
         """
@@ -1043,7 +1042,7 @@ class AsyncMesh:
             dtype: Cast floating tensors to it; None keeps each one's own.
             include: Any of "parameters", "buffers", "optimizer".
             tied: "drop" writes tied tensors once, "keep" under each name.
-            names: Names and patterns of the tensors to write, each whole, with their optimizer
+            names: Names and patterns of the tensors to write, each in full, with their optimizer
                 state if that is included; None means all.
             overwrite: Replace an existing export at the key.
             name_map: Names in the model to names in the files; each may hold one "*".
@@ -1109,7 +1108,7 @@ class AsyncMesh:
 
         After an interruption (of the network, or of this program) the same call resumes at the
         same step while the snapshot's two-minute lease lasts, and starts over otherwise. What
-        the earlier attempt's bytes are of is verified before they are used.
+        the earlier attempt's bytes belong to is verified before they are used.
 
         Args:
             path: The file; it appears once complete. A hidden partial file stands next to it
@@ -1202,7 +1201,7 @@ class AsyncMesh:
         assets: str | Path | None = None,
         verify: bool = True,
     ) -> dict[str, Any]:
-        """Schedule exports every so many steps, until the schedule is deleted.
+        """Schedule exports at multiples of a step, until the schedule is deleted.
 
         Args:
             destination: As in `export`. "{step}" in the key becomes the step; without it
@@ -1211,8 +1210,8 @@ class AsyncMesh:
             keep_last: Number of newest exports to keep; None keeps all.
             keep_every: Also keep every n-th export.
 
-        An export that comes due while the previous one runs is skipped. Retention removes only
-        what this schedule wrote. Other Args, Raises: as `export`.
+        An export due while the previous one runs is skipped. Retention removes only
+        exports of this schedule. Other Args, Raises: as `export`.
         """
         body = export_body(
             destination, format, max_shard_size, dtype, include, tied, name_map, verify

@@ -18,7 +18,7 @@ from paramd.state_files import is_job_name
 log = logging.getLogger("paramd")
 
 _AGAIN_S = 0.2
-"""Between two looks for a job that is starting."""
+"""Seconds between two checks of a job that is starting."""
 
 
 def connect(
@@ -33,7 +33,7 @@ def connect(
 
     Args:
         url: The control plane's, or just the name of a job. Defaults to PARAMD_URL, then to the
-            endpoint in this user's state dir, which is read again when the job starts anew.
+            endpoint in this user's state dir, which is read again when the job restarts.
         token: Its token. Defaults to PARAMD_TOKEN, then to the endpoint's.
         job: Name of the job. Defaults to PARAMD_JOB, then to the only running job.
         timeout_s: Default timeout of a call, in seconds; None means 60.
@@ -42,9 +42,9 @@ def connect(
             system's.
 
     Raises:
-        NotFoundError: no job of that name was ever here.
-        UnreachableError: the job has ended, or its control plane does not respond. A job that
-            is starting is waited for, `timeout_s` at most.
+        NotFoundError: this host never had a job of that name.
+        UnreachableError: the job has ended, or its control plane does not respond. `connect`
+            waits for a job that is starting, `timeout_s` at most.
         DeniedError: the token is missing or wrong.
         UsageError: several jobs run and none was named.
     """
@@ -65,7 +65,7 @@ def async_connect(
 ) -> AsyncMesh:
     """A mesh for asyncio; use it as `async with`. Args, Raises: as `connect`.
 
-    A job that is starting is not waited for: UnreachableError says so.
+    Does not wait for a job that is starting, but raises UnreachableError.
     """
     url, job = _named(url, job)
     at, secret, name = resolve(url, token, job)
@@ -78,12 +78,9 @@ def resolve(
 ) -> tuple[str, str, str | None]:
     """(url, token, job) from the arguments, else the environment, else the state dir.
 
-    Args:
-        wait_s: how long to wait for the control plane of a job that is starting.
-
-    Raises:
-        NotFoundError, UnreachableError: as `read_endpoint`.
-        UsageError: several jobs run here, or no token is known.
+    Waits up to `wait_s` for the control plane of a job that is starting. Raises NotFoundError and
+    UnreachableError as `read_endpoint`, and UsageError if several jobs run here or no token is
+    known.
     """
     url = url if url is not None else os.environ.get("PARAMD_URL")
     token = token if token is not None else os.environ.get("PARAMD_TOKEN")
@@ -122,7 +119,7 @@ def _finder(url: str | None, token: str | None, job: str | None) -> Find | None:
 
 
 def _begun(job: str | None, wait_s: float) -> Endpoint:
-    """As `read_endpoint`, of a job that is starting once it has begun."""
+    """As `read_endpoint`; waits for a job that is starting."""
     deadline_s, told = time.monotonic() + wait_s, False
     while True:
         try:

@@ -21,7 +21,7 @@ from paramd.errors import UsageError
 DEFAULT_TIMEOUT_S: Final = 60.0
 _FOREVER_S: Final = 7 * 86_400.0
 _ENDING_S: Final = 5.0
-"""How long an interrupted call may take to end."""
+"""How long an interrupted call may take to end, in seconds."""
 
 Result = TypeVar("Result")
 
@@ -38,11 +38,7 @@ Timeout = float | str | None | Literal[Unset.UNSET]
 
 
 def deadline(timeout: Timeout, default_s: float) -> float:
-    """Deadline of a call, on the monotonic clock.
-
-    Raises:
-        UsageError: the timeout is not above 0.
-    """
+    """Deadline of a call, on the monotonic clock; UsageError unless the timeout is above 0."""
     given = default_s if timeout is UNSET else timeout
     seconds = seconds_of(given, "timeout") if given is not None else None
     if seconds is not None and seconds <= 0:
@@ -62,8 +58,8 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the thread and wait for it.
 
-        An interrupt here cancels it there and is raised once it has ended: whoever cleans up next
-        finds nothing that still runs.
+        An interrupt cancels the coroutine and is raised once that has ended, so that cleanup finds
+        nothing running.
         """
         if self.is_current():
             work.close()
@@ -76,7 +72,6 @@ class LoopThread:
         return self.pid != os.getpid()
 
     def is_current(self) -> bool:
-        """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
@@ -114,7 +109,7 @@ class _Call(Generic[Result]):
     def result(self) -> Result:
         """Run it; what it returned or raised. An interrupt cancels it first."""
         try:
-            # In here: an interrupt right after it would leave behind what nobody waits for.
+            # In here: after an interrupt right behind it, nobody would wait for the task.
             self._loop.call_soon_threadsafe(self._start)
             self._ended.wait()
         except BaseException:
@@ -128,7 +123,8 @@ class _Call(Generic[Result]):
         self._task.add_done_callback(self._note)
 
     def _note(self, task: asyncio.Task[Result]) -> None:
-        # Looked at here: nobody asks an interrupted one what it raised, and asyncio would say so.
+        # Retrieved here, or asyncio would report an interrupted call's exception as never
+        # retrieved.
         if not task.cancelled():
             task.exception()
         self._ended.set()
@@ -179,7 +175,7 @@ class _Shared:
                 self._thread = None
 
     def forget(self) -> None:
-        """In a forked child: the thread is the parent's, and whoever held the lock is not here."""
+        """In a forked child: the thread is the parent's, and so is the lock's holder."""
         self.__init__()  # type: ignore[misc]
 
 

@@ -41,7 +41,7 @@ Other = TypeVar("Other")
 
 
 def _as(method: Callable[..., Any]) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Names and documents a method of Mesh as its namesake, under the name that users see."""
+    """Give a method of Mesh the name and docstring of its namesake, as users see them."""
 
     def named(run: Callable[P, Result]) -> Callable[P, Result]:
         run = functools.wraps(method)(run)
@@ -57,7 +57,7 @@ def _called(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> Result:
-    """Calls a method of AsyncMesh. Raises UsageError for arguments that it does not take."""
+    """Call a method of AsyncMesh. Raises UsageError for arguments that it does not take."""
     try:
         return method(mesh._mesh, *args, **kwargs)
     except TypeError as error:
@@ -99,7 +99,7 @@ def _iterating(
                 yield frame
         finally:
             # Leaving the loop ends the subscription; closing the mesh has already done so.
-            # One that an interrupt could not end in time still runs, and ends with the mesh.
+            # An interrupted frame that could not end in time still runs, and ends with the mesh.
             ours = mesh._end.alive and not mesh._thread.is_parents
             if ours and isinstance(frames, AsyncGeneratorType) and not frames.ag_running:
                 mesh._run(_ended(frames))
@@ -112,7 +112,7 @@ def _block(
     *,
     ends_with_mesh: bool = False,
 ) -> Callable[Concatenate[Mesh, P], AbstractContextManager[Result]]:
-    """`ends_with_mesh`: closing the mesh in the block has done what its end does."""
+    """`ends_with_mesh`: closing the mesh inside the block does the work of the block's end."""
 
     @_as(method)
     @contextmanager
@@ -209,7 +209,7 @@ class Mesh:
         return iter(self.names())
 
     def __getitem__(self, name: str) -> Parameter:
-        """One parameter, of which nothing is read yet."""
+        """One parameter; nothing is read yet."""
         return Parameter(self, name)
 
     @property
@@ -329,7 +329,7 @@ class Mesh:
 
 
 class Parameter:
-    """One parameter of a `Mesh`, by its name; `mesh["head.weight"]`. Reads when it is asked."""
+    """One parameter of a `Mesh`, by its name: `mesh["head.weight"]`. Every call reads anew."""
 
     def __init__(self, mesh: Mesh, name: str) -> None:
         self._mesh = mesh
@@ -359,7 +359,7 @@ class Parameter:
 
 def _close(thread: loop.LoopThread, mesh: AsyncMesh) -> None:
     if thread.is_parents:
-        # Connections and leases are the parent's, and go on.
+        # Connections and leases are the parent's, and continue.
         return
     if thread.is_current():
         # The garbage collector runs finalizers on any thread; the loop's own cannot join itself.

@@ -53,14 +53,15 @@ class ParamInfo:
     numel: int
     """Elements of the full tensor."""
     placement: str
-    """How it is distributed, in words."""
+    """The distribution in words."""
     kind: TensorKind
     """Parameter or buffer."""
     ranks: tuple[int, ...]
     """Ranks that hold a part of it."""
     trainable: bool | None = None
     """Whether it required a gradient, on some rank, when the job was attached; a script may
-    freeze and unfreeze parameters later. None for buffers, and where it is not known."""
+    freeze and unfreeze parameters later. None for buffers, and where it is not known.
+    """
 
     @classmethod
     def of(cls, tensor: TensorLayout) -> ParamInfo:
@@ -86,7 +87,7 @@ class Table(tuple[Item, ...], Generic[Item]):
     row_type: type
     """Dataclass of the rows."""
     about: Sequence[str] = ()
-    """Attributes that say what all rows are of."""
+    """Attributes that describe all rows."""
     key = "name"
     """Attribute of a row that finds it, as in `table["head.weight"]`."""
 
@@ -128,7 +129,7 @@ class Table(tuple[Item, ...], Generic[Item]):
         """The rows, in order, as a new `pandas.DataFrame`; pandas is imported here only.
 
         Columns are the rows' fields, with their values rather than the printed texts; an empty
-        table has them too. `DataFrame.attrs` has what all rows are of, such as job and step.
+        table has them too. `DataFrame.attrs` describes all rows, with job and step for example.
         Totals are left out.
 
         Raises:
@@ -142,8 +143,7 @@ class Table(tuple[Item, ...], Generic[Item]):
                 "run: pip install pandas"
             ) from error
         # By name: from no rows at all pandas would make no columns.
-        records = [self._record(row) for row in self]
-        frame = pandas.DataFrame(records, columns=list(self._names()))
+        frame = pandas.DataFrame([self._record(row) for row in self], columns=list(self._names()))
         frame.attrs.update({name: getattr(self, name) for name in self.about})
         return frame
 
@@ -277,7 +277,7 @@ class RankStatus:
     arena_bytes: int = 0
     address: str
     reason: str
-    """What is wrong; empty for a healthy rank."""
+    """The problem; empty for a healthy rank."""
 
 
 class MeshStatus(Table[RankStatus]):
@@ -344,7 +344,7 @@ class _OneStep(dict[str, Item]):
         return header, rows, below
 
     def _about(self) -> tuple[Sequence[str], str, str]:
-        """The columns, what is in the rows, and what is said after the step."""
+        """The columns, the name of the rows, and the text after the step."""
         raise NotImplementedError
 
     def _cells(self, value: Item) -> list[str]:
@@ -363,7 +363,8 @@ class OptimizerState(_OneStep["dict[str, torch.Tensor | float]"]):
     states: InitVar[Mapping[str, dict[str, torch.Tensor | float]]] = field(kw_only=False)
     groups: Sequence[Mapping[str, Any]]
     """Parameter groups of all optimizers: their hyper-parameters, and under "params" the names
-    of those of their parameters that were asked for."""
+    of the requested parameters in each.
+    """
     edits: int
     """Edits applied in this incarnation."""
 
@@ -384,10 +385,7 @@ def _told(value: torch.Tensor | float) -> str:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Summoned(_OneStep["torch.Tensor"]):
-    """Full tensors by name, all at one step.
-
-    Tied names are keys of the same tensor object.
-    """
+    """Full tensors by name, all at one step. Tied names are keys of the same tensor object."""
 
     tensors: InitVar[Mapping[str, torch.Tensor]] = field(kw_only=False)
     edits: int = 0
@@ -397,13 +395,16 @@ class Summoned(_OneStep["torch.Tensor"]):
     `history`, `step` and `edits` together name the state."""
     unsettled: bool = False
     """Training has not continued since update `step`, so the script may still change these
-    values (clamp or average them, say) before it does."""
+    values (clamp or average them, say) before it does.
+    """
     label: str = ""
-    """With `unsettled=True`: what the training said these weights are instead of its own
-    (`attachment.not_training_weights`), such as "ema"; empty: its own, as far as it said."""
+    """With `unsettled=True`: the label of weights that the training marked as not its own
+    (`attachment.not_training_weights`), such as "ema"; empty: unmarked.
+    """
     replica: int = 0
-    """A rank of the replica that every value here is of. Where ranks hold the same tensors
-    their values may differ all the same: buffers, local SGD, parameters left out of DDP."""
+    """A rank of the replica that all values come from. Ranks that hold the same tensors may still
+    have different values: buffers, local SGD, parameters left out of DDP.
+    """
     optimizer: OptimizerState | None = None
     """With `optimizer=True`: the optimizer's state of the same step."""
 
@@ -413,7 +414,7 @@ class Summoned(_OneStep["torch.Tensor"]):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A new plain dict for `module.load_state_dict`; its tensors are these, not copies.
 
-        It has what was summoned: every name of a tied tensor that matched, and buffers with
+        It has the summoned names: every name of a tied tensor that matched, and buffers with
         `summon(..., buffers=True)`. So `summon("*", buffers=True)` loads strictly, unless the
         module has persistent state other than tensors; without buffers, or from other patterns,
         give `strict=False`. Names are those of the unwrapped module (no "module." of DDP).
@@ -431,7 +432,7 @@ class Summoned(_OneStep["torch.Tensor"]):
         """
         from safetensors.torch import save_file
 
-        # The format knows no shared memory: every name has its own bytes.
+        # The format has no shared memory: every name has its own bytes.
         own = {name: tensor.detach().cpu().clone() for name, tensor in self.items()}
         about = {"job": self.job, "incarnation": str(self.incarnation), "step": str(self.step)}
         save_file(own, path, metadata=about)
@@ -486,7 +487,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def unsettled_text(*, unsettled: bool, label: str) -> str:
-    """What is printed after the step of unsettled values; empty for settled ones."""
+    """The text after the step of unsettled values; empty for settled ones."""
     if label:
         return f"; not the training's weights: {label!r}"
     return UNSETTLED_TEXT if unsettled else ""

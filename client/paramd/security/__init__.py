@@ -1,1 +1,1 @@
-"""Tickets, tokens and TLS: who may call, and over which connection."""
+"""Tickets, tokens and TLS: permitted callers and connections."""

@@ -2,9 +2,9 @@
 
 A job's is for ranks on several hosts. Its key derives from the key that signs the incarnation's
 tickets. So rank 0 and the control plane, which have that one, can both issue certificates, a
-restarted control plane is the same authority without having recorded anything, and nothing new is
-secret. It ends with its incarnation. A certificate says only that its holder belongs to the job.
-What a caller may do is in its ticket.
+restarted control plane is the same authority without having recorded anything, and there is no new
+secret. It ends with its incarnation. A certificate states only that its holder belongs to the job;
+its ticket states the holder's rights.
 
 The other one has PEM files in one directory, each replaced atomically, the key before its
 certificate:
@@ -83,7 +83,7 @@ class JobAuthority:
         """A certificate with a fresh key, for both ends of a connection.
 
         Args:
-            name: Whose it is, for people.
+            name: The holder's name, for people.
             hosts: Addresses and names that others connect to, beside those of loopback; a client
                 has none.
             lifetime_s: How long from now on it is valid; a rank's as long as its ticket.
@@ -111,13 +111,11 @@ class JobAuthority:
 def write(directory: Path, *, names: Sequence[str], days: float) -> list[Path]:
     """Write the files above, creating a CA if there is none; return their paths.
 
-    Args:
-        names: DNS names and IP addresses of the server.
-        days: Validity of the two certificates.
-
-    Raises:
-        UsageError: an invalid name, or the directory cannot be written.
-        ConflictError: the directory's CA cannot be read.
+    `names` are DNS names and IP addresses of the server, `days` the validity of the two
+    certificates.
+    Raises UsageError for an invalid name or a directory that cannot be written, ConflictError if
+    the
+    directory's CA cannot be read.
     """
     alternatives = [alternative(name) for name in names]
     now = datetime.now(UTC)
@@ -193,7 +191,6 @@ def sign_leaf(
     begin: datetime,
     end: datetime,
 ) -> Signed:
-    """A certificate with a fresh key."""
     key, (ca_key, ca) = ec.generate_private_key(ec.SECP256R1()), authority
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
     builder = (

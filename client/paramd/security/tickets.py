@@ -1,4 +1,4 @@
-"""Short-lived signed tickets: who may call what, in one job and one incarnation.
+"""Short-lived signed tickets: a caller's rights in one job and one incarnation.
 
 A ticket is a JSON Web Token (RFC 7519) signed with Ed25519 (RFC 8037). Exactly one header is
 accepted, byte for byte, so there is no algorithm to choose. Anyone with the job's public key can
@@ -21,8 +21,8 @@ from enum import Enum
 from paramd import clock
 from paramd.errors import DeniedError, UsageError
 
-# `cryptography` and `jwt` are loaded by those who sign and verify: readers only pass tickets on,
-# and come without them.
+# `cryptography` and `jwt` are loaded by signers and verifiers: readers only pass tickets on, and
+# do not need them.
 
 PREFIX = "pmd_"
 """Prefix of every token, so that scanners find leaked ones; 32 random bytes, base64url, follow."""
@@ -37,15 +37,17 @@ MAX_TICKET_BYTES = 1024
 """Longer text is refused before any computation on it."""
 
 CLOCK_SKEW_S = 60.0
-"""How long a ticket works past its expiry, to allow for clock skew between hosts."""
+"""How long, in seconds, a ticket works past its expiry, to allow for clock skew between hosts."""
 
 KEY_BYTES = 32
 """Size of a private or public key."""
 
 RANK_TICKET_TTL_S = 366 * 86_400.0
-"""Validity of a rank's own ticket and certificate. The next incarnation ends them; they have no
-short expiry, so that sidecars can rejoin after a control plane outage of any length, with no one
-to renew them."""
+"""Validity of a rank's own ticket and certificate, in seconds. The next incarnation ends them; they
+have no short expiry, so that sidecars can rejoin after a control plane outage of any length,
+without
+a renewal.
+"""
 
 _CACHED_TICKETS = 1024
 _ALGORITHM = "EdDSA"
@@ -68,7 +70,7 @@ def holds_token(text: str) -> bool:
 
 
 class Role(Enum):
-    """What a ticket's holder may do."""
+    """The rights of a ticket's holder."""
 
     VIEWER = "viewer"
     """State, peers and layout of a sidecar; never parameter values."""
@@ -78,8 +80,10 @@ class Role(Enum):
     """As reader, and staging and previewing edits, but not committing them."""
     CONTROL = "control"
     """As editor, and requests to all ranks together (ReachBoundary and the like), of the sidecar
-    of the rank named in the ticket alone: shown to another rank or to a control plane it is
-    refused, so a rank gains nothing by what it is shown."""
+    of the rank named in the ticket alone: any other rank and a control plane refuse it, so a rank
+    gains
+    nothing by the tickets it receives.
+    """
     SIDECAR = "sidecar"
     """Join of the control plane as the rank named in the ticket, and GetState of its peers."""
     COPIER = "copier"
@@ -107,7 +111,7 @@ class Claims:
     issued_s: float = 0.0
     """When it was minted, in seconds since the Unix epoch; 0 when not stated."""
     rank: int | None = None
-    """The holder's rank; of role `control` the rank whose sidecar takes it; else None."""
+    """The holder's rank; for role `control` the rank whose sidecar takes it; else None."""
     token_id: str | None = None
     """Id of the user's token it was issued for, of a rank's: which registered its job; or None."""
 
@@ -191,7 +195,7 @@ class Verifier:
 
         _check_key("public_key", public_key)
         self._key = Ed25519PublicKey.from_public_bytes(public_key)
-        # Of a token its signature alone: times are read from a clock of our own.
+        # Only the signature: times are compared with our own clock.
         self._jws = jwt.PyJWS([_ALGORITHM])
         # Checking a signature costs about 100 us, and clients send the same ticket with every
         # call. Expiry is kept on the monotonic clock: later jumps of the wall clock don't count.
@@ -202,10 +206,9 @@ class Verifier:
     ) -> Claims:
         """The claims of a genuine, unexpired ticket of this job and incarnation.
 
-        Whether the role suffices is up to the caller.
-
-        Raises:
-            DeniedError: for anything else, whatever the input; the message says why.
+        The caller checks the role. Raises DeniedError, with the reason, for anything else, whatever
+        the
+        input.
         """
         claims, ends_s = self._claims(ticket)
         if claims.job != job:
@@ -223,7 +226,7 @@ class Verifier:
         return claims
 
     def _claims(self, ticket: str) -> tuple[Claims, float]:
-        """Its claims, and when it ends on the monotonic clock."""
+        """A ticket's claims, and its end on the monotonic clock."""
         from jwt import InvalidTokenError
 
         payload = _payload(ticket)
@@ -262,8 +265,7 @@ def mint_of_ranks(
 def life_s(ticket: str) -> float:
     """A ticket's total validity in seconds, from when it was minted; unverified.
 
-    Raises:
-        DeniedError: not a ticket.
+    Raises DeniedError if it is no ticket.
     """
     claims = _parse(_payload(ticket))
     return max(claims.expires_s - claims.issued_s, 0.0)
@@ -272,10 +274,7 @@ def life_s(ticket: str) -> float:
 def claimed(ticket: str) -> tuple[str, int]:
     """The job and incarnation a ticket claims, to find the key to verify it with.
 
-    Unverified; `Verifier.verify` does that.
-
-    Raises:
-        DeniedError: not a ticket.
+    Unverified; `Verifier.verify` does that. Raises DeniedError if it is no ticket.
     """
     claims = _parse(_payload(ticket))
     return claims.job, claims.incarnation
@@ -327,8 +326,7 @@ def _parse(payload: str) -> Claims:
 def key_from_hex(message: Mapping[str, object], name: str) -> bytes:
     """The key in a message's field of hexadecimal digits.
 
-    Raises:
-        UsageError: missing or malformed. The message never contains what was read.
+    Raises UsageError if missing or malformed. The message never contains the field's content.
     """
     text = message.get(name)
     try:

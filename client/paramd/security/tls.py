@@ -2,7 +2,7 @@
 
 An address is "host:port", "grpcs://host:port" if its server speaks TLS with certificates of the
 operator's, or "mtls://host:port" if it speaks mutual TLS within a job, whose own CA every rank and
-client is given. Settings for grpcs:// and https://:
+client receives. Settings for grpcs:// and https://:
 
     PARAMD_TLS_CA            file of CA certificates to trust, instead of the system's
     PARAMD_TLS_CLIENT_CERT   our certificate, for servers that require one (mTLS)
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 SCHEME = "grpcs://"
 JOB_SCHEME = "mtls://"
 PIN = "sha256:"
-"""Before the fingerprint of a CA's public key, where a file of CA certificates may stand, too."""
+"""Prefix of the fingerprint of a CA's public key, which may replace a file of CA certificates."""
 
 CA_PATH = "/ca.pem"
-"""Where a control plane with a CA of its own shows it."""
+"""Path at which a control plane with its own CA shows it."""
 
 RANK_NAME = "paramd rank "
-"""How a rank's certificate names its holder, before the number."""
+"""Prefix of the rank in the name of a rank's certificate."""
 
 IF_MOVED = (
     " If a job's control plane was started again at another port, its new url is in "
     "<state dir>/JOB/endpoint.json on its host; token and fingerprint are the same"
 )
-"""What to do about a url that was given and does not answer."""
+"""Advice for a url that was given and does not answer."""
 
 PINNED_S = 5.0
 MAX_FILE_BYTES = 1 << 20
@@ -69,16 +69,12 @@ class Pems:
     key: bytes = field(default=b"", repr=False)
 
     def to_json(self) -> dict[str, str]:
-        """For a pipe, a Unix socket or a TLS connection; it holds the key."""
+        """For a pipe, a Unix socket or a TLS connection; it includes the key."""
         return {"ca": self.ca.decode(), "cert": self.cert.decode(), "key": self.key.decode()}
 
     @classmethod
     def of_json(cls, found: object) -> Pems:
-        """The inverse of `to_json`.
-
-        Raises:
-            UsageError: it is something else. The text never quotes it.
-        """
+        """The inverse of `to_json`; UsageError, which never quotes `found`, for anything else."""
         try:
             assert isinstance(found, Mapping)
             parts = [found[name].encode("ascii") for name in ("ca", "cert", "key")]
@@ -90,8 +86,7 @@ class Pems:
 
     def stamp(self) -> tuple[int, ...]:
         """Differs for other certificates."""
-        digest = hashlib.sha256(self.ca + b"\0" + self.cert).digest()
-        return (int.from_bytes(digest[:8], "big"),)
+        return (int.from_bytes(hashlib.sha256(self.ca + b"\0" + self.cert).digest()[:8], "big"),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,11 +98,11 @@ class ClientTls:
     cert: Path | None = None
     """Our own certificate, with the chain to its CA."""
     key: Path | None = None
-    """Its private key."""
+    """The certificate's private key."""
     pems: Pems | None = None
     """A job's own, instead of all files."""
     pin: str = ""
-    """Fingerprint of a job's own CA, "sha256:...", which its control plane is asked for."""
+    """Fingerprint of a job's own CA, "sha256:..."; its control plane provides the CA."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
@@ -119,8 +114,8 @@ class ClientTls:
     def from_environment(cls, ca: str | os.PathLike[str] | None = None) -> ClientTls:
         """The settings above; `ca` overrides its variable.
 
-        Raises:
-            UsageError: certificate without key, or key without certificate; a bad fingerprint.
+        Raises UsageError for a certificate without key, a key without certificate or a bad
+        fingerprint.
         """
         named = str(ca) if ca is not None else os.environ.get("PARAMD_TLS_CA", "")
         pin = named.lower() if named.startswith(PIN) else ""
@@ -171,11 +166,7 @@ class ClientTls:
 
 
 def check_address(address: str) -> str:
-    """Return `address` if it has one of the two forms above; no other gRPC target passes.
-
-    Raises:
-        UsageError: any other text.
-    """
+    """Return `address` if it has one of the forms above; UsageError for any other target."""
     if not _ADDRESS.fullmatch(address):
         raise UsageError(
             f"address: {address[:200]!r}; expected host:port, or grpcs://host:port with TLS"
@@ -185,8 +176,7 @@ def check_address(address: str) -> str:
 
 def host_of(address: str) -> str:
     """Host of an address, without scheme, port and brackets."""
-    host = address.rpartition("://")[2].rpartition(":")[0]
-    return host.removeprefix("[").removesuffix("]")
+    return address.rpartition("://")[2].rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
 def is_secure(address: str) -> bool:
@@ -195,12 +185,12 @@ def is_secure(address: str) -> bool:
 
 
 def is_of_job(address: str) -> bool:
-    """Whether its server speaks mutual TLS within a job."""
+    """Whether the server at an address speaks mutual TLS within a job."""
     return address.startswith(JOB_SCHEME)
 
 
 def tls_for(address: str, tls: ClientTls | None, pems: Pems | None) -> ClientTls | None:
-    """What to connect to `address` with: the job's `pems` if it is of a job, else `tls`."""
+    """The TLS for a connection to `address`: the job's `pems` if it is of a job, else `tls`."""
     return ClientTls(pems=pems) if is_of_job(address) and pems is not None else tls
 
 
@@ -210,7 +200,7 @@ def open_channel(
     """An asyncio channel to an address. No I/O except reading the files.
 
     Args:
-        tls: None takes it from the environment. For mtls:// it must hold the job's.
+        tls: None takes it from the environment. For mtls:// it must be the job's.
         way: gRPC target to connect to instead of the address, such as "unix:...": bytes written
             there arrive at the address.
 
@@ -245,13 +235,9 @@ def open_channel(
 def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bool:
     """The `verify` argument of an HTTP client for `url`; True is the client's own default.
 
-    Args:
-        tls: None takes it from the environment.
-
-    Raises:
-        UsageError: the URL would send a token unencrypted to another host, or a TLS file
-            cannot be used.
-        UnreachableError, UsageError: as `pinned`.
+    `tls` None takes it from the environment. Raises UsageError if the URL would send a token
+    unencrypted
+    to another host, or a TLS file cannot be used, else as `pinned`.
     """
     parts = urlsplit(url)
     if parts.scheme == "https":
@@ -268,11 +254,9 @@ def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bo
 def pinned(url: str, pin: str) -> ClientTls:
     """Trust in the CA of this fingerprint, which the control plane at `url` shows. Blocks.
 
-    What is asked for is public and is checked against `pin`; no token is sent.
-
-    Raises:
-        UnreachableError: nobody answers there.
-        UsageError: it shows another CA, or none.
+    The CA is public and is checked against `pin`; no token is sent. Raises UnreachableError without
+    an
+    answer, UsageError for another CA, or none.
     """
     import http.client  # here, because sidecars and ranks pin nothing
 
@@ -302,11 +286,10 @@ def pinned(url: str, pin: str) -> ClientTls:
 
 
 def verify_advice(code: int, ca: Path | None) -> str:
-    """What to do about a certificate that was not accepted.
+    """The remedy for a certificate that was not accepted.
 
-    Args:
-        code: OpenSSL's.
-        ca: file of the CA certificates that are trusted; None for the system's.
+    `code` is OpenSSL's; `ca` the file of the CA certificates that are trusted, None for the
+    system's.
     """
     expired, not_yet, wrong_name, wrong_ip = 10, 9, 62, 64
     if code in (expired, not_yet):
@@ -318,7 +301,7 @@ def verify_advice(code: int, ca: Path | None) -> str:
 
 
 def not_accepted(error: BaseException | None, ca: Path | None) -> str:
-    """What is wrong with a server's certificate, and what to do, if that is behind an error."""
+    """The problem with a server's certificate, and the remedy, if that caused an error."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return f"{error.verify_message}; {verify_advice(error.verify_code, ca)}"
@@ -329,10 +312,7 @@ def not_accepted(error: BaseException | None, ca: Path | None) -> str:
 def pin_of(ca: bytes) -> str:
     """Fingerprint of the public key of a CA certificate (PEM): "sha256:" and 64 digits.
 
-    Of the key, as the certificate is signed anew by every process of its CA.
-
-    Raises:
-        UsageError: it is no certificate.
+    Of the key, as every process of a CA signs its certificate again. UsageError: no certificate.
     """
     # Imported only with a job's own CA: it is slow to load.
     from cryptography import x509
@@ -377,8 +357,7 @@ def _binds(family: socket.AddressFamily, host: str) -> bool:
 def load_chain(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
     """Give a context our certificate and key from memory; `ssl` itself only takes files.
 
-    Raises:
-        ssl.SSLError: they do not fit, or are no PEM.
+    Raises ssl.SSLError if they do not fit, or are no PEM.
     """
     # In memory: they are on no disk.
     descriptor = os.memfd_create("paramd-tls", os.MFD_CLOEXEC)

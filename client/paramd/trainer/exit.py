@@ -1,4 +1,4 @@
-"""What must finish before interpreter shutdown, when a training simply ends.
+"""Work to finish before interpreter shutdown, when a training simply ends.
 
 A gloo thread that drops the last reference to a collective's tensors takes the GIL, since each
 tensor has a Python object. Once the interpreter finalizes, CPython ends any thread that asks for
@@ -23,7 +23,7 @@ LAST_ROUND_S = 1.0
 """How long an exiting process waits for the other ranks to reach its last boundary."""
 
 SETTLE_S = 0.05
-"""How long to yield the GIL to threads that still drop a finished collective's tensors."""
+"""How long, in seconds, to yield the GIL to threads that still drop a collective's tensors."""
 
 
 class Leaver(Protocol):
@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=_owed.clear)
 
 
 def register_at_exit(leaver: Leaver) -> None:
-    """Have `leaver.leave` called before the interpreter finalizes, last registered first.
+    """Call `leaver.leave` before the interpreter finalizes, last registered first.
 
     Held weakly: leavers garbage-collected by then are skipped.
     """
@@ -56,7 +56,7 @@ def keep_for_ever(thing: object) -> None:
 
 @cache
 def settle_at_exit() -> None:
-    """Let gloo's threads drop what they hold before the interpreter finalizes.
+    """Let gloo's threads drop their references before the interpreter finalizes.
 
     A collective of a large tensor completes for the caller some milliseconds before its thread
     releases the memory.

@@ -21,17 +21,13 @@ POINTS = frozenset({"agreed", "applying", "applied"}) | ATTACH_POINTS
 
 
 class Faults(FaultRules):
-    """Those of a trainer."""
+    """Fault rules of a trainer."""
 
     points, variable = POINTS, "PARAMD_TRAINER_FAULTS"
 
 
 def from_environment(rank: int) -> Callable[[str], None] | None:
-    """The function to call at every point; None unless configured.
-
-    Raises:
-        UsageError: PARAMD_TRAINER_FAULTS is malformed.
-    """
+    """The function to call at every point; None unless configured. UsageError: malformed rules."""
     text = os.environ.get("PARAMD_TRAINER_FAULTS", "")
     folder = os.environ.get("PARAMD_TRAINER_FAULTS_DIR", "")
     if not text and not folder:

@@ -46,16 +46,16 @@ class Numbers:
 
 
 NUMBERS: Final[dict[str, float]] = asdict(Numbers())
-"""Their names and defaults, in order."""
+"""Names and defaults of all numbers, in order."""
 
 
 def numbers_of(of: Any) -> dict[str, Any]:
-    """The operands of an operation, in whatever form it is, by name."""
+    """The operands of an operation, in any of its forms, by name."""
     return {name: getattr(of, name) for name in NUMBERS}
 
 
 class EditKind(IntEnum):
-    """What an operation does with the elements x it names; numbers as in `paramd.v1.EditKind`."""
+    """The effect of an operation on its elements x; numbers as in `paramd.v1.EditKind`."""
 
     SET = 1
     ADD = 2
@@ -66,7 +66,7 @@ class EditKind(IntEnum):
 
     @property
     def word(self) -> str:
-        """Its name in Python, the CLI and REST."""
+        """The kind's name in Python, the CLI and REST."""
         return self.name.lower()
 
 
@@ -82,9 +82,9 @@ class Kind:
     without_data: bool = True
     """The operand may be numbers."""
     numbers: tuple[str, ...] = ()
-    """Those of `NUMBERS` that it takes; `value` is the alternative to data."""
+    """The `NUMBERS` that it takes; `value` is the alternative to data."""
     needed: tuple[str, ...] = ()
-    """Those that are required."""
+    """The required ones."""
     others: frozenset[str] = frozenset()
     """Dtypes it supports besides the floating ones."""
 

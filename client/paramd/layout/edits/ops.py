@@ -40,7 +40,7 @@ FLOAT_MAX: dict[str, float] = {
 
 
 WHOLE_BOX = Box((), ())
-"""Of an operation on a whole parameter."""
+"""The box of an operation on a whole parameter."""
 
 
 class EditState(StrEnum):
@@ -108,11 +108,9 @@ def ops_of(
 ) -> list[OpSpec]:
     """The operations of one call of `mesh.edit`.
 
-    Args:
-        forms: Operands by the words of kinds; None: not given.
-
-    Raises:
-        UsageError: not exactly one form, or its operand does not suit it.
+    `forms`: operands by the words of kinds; None: not given. Raises UsageError unless exactly one
+    form
+    is given and its operand suits it.
     """
     patterns = each_pattern(patterns)
     given = {name: operand for name, operand in forms.items() if operand is not None}
@@ -168,9 +166,9 @@ def _bounds(word: str, given: Any) -> tuple[float | None, float | None]:
 def check_op(op: pb.EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
     """Check an operation on a parameter of `dtype`.
 
-    Raises:
-        UsageError: the dtype does not support it, or an operand is missing or out of range; or
-            its kind is unknown to this version.
+    Raises UsageError if the dtype does not support it, an operand is missing or out of range, or
+    its
+    kind is unknown to this version.
     """
     if int(op.kind) not in KINDS:
         raise UsageError(
@@ -270,9 +268,8 @@ def manifest_digest(manifest: pb.EditManifest) -> bytes:
 def edit_ops(index: NameIndex, specs: Iterable[OpSpec]) -> list[pb.EditOp]:
     """One operation per parameter that a pattern matches, in the order of `specs`.
 
-    Raises:
-        UsageError: an invalid word or number, or a pattern matches buffers only.
-        NotFoundError: a pattern matches nothing.
+    Raises UsageError for an invalid word or number, or a pattern that matches buffers only;
+    NotFoundError for a pattern that matches nothing.
     """
     return [op for one in specs for op in _ops(index, one)]
 

@@ -98,7 +98,7 @@ class PlannedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditPlan:
-    """What an edit changes."""
+    """The changes of an edit."""
 
     ops: tuple[PlannedOp, ...]
     ranks: tuple[RankEdit, ...]
@@ -119,10 +119,9 @@ def plan_edit(
 ) -> EditPlan:
     """Plan an edit for all ranks, or for `ranks`.
 
-    Raises:
-        UsageError: an operation does not fit its parameter or names a buffer, regions overlap,
-            or a limit of this module is exceeded.
-        NotFoundError: no parameter has that name.
+    Raises UsageError if an operation does not fit its parameter or names a buffer, regions overlap,
+    or a
+    limit of this module is exceeded; NotFoundError if no parameter has that name.
     """
     planned = check_ops(finder(layout), ops, allow_nonfinite=allow_nonfinite)
     wanted = range(layout.world_size) if ranks is None else sorted(ranks)
@@ -131,8 +130,7 @@ def plan_edit(
 
 def finder(layout: Layout) -> Find:
     """A lookup of a layout's tensors by any of their names."""
-    found = {name: one for one in layout.tensors for name in (one.fqn, *one.aliases)}
-    return found.get
+    return {name: one for one in layout.tensors for name in (one.fqn, *one.aliases)}.get
 
 
 def check_ops(
@@ -258,5 +256,4 @@ def _source(view: Landing, wanted: Box) -> tuple[int, tuple[int, ...]]:
     if isinstance(view.target, Interval):
         return view.target.begin, (1,)
     strides = row_major(wanted.sizes)
-    offsets = (b * stride for b, stride in zip(view.target.begin, strides, strict=True))
-    return sum(offsets), strides
+    return sum(b * stride for b, stride in zip(view.target.begin, strides, strict=True)), strides

@@ -1,4 +1,4 @@
-"""Exports in the format of torch.distributed.checkpoint: each rank writes what it holds. Pure.
+"""Exports in the format of torch.distributed.checkpoint: each rank writes its own elements. Pure.
 
 A tensor is cut into chunks, each a box; a flat interval (FSDP1) becomes several boxes. Names
 are those that `dcp.load({"model": ..., "optim": ...})` expects.
@@ -99,7 +99,6 @@ class TorchArchive:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole archive."""
         central = sum(_CENTRAL.size + len(record.name) for record in self._records)
         return len(self.before) + self.data_bytes + _DESCRIPTOR.size + central + _END.size
 
@@ -123,7 +122,7 @@ class TorchArchive:
 
 @lru_cache(maxsize=1024)
 def torch_archive(dtype: str, shape: tuple[int, ...]) -> TorchArchive:
-    """The archive of such a tensor, cached: the layers of a model are alike."""
+    """The archive of a tensor, cached: the layers of a model are alike."""
     return TorchArchive(dtype, shape)
 
 
@@ -134,7 +133,7 @@ def _local(name: bytes, flags: int, checksum: int, size_bytes: int, extra_bytes:
 
 
 def _padding(begin_bytes: int) -> bytes:
-    """An extra field that aligns what follows it."""
+    """An extra field that aligns the data behind it."""
     size = -(begin_bytes + 4) % _ALIGNMENT_BYTES
     return b"FB" + size.to_bytes(2, "little") + b"Z" * size
 
@@ -179,8 +178,7 @@ def _number(value: int) -> bytes:
         return b"K" + bytes([value])
     if value < 1 << 31:
         return b"J" + struct.pack("<i", value)
-    encoded = value.to_bytes(9, "little")
-    return b"\x8a\x09" + encoded
+    return b"\x8a\x09" + value.to_bytes(9, "little")
 
 
 def _tuple(values: tuple[int, ...]) -> bytes:
@@ -189,7 +187,7 @@ def _tuple(values: tuple[int, ...]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Archived(Entry):
-    """A chunk in an archive of its own, like that of torch.save."""
+    """A chunk in a separate archive, like that of torch.save."""
 
     @property
     def frame(self) -> TorchArchive:
@@ -230,8 +228,7 @@ def rank_files(
     for number, tensor in enumerate(tensors):
         chosen = reads.model[tensor.fqn]
         name = f"{MODEL_KEY}.{names[tensor.fqn]}"
-        dtype = settings.dtype_of(tensor.dtype)
-        _append(writing, tensor, name, chosen, ("", number), dtype)
+        _append(writing, tensor, name, chosen, ("", number), settings.dtype_of(tensor.dtype))
     if optimizer is not None:
         _append_states(writing, tensors, names, reads.states, optimizer)
     return [
@@ -270,8 +267,7 @@ def _append_states(
             dtype = optimizer.states[key].get(tensor.fqn)
             if dtype is not None:
                 source = (key, positions[key, tensor.fqn])
-                chosen = pieces[tensor.fqn]
-                _append(writing, tensor, f"{head}.{key}", chosen, source, dtype)
+                _append(writing, tensor, f"{head}.{key}", pieces[tensor.fqn], source, dtype)
         for scalar in optimizer.scalars.get(tensor.fqn, ()):
             name, data = f"{head}.{scalar.key}", scalar_bytes(scalar)
             writing.append(0, name, (scalar.key, -1), Box((), ()), scalar.dtype, data)
@@ -280,8 +276,7 @@ def _append_states(
 def chunk_boxes(piece: Piece, shape: tuple[int, ...], dtype: str) -> Iterator[Box]:
     """Split a piece into boxes of at most `MAX_CHUNK_BYTES` each."""
     region = piece.region
-    boxes = [region] if isinstance(region, Box) else boxes_of_interval(region, shape)
-    for box in boxes:
+    for box in [region] if isinstance(region, Box) else boxes_of_interval(region, shape):
         yield from cut_box(box, item_bytes(dtype), MAX_CHUNK_BYTES)
 
 
@@ -290,11 +285,10 @@ def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
 
     Each is contiguous in the box's own row-major bytes.
     """
-    strides = row_major(box.sizes)
     whole = Landing(
         begin_bytes=0,
         sizes=box.sizes,
-        strides=strides,
+        strides=row_major(box.sizes),
         target=box,
         size_bytes=box.numel * item_bytes,
     )
@@ -311,8 +305,7 @@ def _description(plan: ExportPlan) -> dict[str, Any]:
     tensors: dict[str, dict[str, Any]] = {}
     for file in plan.files:
         for entry in file.entries:
-            facts = tensors.setdefault(entry.name, _facts(plan, entry))
-            facts["chunks"].append(
+            tensors.setdefault(entry.name, _facts(plan, entry))["chunks"].append(
                 {
                     "begin": entry.box.begin,
                     "sizes": entry.box.sizes,

@@ -48,7 +48,7 @@ class HeldPiece:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """One tensor, each of its elements held once."""
+    """One tensor, with every element present once."""
 
     fqn: str
     dtype: str
@@ -167,7 +167,6 @@ class ExportFile:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes of the whole file."""
         return len(self.header) + sum(entry.size_bytes for entry in self.entries)
 
 
@@ -178,7 +177,7 @@ class Reads:
     world_size: int
     model: Mapping[str, Sequence[Piece]]
     states: Mapping[str, Sequence[Piece]]
-    """Of its optimizer state, which another replica may hold."""
+    """Its optimizer state, which another replica may hold."""
 
 
 Names = Mapping[str, str]
@@ -195,8 +194,10 @@ TorchFiles = Callable[[Mapping[str, Any]], dict[str, bytes]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A file format: `plan` lays out files and entries, `Entry.frame` adds bytes around the
-    data, `finish` makes the small files beside them once all are written."""
+    """A file format: `plan` lays out files and entries, `Entry.frame` adds bytes around the data,
+    `finish`
+    makes the small files beside them once all are written.
+    """
 
     name: str
     """Name in the CLI, REST and manifests."""
@@ -225,11 +226,7 @@ def state_positions(
 
 
 def scalar_bytes(scalar: StateScalar) -> bytes:
-    """The bytes of a 0-dim state.
-
-    Raises:
-        UsageError: `struct` has no format for its dtype.
-    """
+    """The bytes of a 0-dim state; UsageError if `struct` has no format for its dtype."""
     form = DTYPES[scalar.dtype].form
     if not form:
         raise UsageError(f"state {scalar.key!r}: 0-dim {scalar.dtype} cannot be written")
@@ -237,5 +234,4 @@ def scalar_bytes(scalar: StateScalar) -> bytes:
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """A small JSON file."""
     return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"

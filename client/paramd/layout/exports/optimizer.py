@@ -41,7 +41,8 @@ class OptimizerTable:
     """Parameter groups: settings, and the fqns of their parameters under "params"."""
     replicas: Mapping[str, int] = field(default_factory=dict)
     """fqn -> the replica that has its state, where it is not the one that parameters are of: an
-    optimizer may keep each state on one rank (ZeroRedundancyOptimizer)."""
+    optimizer may keep each state on one rank (ZeroRedundancyOptimizer).
+    """
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -84,11 +85,7 @@ class OptimizerTable:
 
     @classmethod
     def from_json(cls, text: bytes) -> OptimizerTable:
-        """The inverse of `to_json`.
-
-        Raises:
-            UsageError: malformed or too large.
-        """
+        """The inverse of `to_json`; UsageError if malformed or too large."""
         if len(text) > MAX_TABLE_BYTES:
             raise UsageError(f"the optimizer's table has {len(text):,} bytes; at most 64 MiB")
         try:
@@ -154,9 +151,9 @@ def optimizer_table(
     """The state of all of the job's optimizers.
 
     Args:
-        layout: where the parameters are.
-        tables: those of the ranks that are read, by rank, as memory/optimizer_state.py says.
-        replica: whose state is taken, where it has any; else another's of these ranks.
+        layout: of the parameters.
+        tables: of the ranks that are read, by rank, in the form of memory/optimizer_state.py.
+        replica: preferred source of state; otherwise another one of these ranks.
 
     Raises:
         ConflictError: a rank could not tell its state, ranks disagree, or a state cannot be
@@ -203,7 +200,7 @@ def _of_tensor(
     preferred: int,
     replica_of: Callable[[int], Replica],
 ) -> tuple[int, _Param | None]:
-    """The optimizer state of a tensor, and the replica it is of; None if it has none.
+    """The optimizer state of a tensor, and its replica; None if it has none.
 
     All that have state must agree on its kinds and numbers.
     """

@@ -1,7 +1,7 @@
 """Plan the files of an export from layout and settings. Pure: equal inputs, equal plans.
 
     plan = plan_export(layout, ExportSettings(max_shard_bytes=parse_size("2GiB")))
-    plan.sources[""].spans         # what to pin on each rank
+    plan.sources[""].spans         # spans to pin on each rank
     for file in plan.files:        # file.rank should write it
 
 Every side computes the plan itself; equal `digest`s prove that they agree.
@@ -32,12 +32,13 @@ class ExportPlan:
     settings: ExportSettings
     layout: Layout
     files: tuple[ExportFile, ...]
-    """Those that sidecars write from snapshots; index, manifest and the like are added later."""
+    """Files that sidecars write from snapshots; index, manifest and the like are added later."""
     sources: Mapping[str, Source]
     """By state key; "" for parameters and buffers."""
     names: Mapping[str, str]
     """Names in the files by name in the model, aliases included. A tied name that is not
-    written maps to the one that is."""
+    written maps to the one that is.
+    """
     optimizer: OptimizerTable | None
 
     @property
@@ -84,8 +85,7 @@ class ExportPlan:
     def finish(self, torch_files: TorchFiles) -> dict[str, bytes]:
         """The format's small files, once the sidecars have written theirs; blocks for seconds.
 
-        Raises:
-            ParamdError: torch could not write its metadata.
+        Raises ParamdError if torch could not write its metadata.
         """
         return FORMATS[self.settings.format].finish(self, torch_files)
 
@@ -104,12 +104,7 @@ class ExportPlan:
 def plan_export(
     layout: Layout, settings: ExportSettings, optimizer: OptimizerTable | None = None
 ) -> ExportPlan:
-    """Plan an export of everything that `settings` includes.
-
-    Args:
-        layout: where the tensors are.
-        settings: what to export.
-        optimizer: the optimizer state; None omits it.
+    """Plan an export of everything that `settings` includes; `optimizer` None omits its state.
 
     Raises:
         UsageError: a dtype that the format lacks, a pattern that is malformed or of a part of a
@@ -129,17 +124,16 @@ def plan_export(
     if not tensors:
         raise NotFoundError("the export would be empty: the job has no tensor of these kinds")
     if laid_out.keeps_tied or settings.names.rules:
-        # What torch or the caller's names expect is the model in memory.
+        # torch and the caller's names expect the model in memory.
         tensors = [replace(one, hub=()) for one in tensors]
     renamed = {one.fqn: one.hub[0].name for one in tensors if _is_renamed(one)}
     names = settings.names.apply(_written_names(tensors, settings))
     names |= {name: renamed[name] for name in names if name in renamed}
     reads = _reads(layout, tensors, settings.replica, optimizer)
-    files = laid_out.plan(tensors, names, settings, reads, optimizer)
     return ExportPlan(
         settings=settings,
         layout=layout,
-        files=tuple(files),
+        files=tuple(laid_out.plan(tensors, names, settings, reads, optimizer)),
         sources=_sources(tensors, reads, optimizer),
         names=_all_names(tensors, names),
         optimizer=optimizer,

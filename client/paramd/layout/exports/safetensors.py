@@ -73,11 +73,9 @@ def encode_header(
 ) -> bytes:
     """The length and the JSON header, padded so that the data starts aligned.
 
-    Args:
-        size_bytes: padded to at least this size, a multiple of 8.
-
-    Raises:
-        UsageError: a duplicate or reserved name, an unsupported dtype, or a header too long.
+    `size_bytes`: padded to at least this size, a multiple of 8. Raises UsageError for a duplicate
+    or
+    reserved name, an unsupported dtype, or a header too long.
     """
     twice = [name for name, times in Counter(s.name for s in specs).items() if times > 1]
     if twice or any(spec.name == METADATA_KEY for spec in specs):
@@ -216,8 +214,7 @@ def _assign(
     sizes = [sum(item.size_bytes for item in shard) for shard in shards]
     for number in sorted(range(len(shards)), key=lambda n: -sizes[n]):
         held, size = _held_bytes(shards[number], pieces), 2 * sizes[number]
-        costs = ((load + size - held.get(rank, 0), rank) for rank, load in loads.items())
-        cost, rank = min(costs)
+        cost, rank = min((load + size - held.get(rank, 0), rank) for rank, load in loads.items())
         loads[rank], ranks[number] = cost, rank
     return ranks
 

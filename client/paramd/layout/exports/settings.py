@@ -31,8 +31,7 @@ _SIZE = re.compile(r"(?P<count>[0-9]{1,18}(?:\.[0-9]{1,6})?) ?(?P<unit>[A-Za-z]{
 def parse_size(text: str) -> int:
     """Bytes of a size such as "5GB" (decimal, as in Hugging Face) or "2GiB".
 
-    Raises:
-        UsageError: malformed, or less than one byte.
+    Raises UsageError if malformed, or less than one byte.
     """
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found["unit"].upper()) if found is not None else None
@@ -47,8 +46,7 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NameRule:
-    """One rename: a whole name, whatever it has; or one `*` (any characters, dots too) on both
-    sides."""
+    """One rename: a whole name, or one `*` (any characters, dots too) on both sides."""
 
     source: str
     target: str
@@ -70,7 +68,6 @@ class NameRule:
             )
 
     def rename(self, name: str) -> str | None:
-        """The new name; None if the rule does not match."""
         if name == self.source:
             return self.target
         head, star, tail = self.source.partition("*")
@@ -90,8 +87,8 @@ class NameMap:
     def of(cls, table: Mapping[str, str]) -> NameMap:
         """The map of a JSON object such as {"old.*": "new.*"}.
 
-        Raises:
-            UsageError: not a mapping of names to names, too many, or a malformed pattern.
+        Raises UsageError if it is no mapping of names to names, too long, or has a malformed
+        pattern.
         """
         if len(table) > MAX_NAME_RULES:
             raise UsageError(f"{len(table):,} names; expected at most {MAX_NAME_RULES:,}")
@@ -103,9 +100,8 @@ class NameMap:
     def apply(self, names: Iterable[str]) -> dict[str, str]:
         """The new name of each name.
 
-        Raises:
-            UsageError: a rule matches no name.
-            ConflictError: two names would become the same.
+        Raises UsageError if a rule matches no name, ConflictError if two names would become the
+        same.
         """
         names = list(names)
         exact = {rule.source: rule for rule in self.rules}
@@ -116,8 +112,7 @@ class NameMap:
         used: set[str] = set()
         renamed: dict[str, str] = {}
         for name in names:
-            candidates = [exact[name]] if name in exact else patterns
-            for rule in candidates:
+            for rule in [exact[name]] if name in exact else patterns:
                 target = rule.rename(name)
                 if target is not None:
                     used.add(rule.source)
@@ -150,13 +145,14 @@ def _check_distinct(renamed: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSettings:
-    """What to export, and how."""
+    """The content and the format of an export."""
 
     format: str = "safetensors"
     """One of `FORMATS`."""
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     """Most bytes of tensors in one safetensors file, at least 1; a larger tensor gets its own
-    file. dcp has one file per rank."""
+    file. dcp has one file per rank.
+    """
     dtype: str | None = None
     """One of `CAST_DTYPES`, to which tensors of those dtypes are cast; None casts nothing."""
     parameters: bool = True
@@ -164,10 +160,9 @@ class ExportSettings:
     buffers: bool = True
     """Include persistent buffers."""
     patterns: tuple[str, ...] = ()
-    """Which tensors, as whole names or patterns of `select`; () all of them."""
+    """The tensors to write, as whole names or patterns of `select`; () all of them."""
     keep_tied: bool = False
-    """Write tied tensors under each of their names. (dcp always has all names, which share the
-    bytes.)"""
+    """Write tied tensors under each of their names. (dcp has all names, sharing the bytes.)"""
     names: NameMap = field(default_factory=NameMap)
     """Renames."""
     replica: int = 0

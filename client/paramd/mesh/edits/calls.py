@@ -1,4 +1,4 @@
-"""REST calls for edits, holds, marks, rollbacks and hyper-parameters, and what they return."""
+"""REST calls for edits, holds, marks, rollbacks and hyper-parameters, and their results."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Edit(Document):
     state: EditState
     """APPLIED, ABORTED and LOST are final."""
     reason: str
-    """Why it is ABORTED or LOST; else empty."""
+    """Reason for ABORTED or LOST; else empty."""
     step: int
     """Step at whose boundary it was applied; -1 if it was not."""
     boundary: int
@@ -125,7 +125,7 @@ class Edit(Document):
     """Name of the token that committed it; empty before that."""
     note: str
     dry_run: bool
-    """It only computes `before` and `after`: it changes nothing and ends as ABORTED."""
+    """Whether it only computes `before` and `after`: it changes nothing and ends as ABORTED."""
     created_s: float
     """Seconds since the Unix epoch."""
     ended_s: float | None
@@ -147,9 +147,9 @@ class Edit(Document):
     rollback: Rollback | None
     """The state it puts back; of an undo, the one it leaves. Else None."""
     hyperparameters: Hyperparameters | None
-    """What it sets instead of parameters; else None."""
+    """The hyper-parameters that it sets instead of parameters; else None."""
     warning: str
-    """What a trainer had to say about it; else empty."""
+    """A trainer's warning about it; else empty."""
 
     @property
     def undoable(self) -> bool:
@@ -167,7 +167,7 @@ class Edit(Document):
 
     @property
     def shown_state(self) -> str:
-        """The state in tables: a dry run ends as ABORTED, but nothing went wrong with it."""
+        """The state in tables: a dry run ends as ABORTED, but without any failure."""
         return "DRY RUN" if self.dry_run and self.before is not None else str(self.state)
 
     @property
@@ -197,15 +197,15 @@ class HoldState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hold(Document):
-    """Whether training is held at a boundary."""
+    """Whether training is paused at a boundary."""
 
     state: HoldState
     step: int = -1
     """Finished updates; -1 when no rank reports it."""
     holder: str = ""
-    """Who holds it: the token's name and a unique suffix; empty without a hold."""
+    """Name of the token that paused training, and a unique suffix; empty without a hold."""
     steps_left: int = 0
-    """Boundaries it may still pass before it is held again."""
+    """Boundaries it may still pass before it pauses again."""
     lease_left_s: float = 0.0
     waits_for: str = ""
     """While pausing: the rank whose boundary is waited for, and since when."""
@@ -218,7 +218,7 @@ class Hold(Document):
 
 
 class Pause(Hold):
-    """What `pause` returns: a `Hold`, and a block at whose end training resumes."""
+    """The result of `pause`: a `Hold`, and a block at whose end training resumes."""
 
     __slots__ = ("_resume",)
     _resume: Callable[[], object]
@@ -242,9 +242,8 @@ class Pause(Hold):
 def check_applied(edit: Edit) -> Edit:
     """Return the edit if it was applied.
 
-    Raises:
-        ConflictError: it was aborted, on all ranks; or its incarnation ended.
-        DeadlineError: it has not ended.
+    Raises ConflictError if it was aborted, on all ranks, or its incarnation ended; DeadlineError if
+    it has not ended.
     """
     if edit.state is EditState.APPLIED:
         return edit
@@ -270,12 +269,11 @@ def what_text(edit: Edit) -> str:
         change = edit.hyperparameters
         values = ", ".join(f"{name}={value}" for name, value in change.values.items())
         return f"optimizer {change.optimizer} group {change.group}: {values}"
-    texts = [op_text(op) for op in edit.ops[:3]]
-    return ", ".join(texts) + (" ..." if len(edit.ops) > 3 else "")
+    return ", ".join([op_text(op) for op in edit.ops[:3]]) + (" ..." if len(edit.ops) > 3 else "")
 
 
 def op_text(op: EditOp | Mapping[str, Any]) -> str:
-    """One operation, such as "mul 0.5 layers.*"."""
+    """One operation as text, such as "mul 0.5 layers.*"."""
     word = str(op.get("op"))
     # A newer control plane may know more kinds.
     names = KINDS[BY_WORD[word]].shown if word in BY_WORD else ("value",)
@@ -303,9 +301,8 @@ class Edits(Table[Edit]):
     @classmethod
     def _names(cls) -> Sequence[str]:
         """As `Table._names`, with the numbers of `before` and `after` as "before_min" and so on."""
-        names = [name for name in super()._names() if name not in (*_RANGES, "undo")]
         return [
-            *names,
+            *[name for name in super()._names() if name not in (*_RANGES, "undo")],
             "undoable",
             "undo_refusal",
             *(f"{side}_{one.name}" for side in _RANGES for one in fields(ValueRange)),
@@ -347,15 +344,12 @@ class EditCalls:
         return await self.begin("/edits", body, deadline_s)
 
     async def commit(self, edit_id: str, deadline_s: float) -> Edit:
-        """Commit a staged edit."""
         return await self.begin(f"/edits/{segment(edit_id)}/commit", {}, deadline_s)
 
     async def preview(self, edit_id: str, deadline_s: float) -> Edit:
-        """Compute statistics before and after a staged edit."""
         return await self._again(f"/edits/{segment(edit_id)}/preview", {}, deadline_s)
 
     async def undo(self, edit_id: str, *, force: bool, deadline_s: float) -> Edit:
-        """Create the edit that undoes another."""
         body = {"id": new_edit_id(), "force": force}
         return await self.begin(f"/edits/{segment(edit_id)}/undo", body, deadline_s)
 
@@ -434,8 +428,7 @@ class Holder:
         """Begin a hold; with `renew`, renew its lease until `resume` or `stop_renewing`."""
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
-        left_s = round(max(1.0, deadline_s - time.monotonic()), 3)
-        asked = {"lease_s": lease_s, "timeout_s": left_s}
+        asked = {"lease_s": lease_s, "timeout_s": round(max(1.0, deadline_s - time.monotonic()), 3)}
         telling = asyncio.create_task(self._tell(), name="paramd-hold-told")
         try:
             found = await self._calls.hold("POST", "", asked, deadline_s)
@@ -450,7 +443,7 @@ class Holder:
         return found
 
     async def step(self, steps: int, *, wait: bool, deadline_s: float) -> Hold:
-        """Run `steps` updates; with `wait`, return once all ranks hold again."""
+        """Run `steps` updates; with `wait`, return once all ranks are paused again."""
         if steps < 1:
             raise UsageError(f"steps: {steps}; expected at least 1")
         found = await self._calls.hold("POST", "/step", {"steps": steps}, deadline_s)
@@ -485,7 +478,7 @@ class Holder:
             await asyncio.wait({task})
 
     async def _tell(self) -> None:
-        """Say in the log, every few seconds, on whom a hold waits."""
+        """Log, every few seconds, the ranks that a hold waits for."""
         while True:
             await asyncio.sleep(TELL_S)
             with suppress(ParamdError):
@@ -510,7 +503,7 @@ class Mark(Document):
     """Empty: a standing snapshot, which the next ones replace."""
     step: int
     size_bytes: int
-    """Of all ranks."""
+    """Bytes on all ranks."""
     made_s: float | None
     """Seconds since the Unix epoch; None when unknown."""
     by: str
@@ -522,7 +515,7 @@ class Mark(Document):
 
     @property
     def state(self) -> str | int:
-        """What `rollback` calls it: its name, or the step of a standing snapshot."""
+        """The argument of `rollback`: the mark's name, or the step of a standing snapshot."""
         return self.name or self.step
 
 
@@ -549,16 +542,13 @@ class MarkCalls:
         self._edits = edits
 
     async def make(self, name: str, deadline_s: float) -> Mark:
-        """Keep the present state."""
         return self._mark(await self._edits.send("POST", "/marks", {"name": name}, deadline_s))
 
     async def all(self, deadline_s: float) -> Marks:
-        """The states that there are."""
         found = await self._edits.send("GET", "/marks", None, deadline_s)
         return Marks(map(self._mark, found["marks"]))
 
     async def drop(self, name: str, deadline_s: float) -> None:
-        """Forget a mark."""
         await self._edits.send("DELETE", f"/marks/{segment(name)}", None, deadline_s)
 
     async def roll_back(self, to: str | int, note: str, deadline_s: float) -> Edit:
@@ -595,7 +585,7 @@ def parse_group(text: str | int) -> tuple[int, int]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A number, or a list of numbers. Raises UsageError."""
+    """The value as a number or a list of numbers; UsageError if it is neither."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(name, one) for one in value]
     if isinstance(value, bool) or not isinstance(value, int | float):

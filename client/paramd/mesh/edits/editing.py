@@ -1,8 +1,8 @@
 """One edit from its operations to its end (`make_edit`), and the changes of a writeback block.
 
 Operands are uploaded to all sidecars concurrently. Clients on the sidecar's host lend it memory,
-from which it copies and verifies: tensors that were summoned for writing where they lie, others by
-way of a ring. The client never maps the memory that the trainer reads, so verified bytes cannot
+from which it copies and verifies: tensors that were summoned for writing where they are, others
+through a ring. The client never maps the memory that the trainer reads, so verified bytes cannot
 change afterwards.
 """
 
@@ -76,7 +76,7 @@ class Sending:
     transport: Transport = "auto"
     progress: Progress | None = None
     deadline_s: float
-    """Of the whole edit, on the monotonic clock."""
+    """Deadline of the whole edit, on the monotonic clock."""
 
 
 @dataclass(eq=False)
@@ -96,9 +96,8 @@ class Uploads:
     async def run(self) -> None:
         """Stage the edit on all ranks; bytes that are already staged are not sent again.
 
-        Raises:
-            RankUnreachableError: a sidecar does not respond; a new upload resumes there.
-            UsageError, ConflictError, ExhaustedError: a sidecar refused it.
+        Raises RankUnreachableError if a sidecar does not respond (a new upload resumes there);
+        UsageError, ConflictError or ExhaustedError if a sidecar refused it.
         """
         await all_ended([self._stage(rank) for rank in self.operands.plan.ranks])
 
@@ -131,7 +130,7 @@ class Uploads:
                 await self._stage(rank)
 
     def _lane(self, rank: RankEdit) -> Transport:
-        """How a rank's data goes there."""
+        """The transport of a rank's data."""
         if self.how.transport in ("stream", "grpc"):
             return self.how.transport
         if self.how.transport == "auto" and rank.data_bytes < LENT_FROM_BYTES:
@@ -159,11 +158,7 @@ class Uploads:
             raise RankUnreachableError(rank.rank, str(error)) from error
 
     async def _stream(self, rank: RankEdit) -> None:
-        """Send a rank's data over a bulk stream.
-
-        Raises:
-            NoStreamError: the port for streams cannot be used.
-        """
+        """Send a rank's data over a bulk stream; NoStreamError if its port cannot be used."""
         number, sidecars = rank.rank, self.sidecars
         request = sidecar_pb2.GrantStreamRequest(edit_id=self.manifest.edit_id)
         offer = await sidecars.offer(number, request)
@@ -235,11 +230,7 @@ class Uploads:
 
 
 def check_mode(mode: str | None, *, hold: bool) -> Mode:
-    """`mode`, or its default: "replace" with a hold, "delta" without.
-
-    Raises:
-        UsageError: there is no such mode.
-    """
+    """`mode`, or its default: "replace" with a hold, "delta" without; UsageError if unknown."""
     if mode is None:
         return "replace" if hold else "delta"
     if mode == "replace":
@@ -268,8 +259,7 @@ class Changes:
     ) -> None:
         """Record the current contents of `found`: digests, and in delta mode copies.
 
-        Args:
-            room: Where copies go, by name; the others are allocated.
+        `room` takes the copies, by name; the others are allocated.
         """
         self._found = found
         self._names = set(found)
@@ -288,8 +278,7 @@ class Changes:
     def ops(self) -> list[OpSpec]:
         """The operations that write the changes, in layout order. Call once.
 
-        Raises:
-            UsageError: names were added or removed, or a shape or dtype changed.
+        Raises UsageError if names were added or removed, or a shape or dtype changed.
         """
         if strange := sorted(self._names.symmetric_difference(self._found)):
             raise UsageError(
@@ -335,10 +324,7 @@ async def selected(reach: SidecarFinder, patterns: Sequence[Pattern]) -> Selecti
 
 
 def lent_room(lender: Lender, reach: SidecarFinder, selection: Selection) -> dict[str, Tensor]:
-    """A tensor in lent memory for each that is selected; none if no sidecar is on this host.
-
-    Blocks.
-    """
+    """A tensor in lent memory for each selected one; none if no sidecar is on this host. Blocks."""
     from paramd.mesh.edits.operands import lent_tensors  # imports torch
 
     if not any(map(is_same_host, reach.document.peers.values())):
@@ -351,7 +337,7 @@ def _copied(tensor: Tensor, room: Tensor | None) -> Tensor:
 
 
 def _digests(tensors: Iterable[Tensor]) -> list[bytes]:
-    """As `digest`, of several at once, which is a matter of memory bandwidth."""
+    """As `digest`, of several at once, which memory bandwidth bounds."""
     with ThreadPoolExecutor(min(MAX_COPY_THREADS, len(os.sched_getaffinity(0)))) as threads:
         return list(threads.map(digest, tensors))
 
@@ -377,7 +363,7 @@ async def make_edit(
 ) -> Edit:
     """Create an edit, upload its operands, commit it and, with `wait`, wait for its end.
 
-    Raises: as `AsyncMesh.edit`.
+    Raises as `AsyncMesh.edit`.
     """
     check_transport(sending.transport)
     deadline_s = sending.deadline_s
@@ -414,8 +400,7 @@ async def _upload(
     from paramd.mesh.edits.operands import prepare  # imports torch
 
     async def attempt(sidecars: Sidecars) -> None:
-        index = await reach.index(sidecars)
-        operands = prepare(index, ops, allow_nonfinite=terms.allow_nonfinite)
+        operands = prepare(await reach.index(sidecars), ops, allow_nonfinite=terms.allow_nonfinite)
         mesh = sidecars.document
         manifest = manifest_of(
             edit_id,

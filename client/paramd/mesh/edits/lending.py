@@ -1,7 +1,7 @@
 """Lends memory to sidecars of this host, which copy an edit's data from it.
 
-What lies in lent memory already is only named; anything else is copied into a ring of windows,
-each filled again once the sidecar has taken what it held.
+Data in lent memory is only named; other data is copied into a ring of windows, each filled again
+once the sidecar has taken its content.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ MAX_LENT: Final = 7
 
 _MAX_KEPT: Final = 2
 """Memories kept for another use: a block of writing often begins while the tensors of the one
-before it are still there."""
+before it still exist.
+"""
 
 _ANSWER_S: Final = 30.0
 
@@ -59,11 +60,10 @@ class Loan:
         return len(self.memories) - 1
 
     def stage(self, ticket: str, edit_id: str) -> int:
-        """Begin with an edit whose manifest is staged; returns the bytes that are staged.
+        """Begin with an edit whose manifest is staged; return the number of staged bytes.
 
-        Raises:
-            OSError, EOFError: the sidecar went away.
-            DeniedError: it refused the ticket. NotFoundError: it does not have the edit.
+        Raises OSError or EOFError if the sidecar went away, DeniedError if it refused the ticket,
+        NotFoundError if it does not have the edit.
         """
         message = {"op": "stage", "ticket": ticket, "rank": self.peer.rank, "edit_id": edit_id}
         handover.send(self._connection, message)
@@ -83,7 +83,7 @@ class Loan:
         self._answer("taken")
 
     def ring(self) -> int:
-        """Number of the ring, lent on first use. Call while nothing is unanswered."""
+        """Number of the ring, lent on first use. Call while no message is unanswered."""
         if self._ring < 0:
             self._ring = self.lend(LentMemory(_WINDOW_BYTES * _WINDOW_COUNT), self._ticket)
         return self._ring
@@ -103,7 +103,6 @@ class Loan:
         return not select.select([self._connection], [], [], 0)[0]
 
     def close(self) -> None:
-        """End the loan. Idempotent."""
         self._connection.close()
         self.memories = []
 
@@ -119,22 +118,21 @@ class Loan:
 
 
 class Lender:
-    """Lends memories again and again, as fresh pages cost more than copying into them.
+    """Lends memories repeatedly, as fresh pages cost more than copying into them.
 
-    Loans of them are kept, because a sidecar that maps one anew takes a fault for every page.
+    Their loans are kept, because a sidecar that maps one again takes a fault for every page.
     """
 
     def __init__(self) -> None:
         self._memories: list[tuple[LentMemory, weakref.ref[Any]]] = []
-        """With the buffer it was last lent as, which lives as long as something uses it."""
+        """Each with the buffer it was last lent as, which lives as long as it is used."""
         self._loans: dict[int, Loan] = {}
         self._lock = threading.Lock()
 
     def lend(self, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
-        """A buffer in lent memory, of arbitrary content. It is lent again once nothing uses it.
+        """A buffer in lent memory, of arbitrary content, lent again once unused.
 
-        Raises:
-            ExhaustedError: the machine does not have that much memory.
+        Raises ExhaustedError if the machine does not have that much memory.
         """
         with self._lock:
             memory = self._unused(size_bytes)
@@ -145,7 +143,7 @@ class Lender:
             return buffer
 
     def _unused(self, size_bytes: int) -> LentMemory | None:
-        """Take out a memory that is large enough; what there is no place for is forgotten."""
+        """Take out a memory that is large enough; forget those beyond the limit."""
         for number, (memory, user) in enumerate(self._memories):
             if user() is None and len(memory) >= size_bytes:
                 del self._memories[number]
@@ -164,9 +162,8 @@ class Lender:
     ) -> Iterator[Loan]:
         """A loan of these memories (of the first few) to one sidecar, for one edit.
 
-        Raises:
-            UnreachableError: the right sidecar does not respond at the socket, or went away.
-            DeniedError: it refused the ticket. ExhaustedError: no memory for a ring.
+        Raises UnreachableError if the right sidecar does not respond at the socket, or went away;
+        DeniedError if it refused the ticket; ExhaustedError without memory for a ring.
         """
         loan: Loan | None = None
         kept = False
@@ -189,7 +186,7 @@ class Lender:
                 loan.close()
 
     def close(self) -> None:
-        """End all loans, and let go of the memories, which live as long as their tensors."""
+        """End all loans, and release the memories, which live as long as their tensors."""
         with self._lock:
             for loan in self._loans.values():
                 loan.close()
@@ -220,7 +217,7 @@ class Sender:
     """Has an edit's data taken from lent memory, in order."""
 
     def __init__(self, loan: Loan, offset_bytes: int, told: Callable[[int], None]) -> None:
-        """The data go on from `offset_bytes`; `told` gets numbers of bytes as they are sent."""
+        """The data continue from `offset_bytes`; `told` gets numbers of bytes as they are sent."""
         self._loan = loan
         self._offset_bytes = offset_bytes
         self._told = told
@@ -231,10 +228,9 @@ class Sender:
         self._pending = 0
 
     def send(self, parts: Iterable[memoryview]) -> None:
-        """Have all parts taken. What they hold must not change before this returns.
+        """Have all parts taken. Their content must not change before this returns.
 
-        Raises:
-            OSError, EOFError: the sidecar went away. ParamdError: it refused the data.
+        Raises OSError or EOFError if the sidecar went away, ParamdError if it refused the data.
         """
         for part in parts:
             memory = part if not part.readonly else bytearray(part)
@@ -252,11 +248,10 @@ class Sender:
     def _copy(self, address: int, size_bytes: int) -> None:
         done = 0
         while done < size_bytes:
-            # Each message has a window of its own, free once the one before it there was taken.
+            # Each message has its own window, free once the one before it there was taken.
             self._wait(below=_WINDOW_COUNT if self._loan.has_ring else 1)
             ring = self._loan.ring()
-            window = self._message_count % _WINDOW_COUNT * _WINDOW_BYTES
-            begin = window + self._copied_bytes
+            begin = self._message_count % _WINDOW_COUNT * _WINDOW_BYTES + self._copied_bytes
             room = min(_WINDOW_BYTES - self._copied_bytes, size_bytes - done)
             # Unlike slice assignment, this releases the GIL for other ranks' threads.
             ctypes.memmove(self._loan.memories[ring].address + begin, address + done, room)
@@ -286,7 +281,7 @@ class Sender:
         self._message_count, self._pending = self._message_count + 1, self._pending + 1
 
     def _wait(self, *, below: int) -> None:
-        """Wait until fewer messages than that are unanswered."""
+        """Wait until fewer messages than `below` are unanswered."""
         while self._pending >= below:
             self._loan.taken()
             self._pending -= 1

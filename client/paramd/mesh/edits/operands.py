@@ -31,7 +31,7 @@ class SupportsArray(Protocol):
 
 
 Operand: TypeAlias = float | torch.Tensor | Sequence[Any] | SupportsArray
-"""What an edit takes: a number, a tensor, or an array or nested list of numbers."""
+"""An edit's operand: a number, a tensor, or an array or nested list of numbers."""
 
 
 def tensor_of(given: Any) -> torch.Tensor:
@@ -57,9 +57,8 @@ class Operands:
 def prepare(index: NameIndex, ops: Sequence[OpSpec], *, allow_nonfinite: bool) -> Operands:
     """Plan an edit with tensor operands.
 
-    Raises:
-        UsageError: an operand's shape differs from its region's, or several regions match.
-        NotFoundError: a pattern matches nothing.
+    Raises UsageError if an operand's shape differs from its region's, or several regions match;
+    NotFoundError if a pattern matches nothing.
     """
     planned: list[pb.EditOp] = []
     given: dict[int, torch.Tensor] = {}
@@ -93,10 +92,10 @@ def _converted(tensor: torch.Tensor, dtype: str, sizes: tuple[int, ...], fqn: st
 def lent_tensors(
     lender: Lender, selection: Selection, *, from_bytes: int
 ) -> dict[str, torch.Tensor]:
-    """An uninitialized tensor in lent memory for each that is selected, by its name.
+    """An uninitialized tensor in lent memory for each selected one, by its name.
 
-    None if there are fewer than `from_bytes`, or no memory for them: plain memory may be had, and
-    costs a copy more.
+    None if there are fewer than `from_bytes`, or no memory for them: plain memory costs one more
+    copy.
     """
     places: dict[str, tuple[int, SelectedTensor]] = {}
     end = 0
@@ -154,8 +153,7 @@ def _item_parts(item: EditItem, tensor: torch.Tensor, skip_bytes: int) -> Iterat
         return
     begin = 0
     for block in _blocks(view):
-        dense = block.contiguous()
-        memory = _bytes_of(dense)
+        memory = _bytes_of(block.contiguous())
         for at in range(0, len(memory), CHUNK_BYTES):
             part = memory[at : at + CHUNK_BYTES]
             cut = max(0, skip_bytes - begin)

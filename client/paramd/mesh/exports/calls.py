@@ -1,6 +1,6 @@
 """REST calls for exports and schedules; `AsyncExport` and `Export`, handles of a running export.
 
-Tensors of a finished one, to restore, are read through the control plane, and verified.
+To restore a finished export, its tensors are read through the control plane, and verified.
 """
 
 from __future__ import annotations
@@ -89,12 +89,13 @@ class ExportInfo(Document):
     removed: bool
     """Removed by the schedule's retention."""
     missing: tuple[str, ...]
-    """Names in the model's state dict of what is no tensor and so not in the export, such as extra
-    state; at most 1,000. Empty in lists."""
+    """Names in the model's state dict that are no tensors and so not in the export, such as extra
+    state; at most 1,000. Empty in lists.
+    """
 
     @property
     def raw(self) -> Mapping[str, Any]:
-        """As the control plane sent it."""
+        """The control plane's own document."""
         return asdict(self)
 
     @property
@@ -137,11 +138,9 @@ class ExportCalls:
         return self._info(await self._again("POST", "/exports", body))
 
     async def get(self, export_id: str) -> ExportInfo:
-        """One export."""
         return self._info(await self._rest.send("GET", f"/exports/{segment(export_id)}"))
 
     async def cancel(self, export_id: str) -> ExportInfo:
-        """Cancel an export."""
         return self._info(await self._again("DELETE", f"/exports/{segment(export_id)}", None))
 
     async def ended(
@@ -183,7 +182,6 @@ class ExportCalls:
         return dict(await self._rest.send("POST", "/export-schedules", body))
 
     async def schedules(self) -> list[dict[str, Any]]:
-        """Active schedules, oldest first."""
         found = await self._rest.send("GET", "/export-schedules")
         return [dict(one) for one in found["schedules"]]
 
@@ -196,12 +194,11 @@ class ExportCalls:
         files = await asyncio.to_thread(read_assets, Path(folder)) if folder is not None else []
         for name, data in files:
             for begin in range(0, max(len(data), 1), ASSET_CHUNK_BYTES):
-                part = data[begin : begin + ASSET_CHUNK_BYTES]
                 body = {
                     "owner": owner_id,
                     "name": name,
                     "offset_bytes": begin,
-                    "data": base64.b64encode(part).decode(),
+                    "data": base64.b64encode(data[begin : begin + ASSET_CHUNK_BYTES]).decode(),
                 }
                 await self._again("POST", "/export-assets", body, within_s=30.0)
         return [name for name, _ in files]
@@ -249,8 +246,7 @@ def export_body(
 def read_assets(folder: Path) -> list[tuple[str, bytes]]:
     """(name, contents) of a directory's regular files; links and subdirectories are skipped.
 
-    Raises:
-        UsageError: not a directory, or too many files or bytes.
+    Raises UsageError if it is not a directory, or has too many files or bytes.
     """
     if not folder.is_dir():
         raise UsageError(f"assets: {folder} is not a directory")
@@ -365,8 +361,7 @@ class ExportFiles:
     async def manifest(self) -> Mapping[str, Any]:
         """The export's manifest.
 
-        Raises:
-            NotFoundError: there is no export. ParamdError: its manifest is unreadable.
+        Raises NotFoundError if there is no export, ParamdError if its manifest is unreadable.
         """
         try:
             found = json.loads(await self.read(MANIFEST))
@@ -396,9 +391,9 @@ class ExportFiles:
     async def tensors(self, manifest: Mapping[str, Any], moved: Moved) -> dict[str, torch.Tensor]:
         """All parameters and buffers, by their names in the files.
 
-        Raises:
-            UsageError: it is not a safetensors export.
-            DataLossError: a file does not match the manifest's checksum.
+        Raises UsageError for other formats than safetensors, DataLossError if a file does not match
+        the
+        manifest's checksum.
         """
         if manifest["format"] != SAFETENSORS.name:
             raise UsageError(
@@ -432,7 +427,7 @@ class ExportFiles:
     async def values(self, layout: Layout, moved: Moved) -> tuple[dict[str, torch.Tensor], str]:
         """The value of every parameter of a layout, and a note that names their source.
 
-        Raises: as `tensors` and `values_of`.
+        Raises as `tensors` and `values_of`.
         """
         manifest = await self.manifest()
         tensors = await self.tensors(manifest, moved)
@@ -459,8 +454,7 @@ def joined_parts(
 ) -> Mapping[str, torch.Tensor]:
     """`tensors`, and those that were written in parts, by their names in the model.
 
-    Raises:
-        NotFoundError: a part is missing. UsageError: one has another size.
+    Raises NotFoundError if a part is missing, UsageError if one has another size.
     """
     shapes = {one.fqn: one.shape for one in layout.tensors}
     found = dict(tensors)
@@ -483,12 +477,9 @@ def values_of(
 ) -> dict[str, torch.Tensor]:
     """The value of every parameter of a layout.
 
-    Args:
-        tensors: by their names in the files.
-        renamed: from names in the model to names in the files, where they differ.
-
-    Raises:
-        NotFoundError: a parameter is missing. UsageError: a shape differs.
+    `tensors` are by their names in the files; `renamed` maps names in the model to names in the
+    files,
+    where they differ. Raises NotFoundError for a missing parameter, UsageError if a shape differs.
     """
     found: dict[str, torch.Tensor] = {}
     for one in layout.tensors:

@@ -1,11 +1,10 @@
 """Resumable download of full tensors of one step into a local safetensors file.
 
-Next to `model.safetensors` stands `.model.safetensors.part`, which is written from its begin to
-its end: its length says how far it is. The metadata of its header names the request and the
-snapshots that the bytes are of. After an interruption the same call asks for the same header, and
-so for the same snapshots: while their leases last it goes on where the file ends, and starts
-over otherwise. No file ever holds bytes of two states. In the complete file that entry of the
-metadata is gone.
+`.model.safetensors.part`, next to `model.safetensors`, is written from its begin to its end: its
+length is the progress. The metadata of its header names the request and the snapshots of its
+bytes. After an interruption the same call asks for the same header, and so for the same snapshots:
+while their leases last the download continues where the file ends, and starts over otherwise. No
+file ever holds bytes of two states. The complete file lacks that entry of the metadata.
 
 The directory may be writable by others, such as /tmp. So the file is private (mode 0600)
 until it is complete and renamed, and a file of another user, or a link, is refused.
@@ -82,8 +81,7 @@ class PartialFile:
     def check(self, *, replace: bool) -> None:
         """Fail early on what `publish` would refuse.
 
-        Raises:
-            UsageError: no such directory. ConflictError: the file exists.
+        Raises UsageError if there is no such directory, ConflictError if the file exists.
         """
         if not self.path.parent.is_dir():
             raise UsageError(f"{self.path}: there is no directory {self.path.parent}; create it")
@@ -102,16 +100,15 @@ class PartialFile:
 
     @property
     def size_bytes(self) -> int:
-        """How far it is."""
+        """Bytes written so far."""
         return os.fstat(self._file).st_size
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Open and lock the file for the block.
 
-        Raises:
-            ConflictError: another process downloads to this path, or a partial file is not
-                ours.
+        Raises ConflictError if another process downloads to this path, or a partial file is not
+        ours.
         """
         import fcntl
 
@@ -129,11 +126,7 @@ class PartialFile:
             self._file = -1
 
     def begin(self, header: bytes, whole_bytes: int) -> None:
-        """Start over with a header.
-
-        Raises:
-            ExhaustedError: not enough disk space for the whole file.
-        """
+        """Start over with a header; ExhaustedError without disk space for the whole file."""
         self.go_on(0)
         disk = os.fstatvfs(self._file)
         free_bytes = disk.f_bavail * disk.f_frsize
@@ -150,11 +143,7 @@ class PartialFile:
         os.lseek(self._file, begin, os.SEEK_SET)
 
     def append(self, data: memoryview) -> None:
-        """Write on.
-
-        Raises:
-            ExhaustedError: the write failed, for example on a full disk.
-        """
+        """Append bytes; ExhaustedError if the write failed, for example on a full disk."""
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -164,8 +153,7 @@ class PartialFile:
     def publish(self, header: bytes, *, replace: bool) -> None:
         """Give the complete file its final header, as long as before, and rename it, durably.
 
-        Raises:
-            ConflictError: the file exists by now, or the partial file was replaced.
+        Raises ConflictError if the file exists by now, or the partial file was replaced.
         """
         os.pwrite(self._file, header, 0)
         os.fchmod(self._file, 0o666 & ~_umask())
@@ -198,8 +186,8 @@ class PartialFile:
 def _open_ours(path: Path) -> int:
     """Open, or create, a private file of this user for reading and writing.
 
-    Raises:
-        ConflictError: a link, not a regular file, hard-linked, or another user's or open to one.
+    Raises ConflictError for a link, a file that is not regular or is hard-linked, and one that is
+    another user's or open to one.
     """
     # O_NONBLOCK: opening a FIFO would block until its other end is opened.
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -233,7 +221,7 @@ def _umask() -> int:
 
 
 DOWNLOAD_LEASE_S: Final = 120.0
-"""How long the snapshot survives an interruption."""
+"""How long, in seconds, the snapshot survives an interruption."""
 BATCH_BYTES: Final = 64 << 20
 
 
@@ -246,7 +234,7 @@ class Wanted:
     names: Mapping[str, str]
     """From names in the model to names in the file."""
     metadata: Mapping[str, str]
-    """Of the header; incarnation and step are added."""
+    """The header's metadata; incarnation and step are added."""
     key: str
     """Equal for equal requests."""
 
@@ -269,7 +257,7 @@ class FileLayout:
         return self.ends[-1] if self.ends else len(self.header)
 
     def whole(self, size_bytes: int) -> int:
-        """How many tensors a file of that length has whole."""
+        """Number of complete tensors in a file of that length."""
         return bisect_right(self.ends, size_bytes)
 
     def end_of(self, count: int) -> int:
@@ -321,7 +309,7 @@ def batches(
 
 
 def identity(key: str, pinned: Pinned) -> str:
-    """What bytes are of: the request, and the snapshots of each rank."""
+    """Name of the bytes: the request, and the snapshots of each rank."""
     told = {"key": key, "pins": [asdict(pin) for pin in pinned.pins.values()]}
     return json.dumps(told, separators=(",", ":"))
 
@@ -344,7 +332,7 @@ def _pin_of(told: Mapping[str, Any]) -> RankPin:
 
 
 PATIENCE_S: Final = 60.0
-"""How long an outage may last before the call fails."""
+"""How long, in seconds, an outage may last before the call fails."""
 MAX_BEGINNINGS: Final = 3
 
 _AGAIN_S: Final = 0.5
@@ -420,10 +408,9 @@ class Download:
     async def run(self, content: Content, deadline_s: float) -> Downloaded:
         """Download `content` at one step.
 
-        Raises:
-            UnreachableError: a sidecar was unreachable for too long; call again to resume.
-            ExhaustedError: not enough disk space. ConflictError: the file exists.
-            ParamdError: as `AsyncMesh.summon`.
+        Raises UnreachableError if a sidecar was unreachable for too long (call again to resume),
+        ExhaustedError without disk space, ConflictError if the file exists, else as
+        `AsyncMesh.summon`.
         """
         began_s = time.monotonic()
         with self.file.opened():
@@ -489,7 +476,7 @@ class Download:
         except (NotFoundError, ConflictError, UnreachableError):
             self.said(f"the snapshot of step {pinned.state.step} has expired; starting over")
             return None
-        # Of a tensor that was cut off, nothing is kept: its pieces come from several ranks.
+        # Nothing of a truncated tensor is kept: its pieces come from several ranks.
         self._resumed_bytes = layout.end_of(layout.whole(self.file.size_bytes))
         await asyncio.to_thread(self.file.go_on, self._resumed_bytes)
         self.said(
@@ -536,14 +523,12 @@ class Download:
         began_s = time.monotonic()
         while True:
             try:
-                sidecars = await self.reach.sidecars()
-                reading = Reading(sidecars, pinned, deadline_s, self.transport)
+                reading = Reading(await self.reach.sidecars(), pinned, deadline_s, self.transport)
                 return await self.transfer.tensors(
                     reading, wanted.chosen, batch, dtype=wanted.dtype
                 )
             except UnreachableError as error:
-                now_s = time.monotonic()
-                if now_s > min(deadline_s, began_s + PATIENCE_S):
+                if time.monotonic() > min(deadline_s, began_s + PATIENCE_S):
                     raise UnreachableError(
                         f"{error}; the bytes so far are kept: run the same command within "
                         f"{DOWNLOAD_LEASE_S:.0f} s to resume"

@@ -1,9 +1,9 @@
 """Pins for exports, and export plans as messages; optimizer state by parameter.
 
-With the optimizer, each rank's parameters, the kinds of its optimizer's state and the table of that
-are pinned at one state. Which kinds there are a table tells, so one is pinned before; should the
-one beside the state tell otherwise, it is done again. `mesh.optimizer` and
-`mesh.summon(optimizer=True)` read the same pins.
+With the optimizer, each rank's parameters, the kinds of its optimizer's state and the state's table
+are pinned at one state. A table lists the kinds, so one is pinned first; if the table beside the
+state differs, the pins are repeated. `mesh.optimizer` and `mesh.summon(optimizer=True)` read the
+same pins.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from paramd.mesh.reading.assemble import Targets
 
 FIRST_PATIENCE_S = 2.0
-"""How long to wait for a boundary before the optimizer's state is read without one."""
+"""How long, in seconds, to wait for a boundary before the optimizer's state is read without one."""
 
 _AGAIN_S = 0.1
 
@@ -72,11 +72,7 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
 
 
 def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
-    """The settings in a message.
-
-    Raises:
-        UsageError: an unknown format.
-    """
+    """The settings in a message; UsageError for an unknown format."""
     formats = {one.number: name for name, one in FORMATS.items()}
     if message.format not in formats:
         raise UsageError(f"format: {message.format} is not an export format")
@@ -96,9 +92,9 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
 def decode_plan(message: export_pb2.ExportPlan, layout: Layout) -> ExportPlan:
     """Rebuild the plan of a message from the layout.
 
-    Raises:
-        UsageError: as `decode_settings`.
-        ConflictError: the digests differ: the sender's version plans differently.
+    Raises UsageError as `decode_settings`, ConflictError if the digests differ: the sender's
+    version
+    plans differently.
     """
     table = OptimizerTable.from_json(message.optimizer) if message.optimizer else None
     plan = plan_export(layout, decode_settings(message), table)
@@ -159,7 +155,7 @@ class _Beside:
 
 
 Wanted = Callable[[OptimizerTable], Mapping[str, Spans]]
-"""Of what a table tells, the spans of each kind of state to be pinned, by rank."""
+"""From a table to the spans of each kind of state to be pinned, by rank."""
 
 
 async def pin_with_optimizer(
@@ -167,14 +163,9 @@ async def pin_with_optimizer(
 ) -> PinnedExport:
     """Pin what `plan` reads and the optimizer's state; return the plan extended by it.
 
-    Args:
-        sidecars: of the mesh that the plan was made for.
-        plan: made without the optimizer.
-        deadline_s: on the monotonic clock.
-
-    Raises:
-        ConflictError: a rank could not provide its optimizer's state, or ranks disagree.
-        ParamdError: as `Pinner.pin`.
+    `sidecars` and `plan` (made without the optimizer) are of one mesh; `deadline_s` is on the
+    monotonic
+    clock. Raises as `pin_states`.
     """
 
     def wanted(table: OptimizerTable) -> Mapping[str, Spans]:
@@ -213,7 +204,6 @@ class HeldState:
     table: OptimizerTable
 
     def release(self) -> None:
-        """Release everything."""
         for pins in (self.pinned.pins, *self.states.values()):
             for pin in pins.values():
                 self.sidecars.release(pin)
@@ -232,8 +222,8 @@ async def pin_states(
     """Pin spans of the ranks' parameters, and of their optimizers' state, at one state.
 
     Args:
-        layout: what the table is to be about; other tensors are not.
-        replica: whose state is read, where it has any.
+        layout: the tensors to which the table is restricted.
+        replica: the replica whose state is read, where it has any.
         with_buffers: the spans can only be copied at a boundary.
 
     Raises:
@@ -249,7 +239,7 @@ async def pin_states(
         holders = {p.rank for one in layout.tensors for p in one.pieces if p.region.numel}
         if set(tables) == holders or not spread(layout, first.table):
             break
-        # Another rank may have what this replica has not.
+        # Another rank may have state that this replica lacks.
         tables = sorted(holders)
     expected = await asyncio.to_thread(wanted, first.table)
     while True:
@@ -312,7 +302,7 @@ async def _pinned(
 
 
 async def _soon_or_now(pinner: Pinner, spans: Spans, deadline_s: float) -> Pinned:
-    """Pin at a boundary if one comes soon, else what there is: training hangs, or has ended."""
+    """Pin at a boundary if one comes soon, else the present state: training hangs, or has ended."""
     patience_s = FIRST_PATIENCE_S
     while True:
         soon_s = min(deadline_s, time.monotonic() + patience_s)
@@ -322,7 +312,8 @@ async def _soon_or_now(pinner: Pinner, spans: Spans, deadline_s: float) -> Pinne
             missed = error
         if time.monotonic() > deadline_s:
             raise missed
-        # While training moves, a copy of what is now may never succeed: back to a boundary then.
+        # While training moves, a copy without a boundary may never succeed: then wait for one
+        # again.
         until_s = min(deadline_s, time.monotonic() + patience_s)
         while True:
             try:
@@ -374,7 +365,7 @@ def _named(pin: RankPin, state_key: str) -> export_pb2.ExportPin:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRead:
-    """What is read, and how."""
+    """The content and the terms of a read."""
 
     reach: SidecarFinder
     sidecars: Sidecars
@@ -389,10 +380,8 @@ async def read_states(
 ) -> tuple[Pinned, OptimizerState]:
     """The chosen parameters' optimizer state; with `targets` these filled too, of the same state.
 
-    Raises:
-        UsageError: nothing but buffers was chosen.
-        ConflictError: a rank cannot provide its state.
-        ParamdError: as `AsyncMesh.summon`.
+    Raises UsageError if only buffers were chosen, ConflictError if a rank cannot provide its state,
+    else as `AsyncMesh.summon`.
     """
     began_s = time.monotonic()
     plan = read.chosen.plan

@@ -1,14 +1,14 @@
 """Streams of parameters, for evaluation jobs and inference engines.
 
-Steps are pinned ahead, as for gradients. Before a read, each rank digests what it pinned; tensors
-whose digests are unchanged since the last frame are not read again, unless the user has written to
-them.
+Steps are pinned ahead, as for gradients. Before a read, each rank digests its pins; tensors whose
+digests are unchanged since the last frame are not read again, unless the user has written to them.
 
-With deltas, of those that changed only the elements that did are sent. Each rank's snapshot then
-has a mirror here, byte for byte as the rank has it. A refresh asks the rank what changed since the
-step that the mirror is of, changes the mirror in place, and compares every range with the digest
-that the rank has of it. What does not match, or has no base at the rank any more, is read whole.
-The tensors that users get are made from mirrors, so nothing that they do to one can spoil the next.
+With deltas, only the changed elements of changed tensors are sent. Each rank's snapshot then has a
+mirror here, byte for byte. A refresh asks the rank for the changes since the mirror's step, changes
+the mirror in place, and compares every range with the rank's digest of it. Ranges that do not
+match,
+or whose base the rank no longer has, are read whole. Users get tensors made from mirrors, so
+writing to one cannot spoil the next frame.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MAX_ELEMENT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Refreshed:
-    """What a refresh found."""
+    """The result of a refresh."""
 
     changed: tuple[int, ...]
     """Indexes of the plan's tensors that differ from what was shown last."""
@@ -77,9 +77,9 @@ class RankMirror:
     """A range for each landing."""
     memory: torch.Tensor
     digests: list[bytes] = field(default_factory=list)
-    """Of each range; empty where it is unknown what is there."""
+    """Digest of each range; empty where its content is unknown."""
     wanted: list[bytes] = field(default_factory=list)
-    """As the rank has them."""
+    """The rank's digests."""
     shown: list[bytes] = field(default_factory=list)
     """When tensors were last made of them."""
     base: StateName | None = None
@@ -96,11 +96,10 @@ class RankMirror:
         return memory_at(address, item.end_bytes - item.begin_bytes)
 
     def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
-        """As `RandomAccess.read_into`."""
         ctypes.memmove(address, self.memory.data_ptr() + offset_bytes, size_bytes)
 
     def changed_bytes(self, first: int, parts: Sequence[pb.DeltaPart]) -> int:
-        """Bytes of the elements that parts say have changed; a whole range where none is told."""
+        """Bytes of the elements that parts report as changed; a whole range without a report."""
         found = 0
         for index, part in enumerate(parts, first):
             item = self.items[index]
@@ -111,7 +110,7 @@ class RankMirror:
         return found
 
     def apply(self, first: int, parts: Sequence[pb.DeltaPart], data: bytes) -> list[int]:
-        """Take in the parts of the ranges from `first` on; indexes of those to be read whole."""
+        """Apply the parts of the ranges from `first` on; return indexes of ranges to read whole."""
         whole: list[int] = []
         offset = 0
         for index, part in enumerate(parts, first):
@@ -154,9 +153,8 @@ class Mirrors:
     async def refresh(self, reading: Reading) -> Refreshed:
         """Bring all mirrors to the pinned step.
 
-        Raises:
-            DataLossError: what was read whole does not match the rank's digest of it.
-            ParamdError: as `Transfer.read_parts`. What has come is kept for the next refresh.
+        Raises DataLossError if a range read whole does not match the rank's digest, else as
+        `Transfer.read_parts`. Bytes that have come are kept for the next refresh.
         """
         # None goes on into the next refresh when another one fails.
         answers = await all_ended([self._ask(reading, one) for one in self._mirrors.values()])
@@ -190,7 +188,7 @@ class Mirrors:
         ]
 
     async def _ask(self, reading: Reading, mirror: RankMirror) -> tuple[list[int], int, int]:
-        """Of one rank: the ranges to be read whole, the bytes that came, those that changed."""
+        """For one rank: the ranges to be read whole, the received bytes, the changed bytes."""
         sidecars, pinned = reading.sidecars, reading.pinned
         base, mirror.base = mirror.base, None
         whole: list[int] = []
@@ -217,7 +215,7 @@ class Mirrors:
         return whole, sent_bytes, changed_bytes
 
     async def _read_whole(self, reading: Reading, whole: Mapping[int, Sequence[int]]) -> int:
-        """Read these ranges of each rank into the mirrors; the bytes that came."""
+        """Read these ranges of each rank into the mirrors; return the received bytes."""
         if not whole:
             return 0
         reads = tuple(
@@ -232,8 +230,7 @@ class Mirrors:
         some = replace(pinned, pins={rank: pinned.pins[rank] for rank in whole})
         await self._transfer.read_parts(replace(reading, pinned=some), plan, self)
         for rank, indexes in whole.items():
-            right = await self._transfer.run(partial(_all_right, self._mirrors[rank], indexes))
-            if not right:
+            if not await self._transfer.run(partial(_all_right, self._mirrors[rank], indexes)):
                 raise DataLossError(
                     f"{reading.sidecars.who(rank)} sent bytes of step {pinned.state.step} that do "
                     "not match its own digest of them; try again, and check the host's memory if "
@@ -270,11 +267,12 @@ class FollowRequest(StreamRequest):
 
 
 class _Handed:
-    """Tensors that a user has, given again where they have not changed in the training.
+    """Tensors that a user has, returned again where they have not changed in the training.
 
-    The user may write to them. A version counter would not tell: writes through `.data` or NumPy
-    do not count. So a digest of each is kept, and compared before it is given again; it takes a
-    sixth of the time of a copy into fresh memory, and no memory.
+    The user may write to them. A version counter would miss writes through `.data` or NumPy. So a
+    digest of each is kept, and compared before it is returned again; it takes a sixth of the time
+    of
+    a copy into fresh memory, and no memory.
     """
 
     def __init__(self, transfer: Transfer, names: Sequence[tuple[str, ...]]) -> None:
@@ -292,8 +290,7 @@ class _Handed:
         self._digests |= await self._digested(numbers)
 
     async def spoiled(self, changed: Collection[int]) -> list[int]:
-        """Those that are not as they were given out, apart from `changed`, whose turn comes
-        anyway."""
+        """Tensors that the user has written to, apart from `changed`, which are read anyway."""
         numbers = [n for n in range(len(self._names)) if n not in changed]
         found = await self._digested([n for n in numbers if n in self._digests])
         return [n for n in numbers if n not in found or found[n] != self._digests[n]]
@@ -305,7 +302,7 @@ class _Handed:
 
 
 def _digest_of(tensor: torch.Tensor) -> bytes:
-    """Of the bytes, shape and dtype; empty for what was put elsewhere or laid out otherwise."""
+    """Digest of bytes, shape and dtype; empty for a tensor that was moved or laid out otherwise."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return b""
     size_bytes = tensor.numel() * tensor.element_size()
@@ -340,17 +337,15 @@ class FollowSteps:
         self._mirrors = Mirrors(transfer, plan) if wanted.deltas else None
 
     async def hold(self, sidecars: Sidecars, at: At, timeout_s: float) -> PinnedStep:
-        """As `Steps.hold`."""
         return await hold_step(sidecars, self._requests, at, timeout_s)
 
     def release(self, held: PinnedStep) -> None:
-        """As `Steps.release`."""
         held.release()
 
     async def read(self, sidecars: Sidecars, at: At, dropped: int, held: PinnedStep) -> ParamFrame:
         """The frame: changed tensors read, the others those of the last frame.
 
-        Of the others, those that the user has written to are made again.
+        Others that the user has written to are made again.
         """
         reading = held.reading(self._wanted.transport)
         if self._mirrors is not None:
@@ -393,11 +388,11 @@ class FollowSteps:
         return Refreshed(tuple(sorted(self._due)), sent_bytes, sent_bytes)
 
     async def _to_make(self) -> list[int]:
-        """What has changed, in the training or by the user."""
+        """The tensors that training or the user has changed."""
         return sorted({*self._due, *await self._handed.spoiled(self._due)})
 
     async def _landed(self, mirrors: Mirrors, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
-        """New tensors with these indexes, by name, made from what is here."""
+        """New tensors with these indexes, by name, made from the mirrors."""
         from paramd.mesh.reading.assemble import Targets
 
         if not numbers:
@@ -439,8 +434,7 @@ async def open_following(
             )
         selection = select(index, wanted.patterns, with_buffers=False)
         plan = plan_read(index.layout, selection, costs=reach.costs())
-        names = [item.names for item in selection]
-        return FollowSteps(sidecars, transfer, wanted, plan, names)
+        return FollowSteps(sidecars, transfer, wanted, plan, [item.names for item in selection])
 
     steps = await reach.attempts(attempt, time.monotonic() + READ_S)
     return StepStream(reach, steps, steps.read, every=wanted.every)

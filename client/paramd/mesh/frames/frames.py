@@ -1,8 +1,8 @@
 """Frames of a stream, and the plans by which gradients are read. Pure.
 
 Gradients are laid out as their parameters, so the layout's read plans apply, except that a
-gradient may be the sum over several ranks (Partial). The notes that come with frames tell: first
-which tensors are such sums, then which ranks form a group; from then on all of them are read, and
+gradient may be the sum over several ranks (Partial). The notes that come with frames report first
+which tensors are sums, then which ranks form a group; from then on all of them are read, and
 summed by the client.
 """
 
@@ -68,17 +68,18 @@ class GradPlan:
     used: frozenset[tuple[int, int]]
     """(rank, index into `asked`) of every read."""
     probed: frozenset[int]
-    """Of `asked`, those that all holders are read of, only to hear which groups they form."""
+    """Indexes into `asked` that are read of all holders, only to learn which groups they form."""
     groups: Mapping[int, Mapping[int, int]]
-    """What the plan takes for granted of the Partial ones: by index into `asked`, by rank."""
+    """The plan's assumptions about the Partial ones: by index into `asked`, by rank."""
 
 
 @dataclass(slots=True)
 class PartialGroups:
-    """What is known about Partial gradients, by index into `GradPlan.asked`.
+    """The known groups of Partial gradients, by index into `GradPlan.asked`.
 
-    Frames are asked for ahead, so a frame may follow a plan that was made of less. Whether it may
-    be read is therefore a matter of its own plan and its own notes, never of what is known now.
+    Frames are requested ahead, so a frame may follow a plan that was made with less knowledge.
+    Whether
+    it may be read therefore depends on its own plan and its own notes, never on what is known now.
     """
 
     probing: set[int] = field(default_factory=set)
@@ -95,7 +96,7 @@ class PartialGroups:
             if (note.rank, note.asked) not in found.used:
                 continue
             if note.none:
-                # Without a gradient it says nothing about groups, and nothing is summed either.
+                # Without a gradient it reports no groups, and nothing is summed either.
                 said[note.asked].pop(note.rank, None)
             else:
                 said[note.asked][note.rank] = note.group
@@ -115,7 +116,7 @@ class PartialGroups:
         return right
 
     def _outdated(self, asked: int, known: Mapping[int, int] | None) -> None:
-        """Look again, unless more is known by now than the plan took for granted."""
+        """Plan again, unless more is known by now than the plan assumed."""
         if self.groups.get(asked) == known:
             self.groups.pop(asked, None)
             self.probing.add(asked)
@@ -126,8 +127,7 @@ def ask_for(
 ) -> tuple[GradSelection, ...]:
     """The gradients that match.
 
-    Raises:
-        NotFoundError: as `select`. UsageError: as `select`, or `rows` is out of range.
+    Raises NotFoundError as `select`; UsageError as `select`, or if `rows` is out of range.
     """
     if rows is not None and not 1 <= rows <= MAX_ROWS:
         raise UsageError(f"rows: {rows}; expected 1 to {MAX_ROWS:,}")
@@ -152,8 +152,7 @@ def make_plan(
 ) -> GradPlan:
     """Plan the reads of `asked`, given what is known about Partial gradients.
 
-    Raises:
-        UnreachableError: as `plan_read`.
+    Raises UnreachableError as `plan_read`.
     """
     plain: list[SelectedTensor] = []
     summed: list[SelectedTensor] = []
@@ -258,7 +257,7 @@ class GradFrame(Frame[Value]):
     """
 
     made: InitVar[Mapping[str, Callable[[], Value]]] = field(kw_only=False)
-    """What makes the values, on first access."""
+    """Makes the values, on first access."""
     none: Mapping[str, str]
     """Reason why there is no gradient, by name."""
     scale: float
@@ -333,7 +332,8 @@ class GradFrame(Frame[Value]):
 @dataclass(kw_only=True, eq=False, repr=False)
 class ParamFrame(Frame["torch.Tensor"]):
     """Parameters after one update. Unchanged tensors are the last frame's own objects, unless they
-    have been written to: those are made again."""
+    have been written to: those are made again.
+    """
 
     tensors: InitVar[Mapping[str, torch.Tensor]] = field(kw_only=False)
     changed: Sequence[str]
@@ -341,8 +341,7 @@ class ParamFrame(Frame["torch.Tensor"]):
     sent_bytes: int = 0
     """Bytes that came from the ranks for this frame."""
     changed_bytes: int | None = None
-    """Bytes of the elements that differ from the last frame, replicas read once; None without
-    deltas."""
+    """Bytes of elements that differ from the last frame, once per replica; None without deltas."""
 
     def __post_init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._made, self.changed = dict(tensors), tuple(self.changed)

@@ -90,9 +90,8 @@ async def read_tensors(
 ) -> dict[int, torch.Tensor]:
     """Read, for each `asked[i]`, the plan's tensors `numbers[i]` into one; by `i`.
 
-    `zeroed`: what no rank holds of them becomes 0; else there must be no such part.
-
-    Raises: as `Transfer.read`.
+    `zeroed`: parts that no rank holds become 0; otherwise there must be none. Raises as
+    `Transfer.read`.
     """
     results: dict[int, torch.Tensor] = {}
     into: dict[str, torch.Tensor] = {}
@@ -100,8 +99,7 @@ async def read_tensors(
     for index, (one, of) in enumerate(zip(asked, numbers, strict=True)):
         if not len(of):
             continue
-        kind = dtype if dtype is not None else torch_dtype(one.tensor.dtype)
-        whole = pool.take(one.shape, kind)
+        whole = pool.take(one.shape, dtype if dtype is not None else torch_dtype(one.tensor.dtype))
         results[index] = whole.zero_() if zeroed else whole
         if len(of) == 1:
             into[f"#{of[0]}"] = whole

@@ -55,7 +55,7 @@ MAX_ITEMS = 20_000
 """With more items on one rank they are reduced from a snapshot, in several calls."""
 
 Items = Mapping[int, tuple[StatsItem, ...]]
-"""What each rank reduces; empty for full gradients."""
+"""Each rank's items to reduce; empty for full gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class GradRequest(StreamRequest):
 
 @dataclass(frozen=True, slots=True)
 class _Asking:
-    """A plan, and what is asked of each rank by it."""
+    """A plan, and the requests that it makes of each rank."""
 
     plan: GradPlan
     requests: Mapping[int, pb.PinSnapshotRequest]
@@ -90,13 +90,13 @@ class _Asking:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The pins of one step, and what was asked for, which may differ from what would be now."""
+    """The pins of one step, and their request, which may differ from the present one."""
 
     asking: _Asking
     main: PinnedStep | None
     """None: everything is summed here."""
     sums: PinnedStep | None
-    """None: nothing is."""
+    """None: without sums."""
 
     @property
     def plan(self) -> GradPlan:
@@ -122,11 +122,10 @@ class GradSteps:
         self._asked = asked
         self._learnt = PartialGroups()
         self._asking: _Asking | None = None
-        """What is asked for next; None: to be planned anew."""
+        """The next request; None: plan again."""
         self.ranks: tuple[int, ...] = ()
 
     async def hold(self, sidecars: Sidecars, at: At, timeout_s: float) -> _Held:
-        """As `Steps.hold`."""
         asking = await self.planned(sidecars)
         requests = [asked for asked in (asking.requests, asking.sums) if asked]
         # Concurrently: once the update has begun it is too late to pin its gradients.
@@ -137,7 +136,6 @@ class GradSteps:
         return _Held(asking, main, found[-1] if asking.sums else None)
 
     def release(self, held: _Held) -> None:
-        """As `Steps.release`."""
         for step in held.steps():
             step.release()
 
@@ -182,7 +180,6 @@ class GradSteps:
         )
 
     async def planned(self, sidecars: Sidecars) -> _Asking:
-        """What is asked for now."""
         if self._asking is None:
             index = await self._reach.index(sidecars)
             plan = make_plan(index.layout, self._asked, self._learnt, costs=self._reach.costs())
@@ -236,7 +233,7 @@ class GradSteps:
     async def _summed(self, held: _Held) -> dict[int, torch.Tensor]:
         """Partial gradients, summed in rank order so that the result is deterministic.
 
-        The sum is rounded once, to what is wanted, or to the gradient's own dtype.
+        The sum is rounded once, to the wanted dtype, or to the gradient's own.
         """
         from paramd.mesh.frames.grad_tensors import Sums, read_tensors
 
@@ -265,8 +262,7 @@ async def open_stream(
 ) -> StepStream[_Held, GradFrame[Any]]:
     """Open a subscription; the caller closes it.
 
-    Raises:
-        NotFoundError: a pattern matches nothing. UnreachableError: no sidecar responds.
+    Raises NotFoundError if a pattern matches nothing, UnreachableError if no sidecar responds.
     """
     if wanted.kind == "full":
         await transfer.load_torch()
@@ -314,10 +310,8 @@ async def read_parts(
 ) -> list[list[Part]]:
     """Statistics of each rank's part, by index into the plan's `asked`.
 
-    Adds to `bad`, by name, the ranks whose part is not finite.
-
-    Raises:
-        ConflictError: a rank's response does not match its request.
+    Adds to `bad`, by name, the ranks whose part is not finite. Raises ConflictError if a rank's
+    response does not match its request.
     """
     plan, items = asking.plan, asking.items
     owner = [index for index, of in enumerate(plan.numbers) for _ in of]

@@ -1,8 +1,8 @@
-"""Streams of steps: requests upcoming steps from all ranks and yields what they captured.
+"""Streams of steps: requests upcoming steps from all ranks and yields their captures.
 
 Two steps are requested ahead. A step that any rank missed is dropped on all. A slow reader gets
 the newest frame: captures that training has long passed are released unread. Steps are requested of
-a history: after a rollback they come again, and the stream goes on with those.
+a history: after a rollback they are repeated, and the stream continues with the repeated ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AHEAD = 2
 """Steps requested ahead; sidecars have as many slots."""
 
 OUTAGE_S = 20.0
-"""How long a rank may be unreachable before the stream raises its error."""
+"""How long, in seconds, a rank may be unreachable before the stream raises its error."""
 
 _FRESH_S = 0.25
 """Captures younger than this are read without checking how far training is."""
@@ -87,7 +87,7 @@ class ReachLike(Protocol):
 
 
 class Steps(Protocol[Held]):
-    """What a stream pins at each step."""
+    """The pins of a stream at each step."""
 
     ranks: tuple[int, ...]
     """Ranks that are pinned; the first one also reports how far training is."""
@@ -95,8 +95,7 @@ class Steps(Protocol[Held]):
     async def hold(self, sidecars: Sidecars, at: At, timeout_s: float) -> Held:
         """Pin one upcoming step on all ranks, or on none.
 
-        Raises:
-            AbortedError: a rank missed it. TrainingEndedError: there are no more steps.
+        Raises AbortedError if a rank missed it, TrainingEndedError if there are no more steps.
         """
 
     def release(self, held: Held) -> None:
@@ -122,11 +121,10 @@ class StepStream(Generic[Held, Result]):
         every: int,
         keep_all: bool = False,
     ) -> None:
-        """
-        Args:
-            read: makes a frame of (sidecars, at, dropped, held); None drops the step.
-            every: steps are multiples of this.
-            keep_all: yield outdated captures too, for readers that want every frame.
+        """Args:
+        read: makes a frame of (sidecars, at, dropped, held); None drops the step.
+        every: steps are multiples of this.
+        keep_all: yield outdated captures too, for readers that want every frame.
         """
         self._reach = reach
         self._steps = steps
@@ -140,7 +138,7 @@ class StepStream(Generic[Held, Result]):
         self._asked = 0
         """Last requested step."""
         self._last = At(0, 0)
-        """Of the last frame returned."""
+        """Step of the last frame returned."""
         self._history = 0
         """The history that steps are requested of."""
         self._down_since_s: float | None = None
@@ -149,10 +147,10 @@ class StepStream(Generic[Held, Result]):
     async def next(self) -> Result:
         """The next frame.
 
-        Raises:
-            StreamOverError: the training has detached, or the stream was closed.
-            ConflictError: a new incarnation, a trainer that ended, or a torn rank.
-            UnreachableError: a rank did not respond for `OUTAGE_S`.
+        Raises StreamOverError if the training has detached or the stream was closed, ConflictError
+        for a
+        new incarnation, a trainer that ended or a torn rank, and UnreachableError if a rank did not
+        respond for `OUTAGE_S`.
         """
         while not self._over:
             await self._ask_ahead()
@@ -302,20 +300,20 @@ class StepStream(Generic[Held, Result]):
         if asks:
             await asyncio.wait([ask.task for ask in asks])
         for ask in asks:
-            # Cancelled too late: it holds leases that nothing else would release.
+            # Cancelled too late: it has leases that nothing else would release.
             if not ask.task.cancelled() and ask.task.exception() is None:
                 self._steps.release(ask.task.result())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamRequest:
-    """What every subscription says."""
+    """Arguments of every subscription."""
 
     patterns: tuple[Pattern, ...]
     every: int = 1
     """Frames are of updates whose number is a multiple of this; 1 or more."""
     dtype: torch.dtype | None = None
-    """Of the tensors; None keeps each parameter's own."""
+    """Dtype of the tensors; None keeps each parameter's own."""
     transport: Transport = "auto"
 
     def __post_init__(self) -> None:
@@ -346,7 +344,7 @@ CAPTURE_LEASE_S = 0.9
 """Longest time that a killed reader keeps memory."""
 
 HOLD_S = 10.0
-"""How long a capture is kept for its reader."""
+"""How long, in seconds, a capture is kept for its reader."""
 
 READ_S = 60.0
 """Time limit for reading one frame."""
@@ -365,7 +363,7 @@ class PinnedStep:
     ) -> None:
         self._hold_s = hold_s
         self.state = state
-        """Of all ranks."""
+        """The state of all ranks."""
         self.answers: Mapping[int, sidecar_pb2.PinSnapshotResponse] = answers
         self.pins = pins
         self.sidecars = sidecars
@@ -375,11 +373,10 @@ class PinnedStep:
 
     @property
     def pinned(self) -> Pinned:
-        """The snapshots."""
         return Pinned(self.state, self.pins)
 
     def reading(self, transport: Transport = "auto") -> Reading:
-        """How to read it, within `READ_S` from now."""
+        """A read of the pins, within `READ_S` from now."""
         return Reading(self.sidecars, self.pinned, time.monotonic() + READ_S, transport)
 
     def release(self) -> None:
@@ -413,10 +410,8 @@ async def hold_step(
     The responses must name one state: an edit between two updates changes parameters but not the
     step, and one rank may have copied before the edit, another after it.
 
-    Raises:
-        AbortedError: a rank missed the step, or has it with other edits.
-        TrainingEndedError: there are no more steps.
-        ParamdError: as `Sidecars.pin_step`.
+    Raises AbortedError if a rank missed the step or has it with other edits, TrainingEndedError if
+    there are no more steps, else as `Sidecars.pin_step`.
     """
 
     async def pin(rank: int) -> sidecar_pb2.PinSnapshotResponse:
@@ -448,7 +443,7 @@ def _check(
     headers = [answer.header for answer in answers.values()]
     said = {StateName.of(header) for header in headers}
     wanted = StateName(sidecars.document.incarnation, at.history, at.step, headers[0].edits)
-    # Nobody asks for a step as it rests, nor for weights that stand in.
+    # Nobody asks for a step as it rests, nor for weights that replace the training's.
     if said != {wanted} or any(header.unsettled for header in headers):
         raise AbortedError(
             f"requested {wanted} of incarnation {wanted.incarnation}, but the ranks have "

@@ -1,1 +1,1 @@
-"""What is wrong with a run: stuck ranks, differences between states."""
+"""Diagnosis of a run: stuck ranks, differences between states."""

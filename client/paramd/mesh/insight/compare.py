@@ -16,20 +16,20 @@ BLOCK_NUMEL = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDiff:
-    """How one tensor of b differs from that of a. NaN where there is nothing to compute."""
+    """How one tensor differs between a and b. NaN where there is nothing to compute."""
 
     name: str
     shape: tuple[int, ...]
-    """Of a, or of b where only b has it."""
+    """Shape of a, or of b where only b has it."""
     dtype: str
     norm: float
-    """Of b - a."""
+    """Norm of b - a."""
     relative: float
     """That divided by the norm of a; infinite where a is all zeros and b is not."""
     norm_a: float
     norm_b: float
     cosine: float
-    """Of the angle between a and b; NaN where one is all zeros."""
+    """Cosine of the angle between a and b; NaN where one is all zeros."""
     max_abs: float
     """Largest magnitude of an element of b - a."""
     changed: int
@@ -40,8 +40,9 @@ class TensorDiff:
     problem: str = ""
     """Why it was not compared: only one state has it, or the shapes differ."""
     cells: tuple[tuple[float, ...], ...] = ()
-    """A heat map, if one was asked for: the mean of b - a in each cell, NaN where it is not finite.
-    Rows of the grid are rows of the tensor; dims beyond the second count as columns."""
+    """A heat map, if one was requested: the mean of b - a in each cell, NaN where it is not finite.
+    Rows of the grid are rows of the tensor; dims beyond the second count as columns.
+    """
 
 
 class Diff(Table[TensorDiff]):
@@ -59,7 +60,7 @@ class Diff(Table[TensorDiff]):
     about = ("a", "b")
     a: str
     b: str
-    """What was compared, in words."""
+    """Both states in words."""
 
     def summary(self) -> str:
         compared = [row for row in self if not row.problem]
@@ -79,7 +80,7 @@ def order(row: TensorDiff) -> tuple[bool, float, str]:
 
 
 def compare(name: str, a: torch.Tensor, b: torch.Tensor, cells: int = 0) -> TensorDiff:
-    """How b differs from a, in float64; NaN and infinities are computed as they come.
+    """The difference between b and a, in float64; NaN and infinities are computed as they come.
 
     `cells`: most rows and columns of a heat map; 0 for none.
     """

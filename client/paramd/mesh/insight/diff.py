@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 Now = Literal["now"]
 
 MARK = "mark:"
-"""How the name of a mark begins where other states can be given, too."""
+"""Prefix of a mark's name where other states can be given, too."""
 
 MAX_FILES = 10_000
 
@@ -49,7 +49,7 @@ Source = Any
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Tensors of one state; whoever made it ends its leases."""
+    """Tensors of one state; its maker ends its leases."""
 
     label: str
     """The state in words."""
@@ -78,11 +78,8 @@ async def live_state(
     """A job's tensors, pinned now, at a step to come (a number is of the present history), or as a
     mark ("mark:NAME") has them.
 
-    Raises:
-        ConflictError: the step is past, or the training has ended before it; or there is no such
-            mark.
-        DeadlineError: it did not come in time.
-        ParamdError: as `AsyncMesh.summon`.
+    Raises ConflictError if the step is past, training ended before it or the mark does not exist,
+    DeadlineError if the step did not come in time, else as `AsyncMesh.summon`.
     """
     async with AsyncExitStack() as stack:
 
@@ -113,8 +110,7 @@ async def live_state(
 def stored_state(path: Path, patterns: Sequence[Pattern]) -> State:
     """A safetensors file, or a directory of them such as an export.
 
-    Raises:
-        NotFoundError: it does not exist, or no tensor matches. UsageError: it holds none.
+    Raises NotFoundError if it does not exist or no tensor matches, UsageError if it has no tensors.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -202,7 +198,7 @@ async def compute_diff(
         from paramd.mesh.insight.compare import Diff, order
 
         if is_to_come(a) and is_to_come(b):
-            # Both are asked for before either comes: steps may follow each other quickly.
+            # Request both before either comes: steps may follow each other quickly.
             first = await next_step(reach, deadline_s)
             ahead = [first.step + int(s) if is_ahead(s) else s for s in (a, b)]
             steps = [At(first.history, step) for step in ahead]
@@ -232,7 +228,7 @@ def check_order(a: Source, b: Source) -> None:
 
 
 def is_ahead(source: Source) -> bool:
-    """Whether a source is "+N", so many steps from now."""
+    """Whether a source is "+N": N steps from now."""
     return isinstance(source, str) and source[:1] == "+" and source[1:].isdecimal()
 
 

@@ -1,8 +1,8 @@
-"""`mesh.replay`: one update of one rank made again by its sidecar, and compared bit by bit.
+"""`mesh.replay`: one update of one rank repeated by its sidecar, and compared bit by bit.
 
 Parameters and optimizer state before and after the update and the gradients it consumed are pinned
-on that rank; its sidecar makes the update on copies, with torch's own optimizer. It needs no
-replicas, and the training goes on meanwhile.
+on that rank; its sidecar repeats the update on copies, with torch's own optimizer. It needs no
+replicas, and training continues meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReplayRow:
     """One tensor of an update that was made again."""
 
     name: str
-    """Of the parameter; of several that share one flat parameter, all of them."""
+    """Name of the parameter; of several that share one flat parameter, all of them."""
     key: str
     """Kind of optimizer state; empty for the parameter itself."""
     numel: int
@@ -46,7 +46,7 @@ class ReplayRow:
     element: int
     """The first of them, counted in this rank's memory; -1 for none."""
     bits: tuple[int, ...]
-    """Its bits that differ, 0 the lowest."""
+    """The bits that differ, 0 the lowest."""
     refused: str
     """Why it was not made again; empty: it was."""
 
@@ -76,7 +76,7 @@ class Replay(Table[ReplayRow]):
 
     @property
     def clean(self) -> bool:
-        """Whether something was made again, and nothing of it differs."""
+        """Whether some tensors were repeated, and none differs."""
         return not self.differing and any(not row.refused for row in self)
 
     def summary(self) -> str:
@@ -142,8 +142,7 @@ async def _one(
     step = now.step + ahead
     async with AsyncExitStack() as stack:
         at = At(now.history, step)
-        known = await hold(stack, sidecars, {rank: ()}, "any", at, deadline_s)
-        facts = facts_of(known)[rank]
+        facts = facts_of(await hold(stack, sidecars, {rank: ()}, "any", at, deadline_s))[rank]
         spans = spans_of(facts, rank, chosen)
         if not spans:
             raise UsageError(
@@ -201,7 +200,7 @@ def names_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> Mappi
 def _params_of(
     facts: Facts, rank: int, chosen: Sequence[SelectedTensor]
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """The optimizers' parameter of each piece on a rank of what is chosen, and that one's fqn."""
+    """The optimizers' parameter of each chosen piece on a rank, and that one's fqn."""
     for item in chosen:
         for piece in item.tensor.pieces:
             param = facts.param_at(piece.arena_begin)

@@ -1,4 +1,4 @@
-"""What the control plane tells of a job: its alerts, what its ranks do, the end of their logs."""
+"""Reports of the control plane on a job: its alerts, its ranks' activity, the end of their logs."""
 
 from __future__ import annotations
 
@@ -155,11 +155,11 @@ class Collective(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankActivity(Document):
-    """What one rank is doing. None where a number is unknown."""
+    """The activity of one rank. None where a number is unknown."""
 
     rank: int
     error: str
-    """Why its sidecar tells nothing; empty when it does."""
+    """Why its sidecar does not answer; empty when it does."""
     step: int
     phase: str
     phase_reason: str
@@ -177,12 +177,12 @@ class RankActivity(Document):
     seen_for_s: float | None
     """Seconds that its thread has been seen there, at least."""
     source: str
-    """How the stacks were had: "trainer" or "faulthandler"; empty: there are none."""
+    """Source of the stacks: "trainer" or "faulthandler"; empty: no stacks."""
     missing: str
     """Why there are no stacks."""
     threads: tuple[ThreadStack, ...]
     collectives: tuple[Collective, ...]
-    """The latest, those that are not over first; only of ranks that are overdue."""
+    """The latest, unfinished ones first; only of ranks that are overdue."""
     collectives_missing: str
     process_state: str
     rss_bytes: int | None
@@ -203,7 +203,7 @@ class RankActivity(Document):
 
 
 class Why(Table[RankActivity]):
-    """What the asked ranks are doing, by rank, and the verdict."""
+    """The activity of the requested ranks, by rank, and the verdict."""
 
     columns = (
         ("rank", lambda row: str(row.rank)),
@@ -219,7 +219,7 @@ class Why(Table[RankActivity]):
     job: str
     incarnation: int
     verdict: str
-    """Which rank keeps the others waiting, in a sentence."""
+    """The rank that keeps the others waiting, in a sentence."""
 
     def summary(self) -> str:
         return self.verdict
@@ -261,14 +261,15 @@ class LogTail(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLog(Document):
-    """The end of one rank's logs, as they were when asked. Prints as their lines."""
+    """The end of one rank's logs at the time of the call. Prints as their lines."""
 
     job: str
     incarnation: int
     rank: int
     error: str
-    """Why its sidecar told nothing, so that only what lies on the control plane's host is here;
-    empty when it did."""
+    """Why its sidecar did not answer, so that only logs on the control plane's host are here;
+    empty when it did.
+    """
     logs: tuple[LogTail, ...]
     """The sidecar's first."""
 

@@ -1,7 +1,7 @@
-"""`mesh.spectrum`: singular values of a sharded weight, and what is wrong with its rows.
+"""`mesh.spectrum`: singular values of a sharded weight, and problems of its rows.
 
-The sidecars multiply what they hold with narrow matrices; only those travel. A block Krylov space
-grows from a random start until the largest singular values stand still (Musco and Musco,
+The sidecars multiply their shards with narrow matrices; only those travel. A block Krylov space
+grows from a random start until the largest singular values converge (Musco and Musco,
 "Randomized block Krylov methods for stronger and faster approximate singular value
 decomposition", 2015). It is kept on the shorter side, so a small weight is exhausted, and then all
 its singular values are exact. Everything is computed in float64.
@@ -78,7 +78,7 @@ class Spectrum(Document):
     condition: Finite
     """Largest / smallest singular value; infinite when the latter is 0."""
     condition_exact: bool
-    """Whether it is exact; else it is at least this."""
+    """Whether it is exact; otherwise it is a lower bound."""
     dead_rows: tuple[int, ...]
     """Rows without an element above the smallest normal number of the dtype; the first 100."""
     dead_row_count: int
@@ -123,8 +123,7 @@ async def compute_spectrum(
 async def spectrum_of(reading: Reading, plan: ReadPlan, *, k: int) -> Spectrum:
     """The spectrum of a plan's only tensor while it is pinned.
 
-    Raises:
-        UsageError: not exactly one tensor, no matrix, or not of floating-point numbers.
+    Raises UsageError unless that is exactly one matrix of floating-point numbers.
     """
     check_matrix(plan)
     tensor = plan.tensors[0]
@@ -233,7 +232,7 @@ _SMALLEST_NORMAL = {
 
 @dataclass(slots=True)
 class _Shards:
-    """The matrix, where it lies."""
+    """The matrix in its shards."""
 
     reading: Reading
     plan: ReadPlan

@@ -24,19 +24,18 @@ from paramd.v1 import sidecar_pb2 as pb
 
 MAX_FACTS_BYTES = 256 << 20
 MAX_WAIT_S = 500.0
-"""Longest wait for a step to come, and longest time that it is then held; sidecars accept no
-longer call."""
+"""Longest wait for a step to come, in seconds, and lease of its pins: the sidecars' limit."""
 
 AHEAD = 4
-"""Steps that may pass before the sidecars have heard of a request."""
+"""Steps that may pass before the sidecars receive a request."""
 
 AHEAD_S = 0.5
-"""The same, as time: of a quick training, more steps than that."""
+"""The same, in seconds: in a quick training, more steps than that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a rank says of its optimizers; see `paramd.v1.PinSnapshotResponse.optimizer`."""
+    """A rank's report on its optimizers; see `paramd.v1.PinSnapshotResponse.optimizer`."""
 
     threads: int
     classes: Sequence[str]
@@ -64,13 +63,13 @@ class Facts:
         return self.params[index]
 
     def group_of(self, param: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Its hyper-parameters."""
+        """The hyper-parameters of a parameter."""
         found: Mapping[str, Any] = self.groups[param["optimizer"]][param["group"]]
         return found
 
 
 def facts_of(held: PinnedStep) -> Mapping[int, Facts]:
-    """What the ranks say of their optimizers at a step of which state was pinned, by rank."""
+    """The ranks' reports on their optimizers at a step of which state was pinned, by rank."""
     return {rank: Facts.parse(answer.optimizer) for rank, answer in held.answers.items()}
 
 
@@ -86,11 +85,9 @@ async def hold(
     at a step to come, by the ranks of `spans`; `stack` releases it. State is laid out as the
     parameters of the same spans.
 
-    Raises:
-        AbortedError: a rank missed the step.
-        ConflictError: a rank does not keep its state in shared memory.
-        NotFoundError: its optimizer has no such state.
-        ParamdError: as `hold_step`.
+    Raises AbortedError if a rank missed the step, ConflictError if it does not keep its state in
+    shared
+    memory, NotFoundError if its optimizer has no such state, else as `hold_step`.
     """
     more: dict[str, Any] = {"source": pb.SOURCE_GRADIENTS} if key is None else {}
     if key:
@@ -105,14 +102,14 @@ async def hold(
 
 
 async def present(sidecars: Sidecars, rank: int | None = None) -> At:
-    """Where a rank is; None: the first."""
+    """The present step of a rank; None: of the first."""
     rank = rank if rank is not None else min(sidecars.document.peers, default=0)
     header = (await sidecars.state(rank, STATE_TIMEOUT_S)).header
     return At(header.history, header.step)
 
 
 async def next_step(reach: SidecarFinder, deadline_s: float) -> At:
-    """The step that "+0" means: the first that can surely be asked for before it begins."""
+    """The step of "+0": the first that can surely be requested before it begins."""
 
     async def attempt(sidecars: Sidecars) -> At:
         found = await sidecars.state(min(sidecars.document.peers, default=0), STATE_TIMEOUT_S)
@@ -128,10 +125,9 @@ async def pin_step(
 ) -> Pinned:
     """Pin a step to come on all ranks; `stack` releases it.
 
-    Raises:
-        ConflictError: the step is past, or the training has ended before it.
-        DeadlineError: it did not come in time.
-        ParamdError: as `hold_step`.
+    Raises ConflictError if the step is past or training ended before it, DeadlineError if it did
+    not
+    come in time, else as `hold_step`.
     """
     spans = {read.rank: read.spans for read in plan.ranks}
     try:
@@ -145,7 +141,7 @@ async def pin_step(
 async def _why_not_pinned(
     sidecars: Sidecars, ranks: Sequence[int], wanted: At, waited_s: float, error: ParamdError
 ) -> ParamdError:
-    """What is true of a step that could not be pinned, by where the ranks are now."""
+    """The error for a step that could not be pinned, by the ranks' present steps."""
     asked = (sidecars.state(rank, STATE_TIMEOUT_S) for rank in ranks)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     found = [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -1,7 +1,7 @@
-"""`mesh.updates`: what one update changed, computed by the sidecars from two snapshots.
+"""`mesh.updates`: the changes of one update, computed by the sidecars from two snapshots.
 
-Both steps are asked for before they come, so that they follow each other. A token may hold about
-an arena's worth of snapshots, so large selections are taken in groups, each at a step of its own.
+Both steps are requested before they come, so that they follow each other. A token may pin about
+an arena's worth of snapshots, so large selections are taken in groups, each at a different step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paramd.mesh.results import Table, mesh_status
 from paramd.state import At
 
 AHEAD = 3
-"""Steps between asking and the first step asked for; more after each that was missed."""
+"""Steps between request and the first step requested; more after each that was missed."""
 
 MOST_AHEAD = 100
 STATUS_S = 5.0
@@ -56,15 +56,15 @@ Moments: TypeAlias = tuple[PinnedStep, Mapping[int, Facts]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateRow(Document):
-    """What one update did to one parameter."""
+    """The changes of one parameter by one update."""
 
     name: str
     step: int
     """The last update: together they led from step - `steps` to step."""
     norm: Finite
-    """Of the update."""
+    """Norm of the update."""
     rms: Finite
-    """The same divided by the root of the number of elements."""
+    """The norm divided by the root of the number of elements."""
     max_abs: Finite
     weight_norm: Finite
     """Before it."""
@@ -101,7 +101,7 @@ class Updates(Table[UpdateRow]):
     job: str
     incarnation: int
     history: int = 0
-    """As in `Summoned`; of all rows."""
+    """As in `Summoned`, for all rows."""
     moments_missing: str = ""
     """Why there are no second moments; empty when there are."""
 
@@ -160,7 +160,7 @@ def _bytes(item: SelectedTensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What was found of some of the tensors."""
+    """The results of some of the tensors."""
 
     rows: Sequence[UpdateRow]
     missing: str
@@ -195,8 +195,9 @@ async def _next_update(
                     rows = await _with_moments(rows, reading, plan, group, moments)
                 return _Part(rows, why, history)
         except ConflictError as error:
-            # Training was quicker than the request, or than a copy: ask further ahead, but not
-            # so far that few attempts are left.
+            # Training was quicker than the request, or than a copy: request further ahead, but not
+            # so far
+            # that few attempts are left.
             ahead = min(2 * ahead, MOST_AHEAD)
             if time.monotonic() > deadline_s:
                 raise DeadlineError(f"two steps in a row could not be pinned: {error}") from error
@@ -227,7 +228,7 @@ async def _two_steps(
 async def _moments(
     stack: AsyncExitStack, sidecars: Sidecars, spans: Spans, at: At, deadline_s: float
 ) -> PinnedStep | str:
-    """The second moments at a step; why there are none."""
+    """The second moments at a step; or the reason why there are none."""
     try:
         return await hold(stack, sidecars, spans, KEY, at, deadline_s)
     except AbortedError as error:
@@ -277,7 +278,7 @@ def _where(
 
 
 def _effective_lr(used: Facts, param: Mapping[str, Any], mean: float) -> float:
-    """Of Adam's rule: v / (1 - beta2 ** t) is the bias-corrected second moment."""
+    """By Adam's rule: v / (1 - beta2 ** t) is the bias-corrected second moment."""
     group, count = used.group_of(param), param["scalars"].get("step")
     try:
         if used.classes[param["optimizer"]] not in ADAMS or group["amsgrad"]:

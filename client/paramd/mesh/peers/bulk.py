@@ -21,13 +21,13 @@ from paramd.mesh.peers.grpc import ended
 from paramd.mesh.peers.sidecars import StreamOffer
 
 CONNECT_S: Final = 2.0
-"""How long a sidecar's port for streams may take to answer before gRPC is used."""
+"""How long, in seconds, a sidecar's port for streams may take to answer before gRPC is used."""
 
 STALL_S: Final = 60.0
-"""A stream whose sidecar takes nothing for this long is broken off."""
+"""Seconds without progress after which a stream is broken off."""
 
 LOOK_S: Final = 0.5
-"""Interval at which a thread that waits for bytes looks whether it is to stop."""
+"""Interval, in seconds, at which a thread that waits for bytes checks whether to stop."""
 
 
 class NoStreamError(UnreachableError):
@@ -50,11 +50,10 @@ class BulkStream:
     def open(self) -> None:
         """Connect, and show the grant. Blocks for some seconds at most.
 
-        Raises:
-            NoStreamError: nobody, or somebody else, answers at the port.
-            ParamdError: the sidecar refused. EOFError: `stop` was called.
+        Raises NoStreamError if the sidecar does not answer at the port, ParamdError if it refused,
+        EOFError if `stop` was called.
         """
-        # Before looking: whoever stops us later finds the socket.
+        # Before the check: a later `stop` finds the socket.
         self._sock = self._connected()
         if self.stopped:
             raise EOFError
@@ -91,8 +90,8 @@ class BulkStream:
     def window(self) -> streams.Window:
         """The next window's header. Blocks.
 
-        Raises:
-            ParamdError: it tells of an error, or is malformed. EOFError, OSError: broken off.
+        Raises ParamdError for a reported error or a malformed header; EOFError or OSError: broken
+        off.
         """
         window = streams.read_window(self.exactly(streams.WINDOW_HEADER_BYTES))
         if window.kind == streams.FAILED:
@@ -137,7 +136,7 @@ class BulkStream:
             self._sock.settimeout(LOOK_S)
 
     def has_word(self) -> bool:
-        """Whether the sidecar has said something meanwhile."""
+        """Whether the sidecar has sent something meanwhile."""
         assert self._sock is not None
         pending = isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0
         waiting = select.poll()
@@ -183,7 +182,7 @@ Result = TypeVar("Result")
 
 
 async def on_thread(work: Callable[[], Result], stop: Callable[[], None]) -> Result:
-    """Run blocking work on a thread of its own. Returns only once it has ended.
+    """Run blocking work on a separate thread. Returns only once it has ended.
 
     If cancelled, `stop` is called first: otherwise the thread could write into memory that the
     caller has freed.

@@ -77,9 +77,8 @@ class JobDocument:
     def peer(self, rank: int) -> PeerAddress:
         """Addresses of the sidecar of `rank`.
 
-        Raises:
-            RankUnreachableError: it has not joined, has left, or listens on another host's
-                loopback.
+        Raises RankUnreachableError if it has not joined, has left, or listens on another host's
+        loopback.
         """
         if rank not in self.peers:
             raise RankUnreachableError(
@@ -135,7 +134,7 @@ class RestClient:
         """No I/O. `transport` replaces the network in tests; `tls` None means the environment's.
 
         With `find` the client follows the job to its next incarnation, which has another token
-        and perhaps another port. `tls` None also knows the CAs of this user's jobs.
+        and perhaps another port. `tls` None also trusts the CAs of this user's jobs.
         """
         self._timeout_s = timeout_s
         self._has_answered = False
@@ -159,7 +158,6 @@ class RestClient:
 
     @property
     def url(self) -> str:
-        """Current base url."""
         return self._at[0]
 
     def look_again(self) -> None:
@@ -184,8 +182,7 @@ class RestClient:
     async def job(self, job: str) -> JobDocument:
         """The job's document, with a fresh ticket.
 
-        Raises:
-            UnreachableError, DeniedError, NotFoundError, DeadlineError.
+        Raises UnreachableError, DeniedError, NotFoundError or DeadlineError.
         """
         found = await self.send("GET", f"/jobs/{quote(job, safe='')}")
         with readable(self.url):
@@ -213,7 +210,6 @@ class RestClient:
                 return
 
     async def close(self) -> None:
-        """Closes the connections. Idempotent."""
         for client in (*self._left, self._client):
             await client.aclose()
 
@@ -227,10 +223,8 @@ class RestClient:
     ) -> Any:
         """Send one request below /api/v1 and return the JSON response. Never retried.
 
-        `timeout_s` overrides the client's timeout, for requests that wait on the server.
-
-        Raises:
-            ParamdError: the class for the HTTP status.
+        `timeout_s` overrides the client's timeout, for requests that wait on the server. Raises the
+        ParamdError of the HTTP status.
         """
         answer = await self._answer(method, path, body, timeout_s)
         try:
@@ -241,11 +235,10 @@ class RestClient:
             ) from error
 
     async def tunnel(self, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection through the control plane to where `path` (below /api/v1) leads.
+        """A connection through the control plane to the target of `path` (below /api/v1).
 
-        Raises:
-            UnreachableError: no answer, or the control plane does not reach it either.
-            ParamdError: the class for the HTTP status.
+        Raises UnreachableError if the control plane or the target does not answer, else the
+        ParamdError of the HTTP status.
         """
         url, token = self._at
         verify = self._verify(url)
@@ -265,10 +258,7 @@ class RestClient:
             ) from error
 
     async def read_bytes(self, path: str, *, timeout_s: float = 60.0) -> tuple[int, bytes]:
-        """Read part of an export's file; return (size of the whole file, part).
-
-        Raises: as `send`.
-        """
+        """Part of an export's file: (size of the whole file, part). Raises as `send`."""
         answer = await self._answer("GET", path, None, timeout_s)
         try:
             return int(answer.headers["paramd-file-bytes"]), answer.content
@@ -352,11 +342,7 @@ def parse_job(found: Mapping[str, Any]) -> JobDocument:
 
 
 def checked_url(url: str) -> str:
-    """`url` without its trailing slash.
-
-    Raises:
-        UsageError: not an http(s) URL, or one with credentials.
-    """
+    """`url` without its trailing slash; UsageError if it is no http(s) URL or has credentials."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"url: {url!r}; expected one like http://127.0.0.1:8470")
@@ -418,11 +404,7 @@ _BY_STATUS: dict[int, type[ParamdError]] = {
 
 
 def client_tls(url: str, ca: str | os.PathLike[str] | None = None) -> ClientTls:
-    """What to trust for `url`: `ca`, else PARAMD_TLS_CA, else the CA in a running job's endpoint.
-
-    Raises:
-        UsageError: as `ClientTls.from_environment`.
-    """
+    """The CA for `url`: `ca`, else PARAMD_TLS_CA, else the CA in a running job's endpoint."""
     found = ClientTls.from_environment(ca)
     if found.ca is None and not found.pin:
         for endpoint in running_jobs():

@@ -1,6 +1,6 @@
 """A mesh's view of its job: document, ticket, layout, unreachable ranks.
 
-Any of it may be stale: sidecars check incarnation and layout with every pin, and a refusal
+The view may be stale: sidecars check incarnation and layout with every pin, and a refusal
 triggers a refresh.
 """
 
@@ -32,10 +32,10 @@ from paramd.security import tickets
 from paramd.security.tls import ClientTls
 
 RECOVERY_S = 4.0
-"""How long to wait for a killed sidecar: respawned by then, or not soon."""
+"""How long, in seconds, to wait for a killed sidecar: respawned by then, or not soon."""
 
 JOINING_S = 30.0
-"""How long to wait for the first sidecar of a job that has just begun."""
+"""How long, in seconds, to wait for the first sidecar of a job that has just begun."""
 
 TICKET_MARGIN_S = 60.0
 """A ticket is renewed this long before it expires, or a third of its lifetime if shorter."""
@@ -61,7 +61,7 @@ class Directory(Protocol):
 
     @property
     def url(self) -> str:
-        """Its url, for messages."""
+        """The URL of the control plane, for messages."""
 
     def look_again(self) -> None:
         """Check whether it has moved to another address."""
@@ -94,8 +94,8 @@ class SidecarFinder:
     ) -> None:
         """No I/O. `job` None means the directory's only one. `close` closes `directory` too.
 
-        Sidecars that cannot be reached from here are reached through `relay`, if given. A layout
-        that is `known` here is not read from them, and not kept a second time.
+        `relay`, if given, reaches sidecars that this host cannot. A layout that is `known` here is
+        not read from them, and not kept a second time.
         """
         self._relay = relay
         self._known = known
@@ -119,9 +119,9 @@ class SidecarFinder:
     async def start(self) -> None:
         """Read the job's document.
 
-        Raises:
-            UnreachableError, DeniedError, NotFoundError.
-            UsageError: no job was named, and there is not exactly one.
+        Raises UnreachableError, DeniedError or NotFoundError; UsageError if no job was named and
+        there
+        is not exactly one.
         """
         if self._job is None:
             jobs = await self._directory.jobs()
@@ -143,7 +143,6 @@ class SidecarFinder:
 
     @property
     def document(self) -> JobDocument:
-        """The last job document."""
         if self._document is None:
             raise UsageError("the mesh is not connected; use it as a context manager")
         return self._document
@@ -232,7 +231,7 @@ class SidecarFinder:
                 if time.monotonic() > give_up_s or not (moved or (denied and not was_denied)):
                     raise
             except (UnreachableError, LeaseEndedError) as error:
-                # Who has read no layout yet and finds no sidecar is early: the training attaches.
+                # Without a layout and without sidecars, the client is early: the training attaches.
                 early = not document.peers and self._index is None
                 patience_s = JOINING_S if early else RECOVERY_S
                 give_up_s = min(give_up_s, time.monotonic() + patience_s)
@@ -243,8 +242,7 @@ class SidecarFinder:
     async def sidecars(self) -> Sidecars:
         """The sidecars of the last document, with a valid ticket.
 
-        Raises:
-            UnreachableError: the ticket has expired and the control plane does not respond.
+        Raises UnreachableError if the ticket has expired and the control plane does not respond.
         """
         await self._renew_ticket()
         return Sidecars(self._channels, self.document, self._background)
@@ -257,7 +255,7 @@ class SidecarFinder:
         except UnreachableError:
             if self._document is None or time.monotonic() > self._ends_at_s:
                 raise
-            # Sidecars verify tickets themselves: reads go on without the control plane.
+            # Sidecars verify tickets themselves: reads continue without the control plane.
             self._renew_at_s = time.monotonic() + _RENEW_AGAIN_S
 
     async def _after_outage(
@@ -269,10 +267,8 @@ class SidecarFinder:
     ) -> None:
         """Update `_down` and `stopped` for the next attempt; wait if nothing changed.
 
-        A control plane that has not answered by `until_s` is not waited for.
-
-        Raises:
-            RankUnreachableError: a stopped sidecar was found stopped again.
+        A control plane that has not answered by `until_s` is not waited for. Raises
+        RankUnreachableError if a stopped sidecar was found stopped again.
         """
         replan = False
         if isinstance(error, RankUnreachableError):
@@ -282,8 +278,7 @@ class SidecarFinder:
             self._down[error.rank] = time.monotonic() + _DOWN_S
             if error.stopped:
                 stopped[error.rank] = error
-        after = await self._looked_again(before, until_s)
-        for rank, peer in after.peers.items():
+        for rank, peer in (await self._looked_again(before, until_s)).peers.items():
             # A relay to the same place is for the next call: trying it, too, would double the wait.
             if not _same_place(peer, before.peers.get(rank)):
                 self._down.pop(rank, None)
@@ -296,7 +291,7 @@ class SidecarFinder:
         """The document read again, or `before` if it does not come in time."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self.refresh())
-            # Retrieved, or asyncio logs what nobody waited for.
+            # Retrieved, or asyncio logs an exception as never retrieved.
             self._looking.add_done_callback(lambda task: task.cancelled() or task.exception())
         looking = self._looking
         # Whatever comes later is for the next call: a link that is cut costs one wait, not two.
@@ -335,7 +330,6 @@ class JobRest:
 
     @property
     def job(self) -> str:
-        """The job's name."""
         return self._reach.document.job
 
     def path(self, path: str) -> str:
@@ -350,7 +344,6 @@ class JobRest:
         *,
         timeout_s: float | None = None,
     ) -> Any:
-        """The response to one request."""
         return await self._rest.send(method, self.path(path), body, timeout_s=timeout_s)
 
     async def again(
@@ -376,7 +369,6 @@ class JobRest:
                 await asyncio.sleep(AGAIN_S)
 
     def pages(self, path: str, limit: int, **query: object) -> AsyncIterator[Mapping[str, Any]]:
-        """The pages of a list, as `RestClient.pages`."""
         return self._rest.pages(self.path(path), min(PAGE, limit), **query)
 
     async def rows(self, name: str, limit: int, **query: object) -> list[Any]:
@@ -389,10 +381,6 @@ class JobRest:
         return found[:limit]
 
     def read(self, parse: Callable[[], Result]) -> Result:
-        """What `parse` makes of a response.
-
-        Raises:
-            ParamdError: the response breaks the API's schema.
-        """
+        """The parsed response; ParamdError if it breaks the API's schema."""
         with readable(self._rest.url):
             return parse()

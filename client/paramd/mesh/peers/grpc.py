@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.relay import TunnelRelay
 
 RELAY = "relay/"
-"""How the address of a sidecar begins that is only reached through the control plane."""
+"""Prefix of a sidecar's address that is only reached through the control plane."""
 
 
 def is_relayed(address: str) -> bool:
@@ -91,9 +91,8 @@ class Asked:
     def check(self, header: common_pb2.Header | None) -> None:
         """Check that a response with this header came from this target.
 
-        Raises:
-            RankUnreachableError: another rank or job responds at the address.
-            ConflictError: it is in another incarnation, or has another layout.
+        Raises RankUnreachableError if another rank or job responds at the address, ConflictError if
+        the rank is in another incarnation or has another layout.
         """
         if header is None or (header.job, header.rank) != (self.job, self.rank):
             answerer = f"rank {header.rank} of job {header.job!r}" if header else "another program"
@@ -115,9 +114,7 @@ class Asked:
 def no_way(rank: int, address: str, host: str, here: str) -> str:
     """Why `address` cannot be reached: it is another host's loopback. Empty if it is not.
 
-    Args:
-        host: `host_id` of the listening process; empty if unknown.
-        here: `host_id` of this process.
+    `host` and `here` are the `host_id` of the listening process (empty if unknown) and of this one.
     """
     if not host or not is_loopback(host_of(address)) or same_network(host, here):
         return ""
@@ -138,11 +135,7 @@ def check_way(rank: int, address: str, host: str) -> None:
 
 
 def check_handover(answer: Message, ticket: str, rank: int) -> None:
-    """Check that a response on a Unix socket came from the sidecar of `rank`.
-
-    Raises:
-        RankUnreachableError: the socket belongs to another sidecar.
-    """
+    """Raise RankUnreachableError unless a Unix socket's response came from `rank`'s sidecar."""
     try:
         job, incarnation = claimed(ticket)
     except DeniedError:
@@ -184,10 +177,10 @@ LIVENESS_S: Final = 5.0
 """A dead or stopped sidecar is detected within this time."""
 
 MORE_TIME: Final = "allow more time (timeout=, --timeout; 60 s unless given)"
-"""What to do about a boundary that did not come in time."""
+"""Advice for a boundary that did not come in time."""
 
 TELL_S: Final = 5.0
-"""Between two lines of the log that say on whom a call waits."""
+"""Seconds between two log lines about a call that waits."""
 
 PHASE_NAMES: Final[dict[int, str]] = {
     int(number): name.removeprefix("PHASE_").lower() for name, number in common_pb2.Phase.items()
@@ -245,7 +238,7 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.max_send_message_length", 16 << 20),
     # A killed sidecar is back within seconds; the default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also what one attempt may take: with TLS four round trips, 1.6 s on a link of 200 ms each way.
+    # Also the limit of one attempt: with TLS four round trips, 1.6 s on a link of 200 ms each way.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Connections must not outlive their mesh or be shared with another one.
@@ -268,8 +261,9 @@ Result = TypeVar("Result")
 
 _open: weakref.WeakSet[Channels] = weakref.WeakSet()
 _parents: list[Channels] = []
-"""Those that were open when this process was forked: the threads of gRPC that calls of any other
-would wait for are the parent's."""
+"""Channels that were open when this process was forked: gRPC's threads, which all other calls
+need, are the parent's.
+"""
 os.register_at_fork(after_in_child=lambda: _parents.extend(_open))
 
 
@@ -287,15 +281,12 @@ class Channels:
         job_tls: Callable[[], Pems | None] = lambda: None,
         relay: TunnelRelay | None = None,
     ) -> None:
-        """No I/O.
+        """No I/O. Raises UsageError if this process is a fork of one with open channels.
 
         Args:
             tls: For grpcs:// addresses; None reads it from the environment.
             job_tls: The job's certificates, for mtls:// addresses.
             relay: For addresses that cannot be reached from here.
-
-        Raises:
-            UsageError: this process is a fork of one with open channels.
         """
         if _parents:
             raise UsageError(
@@ -313,15 +304,15 @@ class Channels:
         self._retired: list[grpc.aio.Channel] = []
         self._stream_tls: tuple[tuple[int, ...], ssl.SSLContext] | None = None
         self.without_streams: dict[str, float] = {}
-        """Addresses of sidecars whose port for streams could not be reached, and until when not
-        to try again, on the monotonic clock."""
+        """Addresses of sidecars whose port for streams could not be reached, each with the time of
+        the
+        next attempt, on the monotonic clock.
+        """
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` ("host:port", or "grpcs://host:port"). No connection yet.
 
-        Raises:
-            DeniedError: another host without TLS.
-            UsageError: a TLS file cannot be read.
+        Raises DeniedError for another host without TLS, UsageError if a TLS file cannot be read.
         """
         target, way = address, ""
         if self._relay is not None and is_relayed(address):
@@ -364,7 +355,6 @@ class Channels:
         await asyncio.gather(*(channel.close() for channel in gone))
 
     async def close(self) -> None:
-        """Close every channel. Idempotent."""
         _open.discard(self)
         await self.keep_only(frozenset())
         retired, self._retired = self._retired, []
@@ -373,11 +363,7 @@ class Channels:
     async def schedule(
         self, address: str, request: control_pb2.ScheduleBoundaryRequest, *, timeout_s: float
     ) -> control_pb2.ScheduleBoundaryResponse:
-        """Call the control plane's ScheduleBoundary.
-
-        Raises:
-            ParamdError: the class for the gRPC status.
-        """
+        """Call the control plane's ScheduleBoundary. Raises the ParamdError of the gRPC status."""
         call: Any = control_pb2_grpc.ControlServiceStub(self.channel(address)).ScheduleBoundary
         metadata = (*self.credentials(None), *errors.metadata())
         with told_errors("control plane"):
@@ -389,9 +375,8 @@ class Channels:
     async def ask(self, asked: Asked, method: str, request: Any, *, timeout_s: float) -> Any:
         """Call a unary method of a sidecar; the response is checked to come from its rank.
 
-        Raises:
-            ParamdError: the class for the gRPC status; the message names the rank.
-            RankUnreachableError, ConflictError: as `Asked.check`.
+        Raises the ParamdError of the gRPC status, with the rank in its message, or as
+        `Asked.check`.
         """
         try:
             with told_errors(asked.who):
@@ -400,7 +385,7 @@ class Channels:
             why = self._relay.why_not(asked.address) if self._relay is not None else ""
             if not why:
                 raise
-            # gRPC only knows that its connection ended.
+            # gRPC only reports that its connection ended.
             raise UnreachableError(f"{asked.who}: {why}") from error
         asked.check(answer.header)
         return answer
@@ -413,11 +398,7 @@ class Channels:
     async def stage(
         self, asked: Asked, requests: AsyncIterator[bytes], *, timeout_s: float
     ) -> sidecar_pb2.StageEditResponse:
-        """Call StageEdit with already serialized requests. Raises gRPC's errors.
-
-        Raises:
-            RankUnreachableError, ConflictError: as `ask`.
-        """
+        """Call StageEdit with serialized requests. Raises gRPC's errors, or as `Asked.check`."""
         method: Any = self.channel(asked.address).stream_unary(
             "/paramd.v1.SidecarService/StageEdit",
             response_deserializer=sidecar_pb2.StageEditResponse.FromString,
@@ -433,10 +414,9 @@ class Channels:
     ) -> AsyncIterator[Chunk]:
         """The chunks of a snapshot. Closing the iterator cancels the call.
 
-        Raises gRPC's errors: the caller decides whether and where to resume.
-
-        Raises:
-            RankUnreachableError, ConflictError: as `ask`, before the first chunk is yielded.
+        Raises gRPC's errors: the caller decides whether and where to resume. Raises as
+        `Asked.check`
+        before the first chunk.
         """
         call = self.channel(asked.address).unary_stream(
             "/paramd.v1.SidecarService/ReadSnapshot",
@@ -450,7 +430,7 @@ class Channels:
         return {"timeout": call_timeout_s(timeout_s), "metadata": metadata}
 
     def credentials(self, _rank: int | None) -> tuple[tuple[str, str], ...]:
-        """What a rank's sidecar is shown; None for the control plane."""
+        """The metadata of a call to a rank's sidecar; None for the control plane."""
         return (("authorization", f"Bearer {self._ticket()}"),)
 
 
@@ -539,7 +519,7 @@ async def ended(futures: Iterable[asyncio.Future[Any]]) -> None:
 async def all_ended(
     work: Iterable[Awaitable[Result]], undo: Callable[[Result], object] = lambda result: None
 ) -> list[Result]:
-    """Run all concurrently; if one fails, cancel the others and `undo` what was done.
+    """Run all concurrently; if one fails, cancel the others and `undo` finished ones.
 
     Returns, or raises, once all have ended.
     """
@@ -568,8 +548,8 @@ async def cancelled(task: asyncio.Future[Any]) -> None:
 
 
 def why_not_trusted(error: grpc.aio.AioRpcError) -> str:
-    """What is wrong with a peer's certificate, and what to do; empty if it is something else."""
-    # gRPC tells it in BoringSSL's words alone.
+    """The problem with a peer's certificate, and the remedy; empty if it is something else."""
+    # gRPC reports it in BoringSSL's words alone.
     _, refused, why = (error.details() or "").partition("CERTIFICATE_VERIFY_FAILED: ")
     if not refused:
         return ""

@@ -1,9 +1,9 @@
-"""A way to sidecars that cannot be reached from here: through the control plane's one port.
+"""Reaches sidecars through the control plane's one port where no direct connection is possible.
 
 The control plane carries bytes to a sidecar and back (`GET .../tunnel`). gRPC, which brings its own
 sockets, connects to a Unix socket of ours, and we carry its bytes to the tunnel. TLS within a job
-is spoken end to end, so the control plane sees none of it; without TLS everything is as private as
-the connection to the control plane.
+is end to end, so the control plane sees none of it; without TLS everything is as private as the
+connection to the control plane.
 
 A relayed address is "relay/<rank>/<address>", or "relay/control/<address>" for the control plane's
 own gRPC.
@@ -29,7 +29,7 @@ from paramd.security.tls import host_of, is_loopback
 from paramd.state_files import host_id, same_network
 
 PROBE_S: Final = 1.5
-"""How long a sidecar's host may take to answer before its bytes come over the control plane."""
+"""How long, in seconds, a sidecar's host may take to answer before the control plane relays."""
 
 PROBES_AT_ONCE: Final = 64
 PART_BYTES: Final = 256 << 10
@@ -37,10 +37,7 @@ CONTROL: Final = "control"
 
 
 class TunnelRelay:
-    """The relayed addresses of one job, each with a Unix socket that leads there.
-
-    Event loop only.
-    """
+    """The relayed addresses of one job, each with a Unix socket. Event loop only."""
 
     def __init__(self, control: RestClient) -> None:
         """No I/O."""
@@ -66,7 +63,7 @@ class TunnelRelay:
         """The document with relayed addresses where others cannot be reached from here."""
         self._job = document.job
         here = host_id()
-        # Without a host id nobody can tell; what is on this host needs no relay.
+        # Without a host id the host is unknown; a sidecar on this host needs no relay.
         far = [
             peer
             for peer in document.peers.values()
@@ -81,7 +78,7 @@ class TunnelRelay:
             if peer.address not in reached:
                 peers[peer.rank] = replace(peer, address=f"relay/{peer.rank}/{peer.address}")
         # A control plane on loopback is on this host if any rank is, or if all ranks are on
-        # addresses of their own, as with a site beside us.
+        # separate addresses, as with a site beside us.
         beside = local or not any(is_loopback(host_of(peer.address)) for peer in far)
         if control not in reached and not (is_loopback(host_of(control)) and beside):
             control = f"relay/{CONTROL}/{control}"
@@ -150,7 +147,7 @@ class TunnelRelay:
 
 
 async def _reached(addresses: Iterable[str]) -> set[str]:
-    """Those that answer from here. One connection for each host: its ranks share a fate."""
+    """The addresses that answer from here. One connection per host: its ranks share a fate."""
     by_host: dict[str, list[str]] = {}
     for address in addresses:
         by_host.setdefault(host_of(address), []).append(address)

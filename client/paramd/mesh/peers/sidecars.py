@@ -132,8 +132,7 @@ class PinKind:
 def one_step(pins: Sequence[RankPin]) -> StateName | None:
     """The state that all pins share, or None.
 
-    Raises:
-        ConflictError: ranks made the same step in different iterations.
+    Raises ConflictError if ranks made the same step in different iterations.
     """
     found = {pin.state for pin in pins}
     if len(found) != 1:
@@ -145,7 +144,6 @@ def one_step(pins: Sequence[RankPin]) -> StateName | None:
 
 
 def out_of_lockstep(step: int, iterations: Mapping[int, int]) -> ConflictError:
-    """The error for ranks that made the same step in different iterations."""
     told = ", ".join(f"rank {rank} in iteration {of}" for rank, of in list(iterations.items())[:8])
     return ConflictError(
         f"the ranks are not at the same step of training: update {step} was made by {told}. One of "
@@ -164,12 +162,11 @@ def no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
 
 def pinned_at(common: StateName, pins: Sequence[RankPin]) -> Pinned:
     """`pins` of all ranks, which share the state `common`."""
-    unsettled = any(pin.unsettled for pin in pins)
-    return Pinned(common, {pin.rank: pin for pin in pins}, unsettled)
+    return Pinned(common, {pin.rank: pin for pin in pins}, any(pin.unsettled for pin in pins))
 
 
 def told_step(pin: RankPin) -> str:
-    """Step of a pin, its number of edits if any, and the label of weights that stood in."""
+    """Step of a pin, its number of edits if any, and the label of replacing weights."""
     return str(pin.state).removeprefix("step ")
 
 
@@ -196,12 +193,10 @@ class FastPathBackoff:
         return now_s >= self._until_s
 
     def differed(self, now_s: float) -> None:
-        """The ranks' steps differed."""
         self._pause_s = min(max(2 * self._pause_s, self.first_pause_s), self.last_pause_s)
         self._until_s = now_s + self._pause_s
 
     def agreed(self) -> None:
-        """The ranks' steps were equal."""
         self._pause_s = 0.0
         self._until_s = float("-inf")
 
@@ -236,7 +231,7 @@ class StreamOffer:
     """0: its sidecar has none."""
     tls: ssl.SSLContext | None
     staged_bytes: int = 0
-    """Where an edit's data goes on."""
+    """Offset at which an edit's data continues."""
 
     @property
     def leaves_host(self) -> bool:
@@ -256,7 +251,6 @@ class SnapshotSource:
         self._asked = sidecars.document.asked(pin.rank)
         self._end_bytes = end_bytes
         self.who = self._asked.who
-        """The rank, for error messages."""
 
     def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
         """Stream the snapshot from `offset_bytes` on."""
@@ -280,7 +274,7 @@ class SnapshotSource:
 
 
 class _Waiting:
-    """Says in the log, every few seconds, on which rank a boundary waits."""
+    """Logs, every few seconds, the rank that a boundary waits for."""
 
     def __init__(self) -> None:
         self._began_s = self._told_s = time.monotonic()
@@ -316,11 +310,7 @@ class Sidecars:
         self.document = document
 
     def check_not_stopped(self, ranks: Iterable[int]) -> None:
-        """Fail fast for ranks just found stopped: another wait would take as long.
-
-        Raises:
-            RankUnreachableError: one of `ranks` is among them.
-        """
+        """Raise RankUnreachableError for ranks just found stopped: do not wait for them twice."""
         for rank in ranks:
             if rank in self._stopped:
                 raise self._stopped[rank]
@@ -360,7 +350,7 @@ class Sidecars:
     async def _taken_back(
         self, rank: int, call: asyncio.Future[sidecar_pb2.PinSnapshotResponse]
     ) -> None:
-        """Release what a pin is granted for which nobody waits any more.
+        """Release the grant of a pin whose caller is gone.
 
         Cancelled at once it could leave a lease that nobody knows of. Clients that find one rank
         full and give up the others would fill those too, and never find all of them free.
@@ -414,19 +404,16 @@ class Sidecars:
         self._background.start(self._call(pin.rank, "ReleaseSnapshot", request, _RELEASE_TIMEOUT_S))
 
     async def state(self, rank: int, timeout_s: float) -> sidecar_pb2.GetStateResponse:
-        """State of one rank."""
-        request = sidecar_pb2.GetStateRequest()
-        found = await self._call(rank, "GetState", request, timeout_s)
+        found = await self._call(rank, "GetState", sidecar_pb2.GetStateRequest(), timeout_s)
         assert isinstance(found, sidecar_pb2.GetStateResponse)
         return found
 
     async def delta(
         self, pin: RankPin, request: sidecar_pb2.DeltaSnapshotRequest, timeout_s: float
     ) -> tuple[sidecar_pb2.DeltaSnapshotResponse, bytes, int]:
-        """What changed in a pinned snapshot: header and parts, their bytes, and all bytes received.
+        """The changes in a pinned snapshot: header and parts, their bytes, and all bytes received.
 
-        Raises:
-            DataLossError: bytes do not match their checksum, or are missing.
+        Raises DataLossError if bytes are missing or do not match their checksum.
         """
         request.snapshot_id = pin.snapshot_id
         asked, data, received_bytes = self.document.asked(pin.rank), bytearray(), 0
@@ -491,8 +478,7 @@ class Sidecars:
     async def offer(self, rank: int, request: sidecar_pb2.GrantStreamRequest) -> StreamOffer:
         """A grant for a bulk stream of a pinned snapshot, or of an edit's data.
 
-        Raises:
-            LeaseEndedError: the snapshot's lease has ended, or the edit is unknown.
+        Raises LeaseEndedError if the snapshot's lease has ended, or the edit is unknown.
         """
         found = await self.ask(rank, request, sidecar_pb2.GrantStreamResponse, _GRANT_TIMEOUT_S)
         address = self.document.peer(rank).address
@@ -525,11 +511,7 @@ class Sidecars:
         told.on(zip(ranks, await all_ended(map(self.probe, ranks)), strict=True))
 
     async def probe(self, rank: int) -> common_pb2.RankState | None:
-        """Check that the sidecar of `rank` responds at all; return what it says of itself.
-
-        Raises:
-            RankUnreachableError: it does not.
-        """
+        """The state that `rank`'s sidecar reports; RankUnreachableError without a response."""
         try:
             return (await self.state(rank, _PROBE_TIMEOUT_S)).state
         except (DeadlineError, UnreachableError) as error:
@@ -545,7 +527,6 @@ class Sidecars:
             return None  # an error response is a response
 
     def who(self, rank: int) -> str:
-        """The rank, for error messages."""
         peer = self.document.peers.get(rank)
         return f"rank {rank} ({peer.address})" if peer is not None else f"rank {rank}"
 
@@ -553,9 +534,8 @@ class Sidecars:
         self, rank: int, request: Message, answers: type[Answer], timeout_s: float
     ) -> Answer:
         """Call the method that `request` is of; probe the rank while it takes its time."""
-        # A deadline alone cannot tell a rank in a long update from a stopped sidecar.
-        method = request.DESCRIPTOR.name.removesuffix("Request")
-        call = self._call(rank, method, request, timeout_s)
+        # A deadline alone does not distinguish a rank in a long update from a stopped sidecar.
+        call = self._call(rank, request.DESCRIPTOR.name.removesuffix("Request"), request, timeout_s)
         found = await watched(call, lambda: self.probe(rank))
         assert isinstance(found, answers)
         return found
@@ -567,7 +547,7 @@ class Sidecars:
         )
 
     async def _told(self, rank: int, call: Awaitable[Result]) -> Result:
-        """Await `call`; give its errors the rank and advice."""
+        """Await `call`; add the rank and advice to its errors."""
         try:
             return await call
         except NotTrustedError as error:

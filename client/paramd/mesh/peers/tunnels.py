@@ -8,7 +8,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 PROTOCOL = "paramd-tunnel"
-"""What the connection is upgraded to: bytes, as they come."""
+"""The protocol that the connection is upgraded to: raw bytes."""
 
 MAX_HEAD_BYTES = 16 << 10
 MAX_TEXT_BYTES = 64 << 10
@@ -28,9 +28,8 @@ async def opened(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Ask the server at `url` for the tunnel at `path`; the caller sets the deadline.
 
-    Raises:
-        RefusedError: it refuses, with a status and a text.
-        OSError, EOFError, ValueError, asyncio.LimitOverrunError: no connection, or no HTTP.
+    Raises RefusedError with status and text; without a connection, or HTTP, OSError, EOFError,
+    ValueError or asyncio.LimitOverrunError.
     """
     parts = urlsplit(url)
     port = parts.port if parts.port is not None else (443 if context is not None else 80)
@@ -55,7 +54,7 @@ async def opened(
 
 
 async def _body(reader: asyncio.StreamReader, head: str) -> str:
-    """The text of a refusal; what there is of it, if it has no length."""
+    """The text of a refusal; without a length, the part that has arrived."""
     length = 0
     for line in head.splitlines():
         name, _, value = line.partition(":")

@@ -23,11 +23,7 @@ _MADV_HUGEPAGE = 14
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a layout's dtype name.
-
-    Raises:
-        UsageError: this version of torch lacks it.
-    """
+    """The torch dtype of a layout's dtype name; UsageError if this version of torch lacks it."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise UsageError(f"dtype {name!r} is unknown to torch {torch.__version__}; update torch")
@@ -48,7 +44,7 @@ class Targets:
     """Destination tensors, one for each tensor of a plan.
 
     Args:
-        plan: what is read.
+        plan: the read.
         names: the matching names of each tensor of the plan.
         dtype: dtype of the results, cast while copying; None keeps each tensor's own.
         device: device of the results; None means CPU.

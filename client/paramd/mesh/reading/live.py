@@ -25,17 +25,18 @@ from paramd.memory.gate import State, is_changed, state_of, worth_starting
 from paramd.state import StateName
 
 CHUNK_BYTES = 4 << 20
-"""Bytes copied between looks at SEQ, so that an overtaken copy ends early."""
+"""Bytes copied between checks of SEQ, so that an overtaken copy ends early."""
 
 ATTEMPTS = 3
 """Overtaken copies after which the read is left to snapshots, for which updates wait a little."""
 
 MOMENT_S = 0.25
-"""How long to wait for a moment at which all ranks show one state with time for the copy."""
+"""How long, in seconds, to wait for all ranks to show one state with time for the copy."""
 
 REST_NS = 20_000_000
-"""After this long at rest a rank is taken to wait for data or to evaluate: snapshots can be had
-of a resting state, live reads cannot."""
+"""After this long at rest, in nanoseconds, a rank is assumed to wait for data or to evaluate:
+snapshots can be made of a resting state, live reads cannot.
+"""
 
 _LOOK_S = 100e-6
 _BYTES_PER_S = 4e9
@@ -66,8 +67,7 @@ class LivePage:
     def holds(self, state: State) -> bool:
         """Whether no update began since `state`, and no stray change was found in it."""
         # 0: nothing has settled yet, so SETTLED_SEQ, which is 0 then, vouches for nothing.
-        same = self[Word.SEQ] == state.proof > 0
-        return same and not is_stray(self.words, state.proof)
+        return self[Word.SEQ] == state.proof > 0 and not is_stray(self.words, state.proof)
 
     def close(self) -> None:
         self.words.release()
@@ -106,8 +106,7 @@ class LiveRank:
     def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
         """Copy bytes of the spans to `address`. Thread-safe; releases the GIL.
 
-        Raises:
-            OvertakenError: the state is over.
+        Raises OvertakenError if the state is over.
         """
         target = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
         done = 0
@@ -133,7 +132,8 @@ class LiveRank:
 
     def holds(self, state: State) -> bool:
         """Whether the arena still holds `state`, as far as the page and the samples show."""
-        # In a hold the training's thread waits, so nothing changes before the digest is published.
+        # While training is paused its thread waits, so nothing changes before the digest is
+        # published.
         told = self.page[Word.SETTLED_SEQ] == state.proof or self.page[Word.HELD] == 1
         if not told or not self.page.holds(state):
             return False
@@ -141,7 +141,6 @@ class LiveRank:
         return not changed and self.page.holds(state)
 
     def close(self) -> None:
-        """Release page and memory."""
         self.page.close()
         self._memory.release()
         self._map.close()
@@ -153,7 +152,7 @@ def read_live(
 ) -> StateName | None:
     """Run `copy`, which reads from `ranks`, until it was of one state. Blocks.
 
-    Returns None if no attempt succeeded: what `copy` wrote is then undefined.
+    Returns None if no attempt succeeded: the copied bytes are then undefined.
     """
     deadline_s = time.monotonic() + MOMENT_S
     for _ in range(ATTEMPTS):
@@ -183,7 +182,7 @@ def agree(ranks: Mapping[int, LiveRank], incarnation: int, deadline_s: float) ->
             return None
         found = [state for state in states if state is not None]
         alike = {(state.step, state.edits, state.history, state.iteration) for state in found}
-        # Ranks in lock-step differ for microseconds; others never agree, and pins tell them so.
+        # Ranks in lock-step differ for microseconds; others never agree, and pins report that.
         if len(found) == len(ranks) and len(alike) == 1 and _has_time(ranks, copy_ns):
             for rank, state in zip(ranks.values(), found, strict=True):
                 rank.state = state

@@ -1,4 +1,4 @@
-"""Pins what patterns select, at one step on all ranks: the latest if equal, else at a boundary.
+"""Pins a selection at one step on all ranks: the latest if equal, else at a boundary.
 
 Either way the pins count only if every rank's response names the same state.
 """
@@ -125,7 +125,7 @@ class Pinner:
             try:
                 found, reason = await self._try_once(spans, left_s, how)
             except AbortedError as error:
-                # An attempt that had hardly any time left says less than an earlier one.
+                # An attempt that had hardly any time left is less informative than an earlier one.
                 if not reason or left_s >= _ANOTHER_CALL_S:
                     reason = str(error)
                 found = None
@@ -133,7 +133,8 @@ class Pinner:
                 if deadline_s - self._clock() < _ANOTHER_CALL_S:
                     if not reason:
                         raise
-                    # The last attempt only ran out of time; an earlier one's reason says more.
+                    # The last attempt only ran out of time; an earlier one's reason is more
+                    # informative.
                     raise no_step_in_time(spans, reason) from error
                 found, reason = None, str(error)
             except ExhaustedError as error:
@@ -160,10 +161,7 @@ class Pinner:
     async def try_now(
         self, spans: Spans, left_s: float, how: PinKind = NOW
     ) -> tuple[Pinned | None, str]:
-        """Pin the latest step of each rank; None if they differ, and why.
-
-        Raises: as `pinned`.
-        """
+        """Pin the latest step of each rank; None if they differ, and why. Raises as `pinned`."""
         pins = await self._pin_all(spans, how, left_s)
         try:
             common = one_step(pins)
@@ -280,9 +278,8 @@ async def choose(
 ) -> Chosen:
     """The matching names and a read plan of this replica, or of one that lately responded.
 
-    Raises:
-        NotFoundError: a pattern matches nothing. UsageError: there is no such replica.
-        RankUnreachableError: a needed rank was just found stopped.
+    Raises NotFoundError if a pattern matches nothing, UsageError if there is no such replica,
+    RankUnreachableError if a needed rank was just found stopped.
     """
     index = await reach.index(sidecars)
     selection = select(index, patterns, with_buffers=buffers)
@@ -294,7 +291,7 @@ async def choose(
 
 
 def spans_of(sidecars: Sidecars, plan: ReadPlan) -> Spans:
-    """What to pin of each rank for a plan; of one rank at least, as every result needs a step."""
+    """The spans of each rank for a plan; of one rank at least, as every result needs a step."""
     if not plan.ranks:
         return {min(sidecars.document.peers, default=0): ()}
     return {read.rank: read.spans for read in plan.ranks}
@@ -332,9 +329,8 @@ async def while_pinned(
 ) -> Result:
     """Run `work` while the tensors that match are pinned at one step.
 
-    Runs it again, with new pins, if a sidecar is lost meanwhile.
-
-    Raises: as `AsyncMesh.summon`, and what `work` raises.
+    Runs it again, with new pins, if a sidecar is lost meanwhile. Raises as `AsyncMesh.summon`, and
+    as `work`.
     """
 
     async def attempt(sidecars: Sidecars) -> Result:

@@ -1,4 +1,4 @@
-"""Where bytes of a snapshot go: places in tensors, filled by streams or by threads. No torch.
+"""Destinations of a snapshot's bytes: places in tensors, filled by streams or by threads. No torch.
 
 Bytes land in `Place`s, copied to an address or passed to `store` block by block. Places are
 filled in order of offsets (`PlaceSink`), or by threads that copy from shared memory, in any order
@@ -23,7 +23,7 @@ PART_BYTES = 16 << 20
 """Bytes that a thread copies per work item."""
 
 DIRECT_BYTES = 64 << 10
-"""Fewer bytes are cheaper to copy than to receive by a call of their own."""
+"""Fewer bytes are cheaper to copy than to receive by a separate call."""
 
 _ALIGNMENT_BYTES = 16
 
@@ -76,7 +76,7 @@ class PlaceSink:
         self._spare: list[Scratch] = []
 
     def direct(self, begin: int, end: int) -> tuple[int | None, int]:
-        """Where bytes of [begin, end) may be put directly, and up to which offset.
+        """The address where bytes of [begin, end) may be put directly, and up to which offset.
 
         The address is None for bytes up to that offset that must pass through `write`, among
         them those that two places share. Changes nothing: a window may be received again.
@@ -152,8 +152,7 @@ def fill_from(
 ) -> None:
     """Fill the places of every snapshot with threads of the pool. Blocks until done.
 
-    Raises:
-        ParamdError: from a source; the contents of the places are then undefined.
+    Raises the ParamdError of a source; the contents of the places are then undefined.
     """
     # Shared by the threads: `next` on a list iterator is atomic under the GIL.
     parts = iter([(source, part) for source, places in jobs for part in _parts(places)])

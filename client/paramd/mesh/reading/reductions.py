@@ -1,6 +1,5 @@
-"""Statistics, heat maps and values of full tensors: each rank's sidecar reduces what it holds.
-
-What comes is merged here. No torch.
+"""Statistics, heat maps and values of full tensors: each rank's sidecar reduces its shards, and the
+results are merged here. No torch.
 """
 
 from __future__ import annotations
@@ -132,7 +131,6 @@ async def compute_parts(
 
 
 def stats_message(item: StatsItem) -> pb.StatsItem:
-    """What a request says of an item."""
     return pb.StatsItem(begin_bytes=item.begin_bytes, numel=item.numel, dtype=item.dtype)
 
 
@@ -196,8 +194,7 @@ async def compute_heatmap(
 async def read_texts(reading: Reading, plan: ReadPlan) -> list[str]:
     """The elements of the plan's only tensor as exact text, row-major.
 
-    Raises:
-        UsageError: not exactly one tensor, or too many elements or bytes.
+    Raises UsageError if it has not exactly one tensor, or too many elements or bytes.
     """
     check_values(plan)
     tensor = plan.tensors[0]
@@ -239,13 +236,12 @@ async def _part(
     request.MergeFrom(asked)
     found = await reading.ask(rank, request, pb.PoolSnapshotResponse)
     cells = found.cell_row_count * found.cell_col_count
-    fits = (
+    if not (
         0 <= found.cell_row_begin <= asked.cell_row_count - found.cell_row_count
         and 0 <= found.cell_col_begin <= asked.cell_col_count - found.cell_col_count
         and len(found.values) == len(found.counts) == cells
         and len(found.nonfinite_counts) in (0, cells)
-    )
-    if not fits:
+    ):
         raise ConflictError(
             f"{reading.sidecars.who(rank)} returned a part that does not fit the heat map; try "
             "again"

@@ -72,11 +72,7 @@ class Reading:
     transport: Transport = "auto"
 
     async def ask(self, rank: int, request: Any, answers: type[Answer]) -> Answer:
-        """What a rank's sidecar computes of its snapshot.
-
-        Raises:
-            ConflictError: the answer is about another step.
-        """
+        """A sidecar's answer about its snapshot; ConflictError if it is about another step."""
         request.snapshot_id = self.pinned.pins[rank].snapshot_id
         left_s = self.deadline_s - time.monotonic()
         found = await self.sidecars.ask(rank, request, answers, left_s)
@@ -239,7 +235,7 @@ class Reader:
             await cancelled(reading)
 
     def _moved(self) -> int:
-        """Changes as long as bytes come."""
+        """A number that changes as long as bytes come."""
         return self.offset_bytes
 
     async def _read(self, deadline_s: float) -> None:

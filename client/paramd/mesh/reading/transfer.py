@@ -1,6 +1,6 @@
 """Copies parameters into tensors: on this host from shared memory, else over streams.
 
-For the memory of a snapshot the sidecar sends a descriptor over its Unix socket. It reuses that
+The sidecar sends a descriptor of a snapshot's memory over its Unix socket. It reuses that
 memory only after our `unmap`; if the connection ends without one, it abandons the memory, which
 the kernel keeps for us. So mapped values never change, even after the lease.
 
@@ -73,7 +73,7 @@ def is_same_host(peer: PeerAddress) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """How the bytes of one rank come here."""
+    """The transport of one rank's bytes to this process."""
 
     rank: int
     transport: Transport
@@ -117,7 +117,7 @@ async def find_lanes(sidecars: Sidecars) -> list[Lane]:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What the host of one rank reaches of the others: a sidecar, or the control plane."""
+    """The ranks that the host of one rank reaches: by a sidecar, or through the control plane."""
 
     rank: int
     """The first of its host, whose sidecar tried."""
@@ -131,7 +131,7 @@ class Reach:
 
 
 async def find_reaches(sidecars: Sidecars) -> list[Reach]:
-    """Whom each host of the job reaches, tried now by one sidecar of each that can be asked."""
+    """The peers that each host of the job reaches, tried now by one sidecar of each."""
 
     async def tried(rank: int) -> list[Reach]:
         try:
@@ -165,9 +165,9 @@ class SharedSnapshot:
     def open(cls, peer: PeerAddress, ticket: str, snapshot_id: str) -> SharedSnapshot:
         """Get the memory from the sidecar. Blocks, for a few seconds at most.
 
-        Raises:
-            UnreachableError: the right sidecar does not respond at the socket.
-            DeniedError: it refused the ticket. NotFoundError: the lease ended.
+        Raises UnreachableError if the right sidecar does not respond at the socket, DeniedError if
+        it
+        refused the ticket, NotFoundError if the lease ended.
         """
         connection = handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S)
         try:
@@ -181,10 +181,8 @@ class SharedSnapshot:
     def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
         """Copy bytes [offset_bytes, offset_bytes + size_bytes) to `address`.
 
-        Thread-safe; releases the GIL.
-
-        Raises:
-            UnreachableError: the memory is shorter than the sidecar said.
+        Thread-safe; releases the GIL. Raises UnreachableError if the memory is shorter than
+        announced.
         """
         target = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
         done = 0
@@ -225,8 +223,7 @@ class SharedSnapshot:
         self._descriptor = -1
         try:
             if all(memory() is None for memory in self._maps):
-                message = {"op": "unmap", "snapshot_id": self._snapshot_id}
-                handover.send(self._connection, message)
+                handover.send(self._connection, {"op": "unmap", "snapshot_id": self._snapshot_id})
         except OSError:
             pass  # the sidecar is gone and will not reuse the memory
         finally:
@@ -236,8 +233,7 @@ class SharedSnapshot:
 def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveRank:
     """Get page and arena of a rank from its sidecar. Blocks, for a few seconds at most.
 
-    Raises:
-        ParamdError: its sidecar does not respond, or refused.
+    Raises ParamdError if its sidecar does not respond, or refused.
     """
     message = {
         "op": "live",
@@ -254,7 +250,7 @@ def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveR
 def _asked(
     connection: socket.socket, message: handover.Message, wanted: str, count: int
 ) -> tuple[handover.Message, list[int]]:
-    """Send a request with a ticket; the answer, and its `count` descriptors."""
+    """Send a request with a ticket; return the answer, and its `count` descriptors."""
     rank = message["rank"]
     try:
         handover.send(connection, message)
@@ -314,7 +310,7 @@ def check_transport(transport: str) -> None:
 
 
 class Landings(Protocol):
-    """Where the bytes of a plan go; `assemble.Targets`, for one."""
+    """Destinations of a plan's bytes; `assemble.Targets`, for one."""
 
     def places(self, read: RankRead) -> list[Place]:
         """Destinations of one rank's snapshot, sorted by `begin`."""
@@ -337,8 +333,7 @@ class Transfer:
     async def load_torch(self) -> None:
         """Import torch off the event loop, as the first import takes seconds.
 
-        Raises:
-            UsageError: torch cannot be imported.
+        Raises UsageError if torch cannot be imported.
         """
         if "paramd.mesh.reading.assemble" in sys.modules:
             return
@@ -495,18 +490,16 @@ class Transfer:
     async def view(self, reading: Reading, chosen: Chosen, stack: AsyncExitStack) -> SnapshotView:
         """Shards in the sidecars' memory, released when `stack` exits.
 
-        Raises:
-            UnreachableError: a needed rank is not on this host.
+        Raises UnreachableError if a needed rank is not on this host.
         """
         from paramd.mesh.reading.assemble import SnapshotView
 
         shared = await self._share(replace(reading, transport="same-host"), stack)
         mapped = {rank: snapshot.map_private() for rank, snapshot in shared.items()}
-        memories = {rank: memory for rank, memory in mapped.items() if memory is not None}
         return SnapshotView(
             chosen.plan,
             chosen.names,
-            memories,
+            {rank: memory for rank, memory in mapped.items() if memory is not None},
             job=reading.sidecars.document.job,
             incarnation=reading.pinned.state.incarnation,
             step=reading.pinned.state.step,
@@ -519,8 +512,7 @@ class Transfer:
             return {}
         pins = [pin for pin in reading.pinned.pins.values() if pin.size_bytes]
         found = await all_ended([self._open(reading, pin, stack) for pin in pins])
-        opened = zip(pins, found, strict=True)
-        return {pin.rank: one for pin, one in opened if one is not None}
+        return {pin.rank: one for pin, one in zip(pins, found, strict=True) if one is not None}
 
     async def _open(
         self, reading: Reading, pin: RankPin, stack: AsyncExitStack
@@ -554,8 +546,8 @@ class Transfer:
     ) -> Result:
         """Run blocking work on a thread. Even if cancelled, returns only after it has ended.
 
-        Otherwise the thread could write into memory that the caller has freed. `let_go` closes what
-        was opened for a caller that was cancelled meanwhile.
+        Otherwise the thread could write into memory that the caller has freed. `let_go` closes the
+        result if the caller was cancelled meanwhile.
         """
         running = asyncio.get_running_loop().run_in_executor(self._blocking, work)
         try:

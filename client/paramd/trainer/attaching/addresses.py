@@ -1,16 +1,16 @@
-"""Under which address each rank's helpers are reached, when the ranks are on several hosts.
+"""The address at which each rank's helpers are reached when the ranks are on several hosts.
 
-Every rank looks at its host and tells the others; each then picks its own address, the one by which
-the process group reaches its host. In this order:
+Every rank inspects its host and shares the result. Each then picks its own address, the one by
+which the process group reaches its host, in this order:
 
     PARAMD_ADDRESS               a name or an address of this host
     PARAMD_SIDECAR_LISTEN        if it names another address than loopback
     GLOO_SOCKET_IFNAME           the address of that interface (then NCCL_SOCKET_IFNAME)
-    the route to MASTER_ADDR     from which address this host speaks to rank 0's
+    the route to MASTER_ADDR     this host's address on the route to rank 0's
     MASTER_ADDR as others see it on rank 0's host, where the name may mean loopback
     the host's name              if it resolves to an address that is not loopback
 
-There is no fallback to loopback, on which ranks would meet strangers.
+Loopback is never a fallback: there, ranks would reach other jobs' processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DISCARD_PORT = 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostView:
-    """What a rank sees of its host. Texts are empty where there is nothing."""
+    """What a rank sees of its host. Absent values are empty."""
 
     host_id: str
     hostname: str
@@ -48,7 +48,7 @@ class HostView:
     wanted: str = ""
     """PARAMD_ADDRESS, or the host of PARAMD_SIDECAR_LISTEN beyond loopback."""
     interface: str = ""
-    """Address of the interface that the process group is told to use."""
+    """Address of the interface that the process group uses."""
     from_here: str = ""
     """The address from which this host speaks to MASTER_ADDR."""
     master: str = ""
@@ -57,18 +57,18 @@ class HostView:
 
 @dataclass(frozen=True, slots=True)
 class HostAddress:
-    """Under which address a rank's helpers are reached."""
+    """The address at which a rank's helpers are reached."""
 
     name: str
-    """What others connect to: an address, or a name that they resolve."""
+    """An address, or a name that other hosts resolve."""
     ip: str
     """The address of this host to listen on."""
     reason: str
-    """Where it comes from."""
+    """Which rule chose it."""
 
 
 def look(settings: AttachSettings, environment: Mapping[str, str] = os.environ) -> HostView:
-    """What this rank sees of its host. Asks the resolver, sends nothing else."""
+    """This rank's view of its host. Asks the resolver; sends nothing else."""
     master = _master(environment)
     resolved = _resolve(master) if master else ""
     listen_host = settings.sidecar_listen.rpartition(":")[0].strip("[]")
@@ -85,10 +85,9 @@ def look(settings: AttachSettings, environment: Mapping[str, str] = os.environ) 
 
 
 def needs_own_tls(views: Sequence[HostView]) -> bool:
-    """Whether the ranks are on several hosts and TLS is up to paramd.
+    """Whether the ranks are on several hosts and paramd has to provide TLS.
 
-    Raises:
-        UsageError: some ranks have TLS files of the operator's and others have none.
+    Raises UsageError if the operator gave TLS files to some ranks only.
     """
     if all(same_network(view.host_id, views[0].host_id) for view in views):
         return False
@@ -104,11 +103,7 @@ def needs_own_tls(views: Sequence[HostView]) -> bool:
 
 
 def choose(rank: int, views: Sequence[HostView]) -> HostAddress:
-    """The address of this host under which others reach it; see the module's docstring.
-
-    Raises:
-        UsageError: there is none. It names host and remedy.
-    """
+    """This host's address for others, by the rules above; UsageError says how to name one."""
     mine = views[rank]
     here = f"rank {rank} on host {mine.hostname}"
     if mine.wanted:
@@ -135,15 +130,14 @@ def choose(rank: int, views: Sequence[HostView]) -> HostAddress:
 def _candidates(mine: HostView, views: Sequence[HostView]) -> Iterator[tuple[str, str]]:
     yield mine.interface, "GLOO_SOCKET_IFNAME"
     yield mine.from_here, "the route to MASTER_ADDR"
-    others = [v.master for v in views if not same_network(v.host_id, mine.host_id)]
-    for ip in dict.fromkeys(others):
+    for ip in dict.fromkeys([v.master for v in views if not same_network(v.host_id, mine.host_id)]):
         yield ip, "MASTER_ADDR as other hosts see it"
-    # Last: a broken resolver takes seconds to say so.
+    # Last: a broken resolver takes seconds to fail.
     yield _resolve(mine.hostname), "the host's name"
 
 
 def summary(addresses: Sequence[HostAddress], views: Sequence[HostView]) -> str:
-    """Hosts and their addresses, for people; at most eight of them."""
+    """Hosts and their addresses as text; at most eight of them."""
     hosts: dict[str, tuple[str, HostAddress, int]] = {}
     for address, view in zip(addresses, views, strict=True):
         name, first, count = hosts.get(view.host_id, (view.hostname, address, 0))
@@ -158,21 +152,18 @@ def summary(addresses: Sequence[HostAddress], views: Sequence[HostView]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """The ranks' addresses, by rank."""
-
     addresses: Sequence[HostAddress]
     views: Sequence[HostView]
 
 
 Together = Callable[[Callable[[], dict[str, Any]]], list[dict[str, Any]]]
-"""Runs a stage on every rank and returns all answers, by rank; raises on all if one fails."""
+"""Runs a stage on every rank and returns all answers by rank; raises on all if one fails."""
 
 
 def meet(together: Together, rank: int, settings: AttachSettings) -> Meeting | None:
-    """Agree on all ranks' addresses; None when paramd is not to make certificates. Collective.
+    """Agree on all ranks' addresses; None if paramd makes no certificates. Collective.
 
-    Raises:
-        UsageError: as `needs_own_tls` and `choose`, of any rank.
+    Raises UsageError as `needs_own_tls` and `choose`, on any rank.
     """
     views = [HostView(**told) for told in together(lambda: asdict(look(settings)))]
     if not needs_own_tls(views):
@@ -182,7 +173,7 @@ def meet(together: Together, rank: int, settings: AttachSettings) -> Meeting | N
 
 
 def _usable(ip: str) -> bool:
-    """Whether it is an address of this host that others can reach."""
+    """Whether other hosts can reach this host at `ip`."""
     try:
         found = ipaddress.ip_address(ip)
     except ValueError:
@@ -214,7 +205,7 @@ def _master(environment: Mapping[str, str]) -> str:
 
 
 def _resolve(name: str) -> str:
-    """The first address of a name or an address; empty if there is none."""
+    """The first address of a name or address; empty if it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -223,7 +214,7 @@ def _resolve(name: str) -> str:
 
 
 def _source_towards(ip: str) -> str:
-    """From which address this host speaks to another one. Sends nothing."""
+    """This host's source address on the route to `ip`. Sends nothing."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -254,7 +245,7 @@ def _ipv4_of(interface: str) -> str:
 
 
 def _ipv6_of(interface: str) -> str:
-    """Its first address that is not only for its link."""
+    """The interface's first address that is not link-local."""
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:

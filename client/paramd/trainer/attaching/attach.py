@@ -20,7 +20,7 @@ from paramd.trainer.settings import AttachSettings
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
-# A tensor made in inference mode can never be trained, and moving in makes many.
+# A tensor made in inference mode can never be trained, and moving in creates many.
 @gone.keywords("attach")
 @torch.inference_mode(False)
 def attach(
@@ -47,7 +47,7 @@ def attach(
 
     Args:
         model: plain, DDP, FSDP1, FSDP2, HSDP, TP or a composition of them, in host memory or on
-            CUDA devices; or several in a dict, whose keys begin their parameters' names.
+            CUDA devices; or several in a dict, whose keys prefix their parameters' names.
         optimizer: one optimizer or several, possibly in wrappers that keep it as `.optimizer`;
             None when all parameter changes happen inside `attachment.update()`.
         job: name of the job: letters, digits, `.`, `_`, `-`; the same on every rank.
@@ -56,25 +56,25 @@ def attach(
         step: number of updates already done; None takes it from the optimizer's state.
         control: URL of a site's control plane, where rank 0 registers the job with the token
             in PARAMD_TOKEN or PARAMD_TOKEN_FILE. None takes `settings.control`; if that is
-            empty too, rank 0 starts a control plane for this job alone. One that does not answer
-            within `settings.control_timeout_s` costs this job its service, never the training.
+            empty too, rank 0 starts a control plane for this job alone. If the control plane does
+            not answer within `settings.control_timeout_s`, the job trains without the service.
         arena: "auto", "host", "device" or "mirror", see AttachSettings; None takes
-            `settings.arena`. Parameters on devices are mirrored: they stay where they are and can
-            be read only at agreed boundaries, never from a trainer that hangs or has ended; but
-            with "device" they move into memory of their device that the sidecar owns.
-        resume: "auto" or "never"; None takes `settings.resume`. "auto": when this script was
-            killed and is started again, its sidecars still have the memory that it trained in;
-            training continues there, at the same step on all ranks, and `attachment.resumed` says
-            where. If the ranks are at different steps, or one died inside an update, it continues
-            from the newest standing snapshot that all of them have; if nothing is in memory, from
-            the newest export of the job; otherwise it starts afresh. The log says which and
-            why. See docs/resume.md for how to write the loop.
-        keep: with resume="auto", what else belongs to the state: objects with `state_dict` and
-            `load_state_dict`, by name (schedulers, a gradient scaler, a stateful data loader).
-            Random states and the optimizers' own state need not be named.
+            `settings.arena`. By default, parameters on devices stay there and are mirrored: they
+            can be read only at agreed boundaries, never from a trainer that hangs or has ended.
+            With "device" they move into memory of their device that the sidecar owns.
+        resume: "auto" or "never"; None takes `settings.resume`. With "auto", a script that was
+            killed and is started again continues in the memory that its sidecars have kept, at
+            the same step on all ranks; `attachment.resumed` gives the step. If the ranks are at
+            different steps, or one died inside an update, training continues from the newest
+            standing snapshot that all of them have; if nothing is in memory, from the newest
+            export of the job; otherwise it starts afresh. The log says which and why. See
+            docs/resume.md for how to write the loop.
+        keep: with resume="auto", other objects that belong to the state, by name: objects with
+            `state_dict` and `load_state_dict` (schedulers, a gradient scaler, a stateful data
+            loader). Random states and the optimizers' own state need not be named.
         replicas: with resume="auto", copies of each standing snapshot on other hosts: 0 or 1; None
-            takes `settings.replicas`. With 1 a training whose host was lost goes on from the
-            last one that was copied, on another host. Costs twice the state in memory there.
+            takes `settings.replicas`. With 1, a training that loses a host continues on another
+            one, from the last copied snapshot. Costs twice the state in memory there.
         log: trackers to log this job's statistics to, one or several of "tensorboard", "wandb",
             "mlflow", "trackio", "prometheus"; None takes `settings.log`. Rank 0 starts
             `paramd log` for each, which ends with the attachment.
@@ -86,7 +86,7 @@ def attach(
     Raises:
         UsageError, ConflictError: on all ranks when an argument is wrong on any; the
             training is untouched. With resume="auto" also if the model, the optimizers, `keep` or
-            the world size are not those of the state in memory, or its trainer still runs.
+            the world size differ from the state in memory, or its trainer still runs.
         DeniedError: `control` refused the token; likewise.
         ExhaustedError: not enough memory for the arena; likewise.
         Exception: any other failure on any rank; likewise.

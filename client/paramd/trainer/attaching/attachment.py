@@ -1,4 +1,4 @@
-"""What `attach` returns: the training's handle on the service."""
+"""The object that `attach` returns: the training's handle on the service."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """Time updates spent waiting for copies in progress."""
+    """Time that updates spent waiting for copies in progress."""
 
     count: int
     total_s: float
@@ -113,8 +113,9 @@ class Attachment:
         self._at_detach = ExitStack()
         self._tracking: Tracking | None = None
         self.resumed = resumed
-        """From which state this training goes on (`step`, `how`, `lost_steps`, `reason`); None
-        after a fresh start."""
+        """The state from which this training resumed (`step`, `how`, `lost_steps`, `reason`); None
+        after a fresh start.
+        """
         self.job = identity.job
         self.incarnation = identity.incarnation
         self.rank = identity.rank
@@ -123,12 +124,12 @@ class Attachment:
 
     @property
     def step(self) -> int:
-        """Number of finished updates. After `detach`, the last one."""
+        """Number of finished updates; after `detach`, the last value."""
         return self._boundary.step if not self._detached else self._last_step
 
     @property
     def edits(self) -> int:
-        """Number of edits applied in this incarnation. After `detach`, the last one."""
+        """Number of edits applied in this incarnation; after `detach`, the last value."""
         return self._page[Word.EDITS] if not self._detached else self._last_edits
 
     @contextmanager
@@ -156,30 +157,29 @@ class Attachment:
 
     @contextmanager
     def not_training_weights(self, label: str) -> Iterator[None]:
-        """A block in which the module holds other weights than those being trained.
+        """A block in which the module has other weights than those being trained.
 
             with attachment.not_training_weights("ema"):
                 ema.swap_in(model)
                 evaluate(model)
                 ema.swap_out(model)
 
-        Inside, what would be read of this rank is refused with `label`; `unsettled=True` accepts
-        it, and the answer's `label` says so. Training is not held up. Bring the weights back
-        before the block ends. From then on the state is read as one at rest, if samples show
-        what was there before the block, and settled once training goes on. If the block raises
-        and samples differ, the label stays until then. A step that was served before the block
-        and comes back with other values (rounded ones, say) is not served again; the next is.
+        Inside, reads of this rank are refused with `label`; `unsettled=True` accepts the other
+        weights, and the answer's `label` names them. Training does not wait. Bring the weights back
+        before the block ends. From then on, reads see a resting state if samples match those taken
+        before the block, and a settled state once training continues. If the block raises and
+        samples differ, the label stays until then. A step that was served before the block and
+        comes back with other values (rounded ones, say) is not served again; the next one is.
 
         Enter it on every rank that swaps weights; others need not. Blocks may be nested, and then
-        the answers have all labels. Updates belong outside; one inside counts all the same, and
-        an edit just agreed on is then not applied. After `detach` and in forked children the
-        block does nothing.
+        the answers have all labels. Keep updates outside: one inside still counts, but an edit just
+        agreed on is then not applied. After `detach` and in forked children the block does nothing.
 
         Args:
             label: 1 to 100 printable characters.
 
         Raises:
-            UsageError: the label is not that.
+            UsageError: the label is longer, empty or not printable.
         """
         if not 0 < len(label) <= MAX_LABEL or not label.isprintable():
             raise UsageError(
@@ -196,9 +196,9 @@ class Attachment:
             self._boundary.training_weights_again(label, failed=failed)
 
     def at_detach(self, undo: Callable[[], object]) -> None:
-        """Have `undo` called when the attachment ends, once the parameters have moved out.
+        """Call `undo` when the attachment ends, once the parameters have moved out.
 
-        Of several, the last is called first.
+        The last one registered is called first.
         """
         self._at_detach.callback(undo)
 
@@ -209,18 +209,18 @@ class Attachment:
 
     @contextmanager
     def rewindable(self) -> Iterator[None]:
-        """A block that `mesh.rollback` leaves, so that the loop over batches begins anew.
+        """A block that `mesh.rollback` leaves, so that the loop over batches starts again.
 
             while attachment.step < steps:
                 with attachment.rewindable():
                     for batch in loader:
                         ...
 
-        A rollback puts parameters, optimizers and everything in `keep` back to an earlier step, at
-        the beginning of a forward; the batch in hand belongs to a later one. So the block ends
-        there as if it were over, on every rank, and `attachment.step` is that step. Outside of
-        such a block a rollback is refused. Blocks may be nested; the innermost is left. Without
-        resume="auto" it does nothing.
+        At the beginning of a forward, a rollback puts parameters, optimizers and everything in
+        `keep` back to an earlier step; the current batch belongs to a later one. The block then
+        ends as if it were complete, on every rank, and `attachment.step` is the earlier step.
+        Outside of such a block a rollback is refused. Blocks may be nested; the innermost is left.
+        Without resume="auto" the block does nothing.
         """
         if self._rewinder is None or self._detached or self._is_childs:
             yield
@@ -231,39 +231,36 @@ class Attachment:
     def kept(self) -> None:
         """Mark the end of an iteration, so that a restarted script can continue exactly here.
 
-        Call it on every rank at the end of the loop's body, after whatever changes parameters,
-        schedulers or scalers, so that a restarted script continues with the next iteration. From
-        the first call on a state can be resumed only where it was called; a script with several
-        optimizers, or several updates in one iteration, has to call it. It does nothing without
-        resume="auto".
+        Call it on every rank at the end of the loop's body, after everything that changes
+        parameters, schedulers or scalers. From the first call on, a state can be resumed only at
+        such a mark. Scripts with several optimizers, or several updates in one iteration, have to
+        call it. Without resume="auto" it does nothing.
         """
         if not self._detached and self.keeper is not None:
             self._boundary.kept()
 
     def keeping(self) -> Keeping | None:
-        """What keeping records costs the training; None without resume="auto" or when detached."""
+        """Cost of recording the state for a restart; None without resume="auto" or detached."""
         return self.keeper.cost() if self.keeper is not None and not self._detached else None
 
     def goes_on(self) -> None:
-        """Mark the start of the next iteration: changes made before belong to the last update.
+        """Mark the start of the next iteration; changes made before belong to the previous update.
 
-        Needed only where paramd cannot see it: the attached module's own forward is never called
-        and its parameters are sharded. Callbacks of frameworks call it as a batch begins. Call it
-        on every rank at the same point, outside of an update. Does nothing when nothing was
-        updated.
+        Needed only if the attached module's own forward is never called and its parameters are
+        sharded. Callbacks of frameworks call it as a batch begins. Call it on every rank at the
+        same point, outside of an update. Without a new update it does nothing.
         """
         if not self._detached and not self._is_childs:
             self._boundary.settle()
 
     def holds(self, parameters: Collection[int]) -> bool:
-        """Whether one of these parameters, given by their `id`, is of the attached model."""
+        """Whether the attached model has one of these parameters, given by their `id`."""
         return any(id(parameter) in parameters for parameter in self._model.parameters())
 
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Count every step of these optimizers as an update, whatever their parameters.
 
-        The same goes for any other optimizer that has one of the model's parameters. From now
-        on the model is attached.
+        Steps of any other optimizer that has one of the model's parameters count as well.
         """
         attached[id(self._model)] = self
         self._signals.open()
@@ -271,7 +268,7 @@ class Attachment:
         followed = self._signals.optimizers
         for optimizer in optimizers:
             followed.add(optimizer)
-        # Held weakly: an optimizer the script dropped must not keep old parameters alive.
+        # Weakly: an optimizer that the script dropped must not keep old parameters alive.
         self._editor.optimizers = followed
         if self._record is not None:
             self._record.optimizers = followed
@@ -282,7 +279,7 @@ class Attachment:
             self.keeper.followed = followed
 
     def clipped(self, total_norm: float | torch.Tensor, max_norm: float) -> None:
-        """Tell gradient readers that the next update's gradients were clipped.
+        """Record for gradient readers that the next update's gradients were clipped.
 
         Call it right after `torch.nn.utils.clip_grad_norm_`, with its result and its
         `max_norm`. Without it, readers cannot know.
@@ -291,9 +288,9 @@ class Attachment:
         self._gradients.clipped(min(1.0, max_norm / (norm + 1e-6)) if norm >= 0 else 0.0)
 
     def log(self, *, step: int | None = None, **numbers: float | torch.Tensor) -> None:
-        """Keep numbers of the script beside the weights: `log(loss=loss, lr=lr, tokens=n)`.
+        """Log numbers of the script beside the weights: `log(loss=loss, lr=lr, tokens=n)`.
 
-        The sidecar keeps them, the control plane has them in its history and checks the rules of
+        The sidecar keeps them; the control plane adds them to its history and checks the rules of
         `[alerts] numbers`. Takes tens of microseconds and never waits: if the sidecar is away for
         long, the oldest are dropped. Call it on one rank, or on several to keep their numbers
         apart. After `detach` and in forked children it does nothing.
@@ -311,7 +308,7 @@ class Attachment:
         self._sidecar.insight.log(step if step is not None else self.step, numbers)
 
     def stalls(self) -> Stalls:
-        """Time updates have spent waiting for copies since attach."""
+        """Time that updates have spent waiting for copies since attach."""
         page = self._page
         return Stalls(
             count=page[Word.STALL_COUNT],
@@ -340,7 +337,7 @@ class Attachment:
                 self._state.move_out()
             return
         if self._tracking is not None:
-            # While there is still something to ask: a look in progress ends well.
+            # Before the sidecar ends: a sample in progress still needs it.
             self._tracking.close()
         for one in (self._boundary, self._gradients, self._editor, self._record, self._rewinder):
             if one is not None:

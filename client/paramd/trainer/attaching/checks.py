@@ -1,7 +1,6 @@
-"""What `attach` was given, as one module and its optimizers, checked before anything is attached.
+"""Resolves the arguments of `attach` to one module and its optimizers, and checks them.
 
-A dict of modules and an accelerator are resolved. Frameworks are told apart by their classes in the
-modules that the script has loaded; none is imported here.
+Frameworks are recognised by their classes in modules that the script has loaded; none is imported.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ FABRIC_MODULES = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 
 def resolve(model: Any, optimizer: Any, job: Any, accelerator: Any) -> tuple[torch.nn.Module, Any]:
-    """The module to attach and its optimizers, as `attach` was given them.
-
-    Raises:
-        UsageError: something is missing, or is not what it should be.
-    """
+    """Return the module to attach and its optimizers; UsageError if one is missing or invalid."""
     if accelerator is not None:
         model, optimizer = _prepared(model, optimizer, accelerator)
     _refuse_megatron(model)
@@ -70,7 +65,6 @@ def _refuse_megatron(model: Any) -> None:
 
 
 def _together(models: Mapping[Any, Any]) -> torch.nn.Module:
-    """One module that holds several, each under its name."""
     if not models:
         raise UsageError("model is an empty dict; give each module a name: {'actor': actor}")
     for name, module in models.items():
@@ -91,7 +85,7 @@ def _together(models: Mapping[Any, Any]) -> torch.nn.Module:
 
 
 def _prepared(model: Any, optimizer: Any, accelerator: Any) -> tuple[Any, Any]:
-    """What `accelerator.prepare` was given, by accelerate's own record of it."""
+    """The arguments given to `accelerator.prepare`, by accelerate's own record."""
     if model is not None or optimizer is not Missing.OPTIMIZER:
         raise UsageError(
             "pass either accelerator, or model and optimizer; an accelerator knows what it prepared"
@@ -122,7 +116,7 @@ def _prepared(model: Any, optimizer: Any, accelerator: Any) -> tuple[Any, Any]:
 
 
 class Missing(Enum):
-    """What was not given, as opposed to None."""
+    """An argument that was not given, as opposed to None."""
 
     OPTIMIZER = "optimizer"
 
@@ -135,11 +129,7 @@ MOST_WRAPPERS = 8
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers given to `attach`, unwrapped, each once.
-
-    Raises:
-        UsageError: one of them is not an optimizer.
-    """
+    """The optimizers given to `attach`, unwrapped, each once; UsageError if one is no optimizer."""
     if given is None:
         return []
     one = isinstance(given, (str, bytes, torch.optim.Optimizer)) or not isinstance(given, Iterable)
@@ -150,7 +140,7 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
 
 
 def _unwrapped(given: Any) -> torch.optim.Optimizer:
-    """The optimizer whose steps can be followed: `given`, or what it wraps.
+    """The optimizer whose steps can be followed: `given`, or the one that it wraps.
 
     Wrappers (accelerate's AcceleratedOptimizer, Lightning's LightningOptimizer) keep the real
     optimizer as `.optimizer`. Some subclass torch's Optimizer without initializing it, and so
@@ -173,7 +163,7 @@ def _unwrapped(given: Any) -> torch.optim.Optimizer:
 
 
 def _why_not(optimizer: Any) -> str:
-    """What is wrong with it, and how to mend it."""
+    """The reason why `optimizer` cannot be followed, and how to fix it."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return (
             ": it was never initialised as one, so its steps are not reported; call "
@@ -188,18 +178,14 @@ def _why_not(optimizer: Any) -> str:
 
 
 def _kind(thing: object) -> str:
-    """Its type as imported, or, for a class, that it is one."""
+    """The type's imported name; for a class, its name and that it is a class."""
     of = thing if isinstance(thing, type) else type(thing)
     name = of.__qualname__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__qualname__}"
     return f"the class {name}" if isinstance(thing, type) else name
 
 
 def check_given(model: Any, optimizer: Any, job: Any) -> None:
-    """Check that what `attach` needs was given at all; before anything else is looked at.
-
-    Raises:
-        UsageError: something is missing.
-    """
+    """Raise UsageError if a required argument of `attach` is missing."""
     form = "paramd.attach(model, optimizer, job=NAME)"
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
@@ -257,7 +243,7 @@ def check_attachable(
 
 
 def changes_in_forward(model: torch.nn.Module) -> str:
-    """What in the model changes parameters in forward, outside any update; empty if nothing.
+    """The part of the model that changes parameters in forward, outside updates; empty if none.
 
     Such a model is read only at boundaries, and large ones not at all.
     """
@@ -270,7 +256,7 @@ def changes_in_forward(model: torch.nn.Module) -> str:
 
 
 def steps_done(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """The number of updates the optimizers have counted themselves; 0 if they do not count."""
+    """The updates that the optimizers have counted themselves; 0 if they do not count."""
     return max(
         (
             int(state["step"])
@@ -283,7 +269,7 @@ def steps_done(optimizers: Sequence[torch.optim.Optimizer]) -> int:
 
 
 def check_versions(answers: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConflictError unless all ranks run the same paramd; `answers` is what each says."""
+    """Raise ConflictError unless all ranks' answers name the same version of paramd."""
     first = answers[0]
     for rank, answer in enumerate(answers):
         if answer["version"] != first["version"]:

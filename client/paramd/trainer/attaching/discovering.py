@@ -1,4 +1,4 @@
-"""The first stages: what to attach, what to go on from, and which rank of which incarnation."""
+"""The first stages: what to attach, the state to resume from, and each rank's identity."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from paramd.trainer.settings import AttachSettings
 from paramd.version import __version__
 
 Answer = dict[str, Any]
-"""What a stage tells the other ranks, JSON."""
+"""A stage's JSON answer to the other ranks."""
 
 log = logging.getLogger("paramd")
 
@@ -58,28 +58,28 @@ _SAME = ("resume", "keep_every", "standing_every", "replicas")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What to attach, as agreed by all ranks."""
+    """The model to attach, as agreed by all ranks."""
 
     model: torch.nn.Module
     optimizers: list[torch.optim.Optimizer]
     home: ParameterStorage
     layout: bytes
-    """All ranks' layouts as one: a serialized paramd.v1.Layout."""
+    """All ranks' layouts in one: a serialized paramd.v1.Layout."""
     layout_digest: str
     first_step: int
 
 
 class Discovering:
-    """One attempt to attach: what all its stages share, and those that change nothing yet."""
+    """One attempt to attach: state shared by all stages, and the stages that change nothing yet."""
 
     _succession: Succession | None = None
     _lineage = (0, 0)
     _known_incarnation = 0
-    """The last one that a rank's sidecar served: the host that counted them may be lost."""
+    """The last incarnation that a rank's sidecar served: the host that counted them may be lost."""
     _hosts: Sequence[str] = ()
-    """By rank, its `host_id`."""
+    """Each rank's `host_id`."""
     _buddies: Sequence[int] = ()
-    """By rank, who keeps copies of its standing snapshots; empty: nobody."""
+    """Each rank's keeper of its standing snapshots' copies; empty without replicas."""
     _site: TakenIncarnation | None = None
     _meeting: Meeting | None = None
     """The ranks' addresses if they are on several hosts and paramd makes certificates."""
@@ -112,7 +112,7 @@ class Discovering:
         local: list[bytes] = []
 
         def stage() -> dict[str, Any]:
-            # The helper processes need them: better said here than in their logs.
+            # Fail here rather than in the helper processes' logs.
             extras.need("paramd.attach", "service")
             module, given = resolve(model, optimizer, self._job, accelerator)
             modules.append(module)
@@ -164,7 +164,7 @@ class Discovering:
         )
 
     def _merged(self, local: bytes, home: ParameterStorage, *, mirrored: bool) -> tuple[bytes, str]:
-        """All ranks' layouts as one, and its digest; merged once, as it has pieces of all ranks."""
+        """All ranks' layouts in one, and its digest. Merged once: it has pieces of all ranks."""
         found = self._exchange.collect(local)
         mine = contents(home.shards, whole_parameters(decode_local(local)))
         digests = self._exchange.collect(mine.tobytes())
@@ -197,7 +197,7 @@ class Discovering:
         return found
 
     def look_back(self, found: Found) -> Found:
-        """Agree on the state of an earlier incarnation to go on from; change nothing."""
+        """Agree on the state of an earlier incarnation to resume from; change nothing."""
         if self._settings.resume == "never":
             return found
         exchange = self._exchange
@@ -225,13 +225,12 @@ class Discovering:
         self._known_incarnation = max(offer.incarnation for offer in offers)
         choice = agreed_choice(succession, offers, self._together, exchange.group)
         self._pass("looked")
-        # History branches where steps were lost; a fresh start has none.
+        # History branches where steps were lost; a fresh start has no lineage.
         new = choice.mark.lineage if choice.how == "live" else answers[0]["lineage"]
         self._lineage = (choice.mark.lineage, new)
         if exchange.rank == 0:
             # A warning, because most scripts set up no logging and would not show an info.
-            nothing = choice.how == "fresh" and not choice.lost_steps
-            tell = log.info if nothing else log.warning
+            tell = log.info if choice.how == "fresh" and not choice.lost_steps else log.warning
             tell("paramd: job %r %s", self._job, succession.said())
         if choice.how == "fresh":
             return found
@@ -302,7 +301,7 @@ class Discovering:
 
 
 def contents(shards: Sequence[LocalShard], names: Collection[str]) -> array[int]:
-    """A digest of the values of each of these parameters, in the order of `shards`."""
+    """A digest of each parameter's values, in the order of `shards`."""
     wanted = set(names)
     return array(
         "Q",
@@ -338,7 +337,7 @@ def _secrets(taken: TakenIncarnation) -> list[str]:
 def _check_resumable(
     settings: AttachSettings, home: ParameterStorage, keep: Mapping[str, Any]
 ) -> None:
-    """Raise UsageError if `resume` is wanted and cannot work here."""
+    """Raise UsageError if `resume` is requested and cannot work here."""
     if settings.resume == "never" and settings.replicas:
         raise UsageError("replicas=1 needs resume='auto', which makes what is copied")
     if settings.resume == "never":

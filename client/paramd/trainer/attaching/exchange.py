@@ -1,6 +1,6 @@
-"""What the trainers exchange while attaching: the next incarnation, and small messages over gloo.
+"""Exchanges between trainers while attaching: the next incarnation, and small messages over gloo.
 
-Rank 0 takes the incarnation, from a site's control plane or from this host. Messages are JSON or
+Rank 0 takes the incarnation from a site's control plane or from this host. Messages are JSON or
 text, never pickle.
 """
 
@@ -33,7 +33,7 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 """Read by torch whenever it makes a gloo device."""
 
 SHORT_BYTES = 4096
-"""Messages of ranks that are no longer need no second collective."""
+"""Messages up to this size on all ranks need no second collective."""
 
 _SIZE = struct.Struct("<q")
 
@@ -83,8 +83,8 @@ def _registered(
 ) -> TakenIncarnation:
     """Register the job, retrying while the control plane may be coming back.
 
-    Safe although `register` is not idempotent: a lost answer leaves an incarnation that no rank
-    ever joins, and the next one is above it.
+    `register` is not idempotent, but a lost answer only leaves an incarnation that no rank joins;
+    the next one is above it.
     """
     deadline_s = time.monotonic() + settings.control_timeout_s
     told = False
@@ -112,8 +112,7 @@ def _own_incarnation(
         # Imported only with several hosts: it is slow to load.
         from paramd.security.authority import JobAuthority
 
-        authority = JobAuthority(private_key, job=job, incarnation=incarnation)
-        pems = authority.issue_ranks(hosts)
+        pems = JobAuthority(private_key, job=job, incarnation=incarnation).issue_ranks(hosts)
 
     def minted(role: Role) -> list[str]:
         ranks = range(world_size)
@@ -187,9 +186,9 @@ class Exchange:
         return ctypes.string_at(mine.data_ptr(), int(size)).decode().rstrip(" ")
 
     def _answer_of_first(self, data: bytes, answer: Callable[[list[bytes]], bytes]) -> bytes:
-        """What rank 0 makes of all ranks' bytes, on all ranks. `answer` must not raise.
+        """Rank 0's `answer` to all ranks' bytes, on all ranks; `answer` must not raise.
 
-        Two collectives if all of it is short, since each wakes every rank.
+        Two collectives if all messages are short, since each wakes every rank.
         """
         room, told, size = SHORT_BYTES, b"", -1
         while size < 0:
@@ -197,7 +196,7 @@ class Exchange:
             if found:
                 longest = max(size for size, _ in found)
                 told = b"" if longest > room else answer([part for _, part in found])
-                # Below 0: the room that a message needs, for another try.
+                # Negative: the size that a message needs, for a second try.
                 size = -longest if longest > room else len(told)
             size, begin = _unframed(self._broadcast(_framed(size, told, SHORT_BYTES)))
             room = max(room, -size)
@@ -233,15 +232,15 @@ class Exchange:
 
 
 class _Roll:
-    """Which ranks of the training have come to attach, as the store of its group knows."""
+    """The ranks that have come to attach, kept in the store of the training's group."""
 
     _count = 0
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """Say that this rank is here. Collective over attaching, but waits for nobody."""
+        """Record that this rank has come. Collective over attaching, but waits for nobody."""
         _Roll._count += 1
         self._keys = [f"paramd/attach/{_Roll._count}/{one}" for one in range(world_size)]
-        # Of torch's own, since the group has no name for it; without it nobody is named.
+        # Torch's own store, since the group has no name for it; without it no rank can be named.
         self._store = getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()
         if self._store is not None:
             self._store.set(self._keys[rank], "here")
@@ -264,19 +263,19 @@ class _Roll:
 
 
 def _framed(size: int, data: bytes, room: int) -> torch.Tensor:
-    """A size and the first `room` bytes of some data, always as long."""
+    """A frame of constant length: the size and the first `room` bytes of `data`."""
     frame = bytearray(_SIZE.pack(size) + data[:room])
     return torch.frombuffer(frame.ljust(_SIZE.size + room), dtype=torch.uint8)
 
 
 def _unframed(frame: bytes) -> tuple[int, bytes]:
-    """The size, and of the data what was framed."""
+    """The size, and the part of the data that was framed."""
     size: int = _SIZE.unpack_from(frame)[0]
     return size, frame[_SIZE.size : _SIZE.size + max(size, 0)]
 
 
 def _rest(told: bytes, size: int) -> bytearray:
-    """What does not fit into a frame; on ranks that have not got it, room for it."""
+    """The bytes that do not fit into a frame; on the other ranks, a buffer for them."""
     return bytearray(told[SHORT_BYTES:]) if told else bytearray(size - SHORT_BYTES)
 
 
@@ -286,7 +285,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 @contextmanager
 def _connected_when_needed() -> Iterator[None]:
-    """Gloo groups made in this block connect two ranks when they first exchange something.
+    """In this block, ranks of new gloo groups connect when they first exchange something.
 
     Otherwise each rank connects to all others: ranks squared, of which rounds use a few.
     """

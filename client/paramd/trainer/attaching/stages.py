@@ -1,5 +1,6 @@
-"""The later stages: sidecars and control plane, whether to go on from an export, and the last one,
-which moves the parameters in and serves them."""
+"""The later stages: start sidecars and control plane, choose an export to resume from, and move the
+parameters in.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +52,9 @@ class Stages(Discovering):
     _control: ControlLink | None = None
     _url = ""
     _exports: Sequence[Offered] = ()
-    """The last whole exports of this job, newest first."""
+    """The last complete exports of this job, newest first."""
     _exported: Exported | None = None
-    """The one to go on from."""
+    """The export to resume from."""
 
     def open(self, identity: Identity, found: Found) -> dict[str, Any]:
         """Bring up the sidecars and the control plane; return the sidecars' mesh message."""
@@ -114,7 +115,7 @@ class Stages(Discovering):
         }
 
     def look_at_exports(self, found: Found) -> Found:
-        """Agree on an export to go on from, if nothing is left in memory; change nothing."""
+        """If nothing is left in memory, agree on an export to resume from; change nothing."""
         if self._succession is None or self._succession.resumed is not None:
             return found
         if self._control is not None and not self._url:
@@ -125,7 +126,7 @@ class Stages(Discovering):
             )
         for offered in self._exports:
             if offered.step <= found.first_step:
-                # What the script begins with is no older: a checkpoint that it loaded.
+                # The script's own start, such as a checkpoint that it loaded, is no older.
                 return found
             why = self._take_export(offered, found)
             if self._exchange.rank == 0 and why:
@@ -203,7 +204,7 @@ class Stages(Discovering):
         return made[0]
 
     def _take_export(self, offered: Offered, found: Found) -> str:
-        """Go on from this export if all ranks can; else why they cannot."""
+        """Resume from this export if all ranks can; else return why they cannot."""
         rank = self._exchange.rank
         here = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
         share = here.index(rank), len(here)
@@ -228,7 +229,7 @@ class Stages(Discovering):
         return why
 
     def _exported_said(self, found: Found) -> str:
-        """One line for the log: what was chosen, and what was not in it."""
+        """One line for the log: the chosen export, and the state that it lacks."""
         assert self._exported is not None
         parts, without = ["parameters"], []
         if found.optimizers and self._exported.has_optimizer:
@@ -245,7 +246,7 @@ class Stages(Discovering):
         )
 
     def _take_over(self, sidecar: SidecarLink, identity: Identity, found: Found) -> None:
-        """Hand the sidecar the memory that a predecessor left, if training goes on in it."""
+        """Hand the sidecar the memory that a predecessor left, if training resumes in it."""
         succession = self._succession
         if succession is None or succession.resumed is None:
             return
@@ -360,7 +361,7 @@ class Stages(Discovering):
                 copied=bool(self._buddies),
                 at_point=self._at_point,
             )
-        # How readers are told of the optimizers' state where no successor is.
+        # How readers learn of the optimizers' state where no later trainer needs it.
         elif state is not None:
             record = MovedState(records, page, home, state)
         else:
@@ -433,7 +434,7 @@ def _why_not(answers: Sequence[Answer]) -> str:
 def _fail_open(start: Callable[[], None]) -> None:
     """Log, don't raise, when a helper process does not start: training comes first.
 
-    A conflict is raised, since only the user can solve it (the name is taken).
+    A conflict is raised, since only the user can resolve it (the name is taken).
     """
     try:
         start()

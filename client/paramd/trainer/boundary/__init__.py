@@ -1,1 +1,1 @@
-"""Between two updates: rounds, edits, holds, moments, gradients."""
+"""What happens between two updates: rounds, edits, holds, moments, gradients."""

@@ -5,7 +5,7 @@ the next, so all ranks learn the same result at the same boundary. A request is 
 number and token are equal on all ranks, which one MIN all-reduce over n and -n shows. A rank
 that is not ready contributes zeros.
 
-A rank promises what it contributes (`promise`): from then on only the outcome of the round
+A rank promises its contribution (`promise`): from then on only the outcome of the round
 decides, whatever the sidecar writes to the page.
 """
 
@@ -26,20 +26,19 @@ IDLE_ROUND_NS = 200_000_000
 """Time between rounds with no request pending."""
 
 EXPECTED_ROUND_NS = 10_000_000
-"""The same while the rank's sidecar expects a request soon."""
+"""Time between rounds while the rank's sidecar expects a request soon."""
 
 QUIET_ROUND_NS = 1_000_000_000
-"""The same while no sidecar has clients: what the first request after a quiet time may wait."""
+"""Time between rounds while no sidecar has clients: the wait of the first request after that."""
 
 MAX_INTERVAL = 1000
 """Most boundaries between rounds, so that a sudden slow-down is noticed."""
 
 QUIET_BOUNDARIES = 64
-"""Most boundaries that QUIET_ROUND_NS adds up to: steps that turn slow must not delay the first
-request by more of them."""
+"""Most boundaries in QUIET_ROUND_NS: when steps turn slow, a first request waits no longer."""
 
 EAGER_BOUNDARIES = 64
-"""Boundaries after an agreed request with a round at each: requests come in bursts."""
+"""Boundaries with a round at each after an agreed request: requests come in bursts."""
 
 CAPTURE, EDIT, HOLD, STEP, RESUME = range(5)
 """Actions, numbered as in paramd.v1.BoundaryAction."""
@@ -50,7 +49,7 @@ class AgreementLost(RuntimeError):
 
 
 class Request(NamedTuple):
-    """What all ranks are to do at one boundary, as read from this rank's page."""
+    """The page's request: what all ranks are to do at one boundary."""
 
     number: int
     token: int
@@ -66,7 +65,7 @@ class Round(NamedTuple):
 
     agreed: Request | None
     stay: bool
-    """Whether every rank still wants to be held."""
+    """Whether every rank still wants training to stay paused."""
     iteration: int = 0
     """This rank's backward passes when it contributed."""
     iterations: tuple[int, int] = (0, 0)
@@ -94,10 +93,8 @@ def promise(words: Words, last_agreed: int, accept: Callable[[Request], bool]) -
 
 
 def refuse(words: Words, number: int, why: int) -> None:
-    """Say once that this rank will never promise the request.
-
-    Args:
-        why: a `Refusal`, or the step of the boundary that missed its `if_step`.
+    """Record that this rank will never promise the request, and why: a `Refusal`, or the step of
+    the boundary that missed its `if_step`.
     """
     if words[Word.REFUSED] == number:
         return
@@ -158,9 +155,9 @@ class Agreement:
         return self._boundary >= self._next_launch
 
     def standing(self, pace: int, made: int, interval: int) -> tuple[int, int]:
-        """Tell the others about standing snapshots; return what all ranks told in the last round.
+        """Contribute to standing snapshots; return all ranks' contributions of the last round.
 
-        The same on all ranks between two boundaries; zeros before the first round.
+        The result is the same on all ranks between two boundaries; zeros before the first round.
 
         Args:
             pace: wanted number of steps between two.
@@ -176,27 +173,26 @@ class Agreement:
         return self._agreed_pace, self._agreed_made
 
     def copies(self, settled: int, copied: int) -> tuple[int, int]:
-        """Tell how far this rank's copies are; return how far those of all ranks are.
+        """Contribute this rank's progress in copying; return that of all ranks.
 
-        The same on all ranks between two boundaries.
+        The result is the same on all ranks between two boundaries.
 
         Args:
-            settled: step of the last standing snapshot that was sent, or is not going to be.
-            copied: step of the last one that is whole on another host.
+            settled: step of the last standing snapshot that was sent, or will not be.
+            copied: step of the last one that is complete on another host.
 
         Returns:
-            the lowest of the first, and the second if it is the same on all ranks, else 0.
+            the lowest `settled`, and `copied` if it is the same on all ranks, else 0.
         """
         self._copies = settled, copied
         return self._copies if self._group is None else self._agreed_copies
 
     def passes(self, *, wanted: bool) -> bool:
-        """Count a boundary with nothing to do; False if there is, and nothing is counted.
+        """Count a boundary and return True, unless something is due or `wanted`.
 
         The fast path: at most boundaries neither `collect`, `launch` nor `exchange` is due.
-
-        Args:
-            wanted: the page has a request; only a world of one acts on it at once.
+        `wanted`:
+        the page has a request; only a world of one acts on it at once.
         """
         if self._group is None:
             return not wanted
@@ -209,8 +205,7 @@ class Agreement:
     def collect(self) -> Round | None:
         """Count a boundary and collect the round in flight, if any.
 
-        Raises:
-            AgreementLost: this object must not be used afterwards.
+        After AgreementLost this object must not be used.
         """
         self._boundary += 1
         return self._collected() if self._work is not None else None
@@ -231,7 +226,7 @@ class Agreement:
         Args:
             request: the result of `promise`.
             pending: this rank has a request that is not agreed yet.
-            stay: this rank wants to stay held.
+            stay: this rank wants training to stay paused.
             iteration: backward passes this rank has seen. Ranks that differ are not at the same
                 point of training, whatever their step counts, and agree on nothing.
             expected: this rank expects a request soon.
@@ -252,7 +247,7 @@ class Agreement:
             raise AgreementLost(f"a round could not be launched: {error}") from error
 
     def exchange(self, request: Request, *, pending: bool, stay: bool, iteration: int = 0) -> Round:
-        """Run a whole round synchronously: in a hold, and always in a world of one."""
+        """Run a whole round synchronously: while paused, and always in a world of one."""
         if self._group is None:
             self._fill(request, pending=pending, stay=stay, interval=1, iteration=iteration)
         else:

@@ -1,12 +1,12 @@
 """The part inside the training loop: updates, and the boundaries between them.
 
-    begin  an optimizer step (or `attachment.update()`) begins: SEQ odd
-    end    it ends. The state rests but is not settled: the script may still clamp weights,
-           swap in averaged ones or load others, and a wrapper's step may still be running
-    go on  training continues: a forward that will be differentiated, the next update, process
-           exit. Parameters are verified and the state is settled, SEQ even. This is the
-           *boundary*, at the same point of the program on every rank: rounds are launched
-           and collected here, and edits, holds and captures take place here
+    begin     an optimizer step (or `attachment.update()`) begins: SEQ odd
+    end       the update ends. The state rests but is not settled: the script may still clamp
+              weights, swap in averaged ones or load others, and a wrapper's step may still run
+    continue  training continues with a forward that will be differentiated, the next update or
+              process exit. Parameters are verified and the state is settled, SEQ even. This is
+              the *boundary*, at the same point of the program on every rank: here rounds are
+              launched and collected, and edits, holds and captures take place
 
 So a value is served under a step only once the script has shown that it is done with that
 step. A stray change, between a boundary and the next update, breaks this. Each update checks
@@ -56,14 +56,15 @@ PROBATION = 3
 """Settled spans without a stray change before a new attachment leaves strict mode."""
 
 STRICT_SPANS = 1000
-"""The same after a stray change."""
+"""Settled spans without a stray change before strict mode ends after one."""
 
 LOOK_S = 0.1
 """Seconds between checks of a resting state."""
 
 SOON_S, SOON_FOR_S = 0.005, 1.0
-"""Poll interval after LOOK_WANTED was raised, and for how long, in seconds: readers of a resting
-state come in bursts."""
+"""Poll interval after LOOK_WANTED was raised, and its duration, in seconds: readers of a resting
+state come in bursts.
+"""
 
 LEFT_AT_REST = (
     "parameters were replaced after the last update, and training has not gone on since; they are "
@@ -90,7 +91,7 @@ class _Entry:
 
 
 class Boundary:
-    """Open update windows, and settle them when training continues.
+    """Opens update windows, and settles them when training continues.
 
     An optimizer whose step raised leaves its window open, since its parameters may mix two
     steps; that owner's next successful step closes it. Any thread may call. An update is
@@ -114,12 +115,11 @@ class Boundary:
         always_strict: str = "",
         after_edit: Callable[[], None] = lambda: None,
     ) -> None:
-        """
-        Args:
-            order: as of `TrainerGate`.
-            settles: called with the step at every proven boundary, while SEQ is odd; must not
-                raise.
-            always_strict: names what in the model changes parameters outside updates.
+        """Args:
+        order: as of `TrainerGate`.
+        settles: called with the step at every proven boundary, while SEQ is odd; must not
+            raise.
+        always_strict: the parts of the model that change parameters outside updates.
         """
         self._page = page
         self._words = page.words
@@ -248,7 +248,7 @@ class Boundary:
                 self.rewinder.leave()
 
     def backward(self) -> None:
-        """Note the start of a backward: proof of training, even in eval mode.
+        """Note the start of a backward, which proves training even in eval mode.
 
         Not a boundary: gradients are in flight, so no edit may be applied here. But a state
         that no forward has settled becomes readable.
@@ -269,7 +269,7 @@ class Boundary:
                 self._boundary()
 
     def kept(self) -> None:
-        """Have the record of the state completed: the script changes nothing more of it."""
+        """Complete the record of the state: the script changes nothing more of it."""
         with self._lock:
             idle = not (self._open or self._forgotten or self._standing.open)
             if self.keeper is not None and idle and self._trusted() and self._all_home():
@@ -280,7 +280,7 @@ class Boundary:
         with self._lock:
             if self._forgotten:
                 return False
-            # What strayed until now did so before the block; what changes in it does not stray.
+            # Strays until now came before the block; changes inside the block are no strays.
             settled = not self._pending or not self._words[_SEQ] & 1
             if settled and not (self._standing.open or self._standing.void):
                 self._look_for_strays()
@@ -351,7 +351,7 @@ class Boundary:
         contents = self._home.contents
         try:
             if contents is None:
-                # A mirror is never read at rest; this only says that no update is running.
+                # A mirror is never read at rest; this only records that no update is running.
                 self._gate.rest(self._done, self._iteration, 0)
             elif not self._editor.failed and not self._home.check():
                 digest = contents.digest() if not self._standing.open else CHANGED
@@ -388,7 +388,7 @@ class Boundary:
         try:
             # Before the look: REST_SEEN_NS is when it began, and vouches for copies before that.
             now_ns = time.monotonic_ns()
-            # During a forward, unsharded copies stand in for sharded parameters.
+            # During a forward, unsharded copies temporarily replace sharded parameters.
             if not words[Word.REST] or self._home.gathered():
                 return
             if self._home.in_place():
@@ -442,7 +442,7 @@ class Boundary:
         if contents is None:
             return
         words = self._words
-        # Nobody reads, and nothing strayed so far: then one tensor that does may wait its turn.
+        # Without readers or earlier strays, a tensor that strays may wait its turn to be noticed.
         quiet = words[_CLIENTS_UNTIL_NS] < words[_BOUNDARY_NS]
         contents.remember(sparing=quiet and not self._strict_left)
         # The digest first: a reader that finds the SEQ takes the digest for that state's.
@@ -456,8 +456,8 @@ class Boundary:
     def _boundary(self, *, keeps: bool = False) -> None:
         """Settle the state and do what this boundary calls for.
 
-        `keeps`: at a forward, where the script has done all that belongs to the step. Elsewhere
-        it may still have to, or the next step's forward is over.
+        `keeps`: at a forward, where the script has finished the step. Elsewhere it may not have,
+        or the next step's forward is over.
         """
         self._pending = False
         if self._only_confirms:
@@ -491,16 +491,16 @@ class Boundary:
             rewinder.at_forward = False
             step = rewinder.taken()
             if step is not None:
-                # Settled once more when training goes on from there.
+                # Settled again when training continues from there.
                 self._done, self._pending, self._armed_seen = step, True, 0
 
     def _trusted(self) -> bool:
-        """Whether nothing changes the parameters outside of updates, as far as is known."""
+        """Whether nothing is known to change the parameters outside of updates."""
         strays = self._words[Word.STRAY_COUNT] and self._strict_left
         return not (self._always_strict or strays)
 
     def _all_home(self) -> bool:
-        """As `_verified`, but a settled state, whose SEQ is even, is looked at alone."""
+        """As `_verified`; but for a settled state, whose SEQ is even, only its place is checked."""
         if self._pending:
             return self._verified()
         try:

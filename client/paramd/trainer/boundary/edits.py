@@ -65,8 +65,6 @@ NO_STATES = "this training keeps no states; attach it with resume='auto'"
 
 @dataclass(slots=True)
 class _Step:
-    """One record, ready to run."""
-
     record: Record
     target: torch.Tensor
     data: torch.Tensor | None
@@ -75,20 +73,20 @@ class _Step:
 
 
 class Deed(Protocol):
-    """What an edit's note asks for. Training thread only."""
+    """An action that an edit's note asks for. Training thread only."""
 
     exact: bool
     """Whether it is promised only in a round that ends at the boundary where it is done."""
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
-        """What it touches of the edit memory."""
+        """The spans of edit memory that it touches."""
 
     def refusal(self) -> str:
         """Why it cannot be done at this boundary; empty if it can."""
 
     def apply(self, token: int) -> str:
-        """Do it, and leave in the note what undoes it; return what its user has to know."""
+        """Do it, and write what undoes it to the note; return remarks for its user."""
 
 
 @dataclass(slots=True)
@@ -118,10 +116,9 @@ class Editor:
         mirror: MirroredHome | None = None,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """
-        Args:
-            mirror: holds the parameters when they do not live in the arena.
-            finish: waits until a device has done what training queued.
+        """Args:
+        mirror: the home of the parameters when they are not in the arena.
+        finish: waits until a device has done what training queued.
         """
         self._finish = finish
         self._words = page.words
@@ -141,16 +138,15 @@ class Editor:
         self.groups_changed: Callable[[], None] = lambda: None
         """Called when an edit has changed hyper-parameters, before it ends."""
         self.rollback: Callable[[Note, SparseMemory], Deed] | None = None
-        """Makes a rollback of its note; None: this training keeps no states."""
+        """Makes a rollback of its note; None: this training keeps no earlier states."""
         self.failed = False
         """Whether an edit failed half way: the arena must no longer be served."""
 
     def accept(self, request: Request, *, now: bool) -> bool:
         """Whether an edit's program is ready to apply; starts preparing it if new.
 
-        Args:
-            now: once all ranks promise, it is applied at this boundary; else at the next, whose
-                step is not known yet.
+        `now`: once all ranks promise, it is applied at this boundary; else at the next, whose step
+        is not known yet.
         """
         preparation = self._preparation
         if preparation is None or preparation.request != request:
@@ -177,13 +173,13 @@ class Editor:
         return not preparation.refusal
 
     def _why_not(self, preparation: _Preparation) -> str:
-        """Why it cannot be done at this boundary; empty if it can."""
         try:
             if not preparation.owners_found:
                 self._find_owners(preparation)
             return preparation.deed.refusal() if preparation.deed is not None else ""
         except Exception as error:
-            # Told, not raised: a rank that neither promises nor refuses is waited for in vain.
+            # Refused, not raised: the others would wait for a rank that neither promises nor
+            # refuses.
             log.exception("paramd: an edit could not be examined")
             return repr(error)
 
@@ -221,7 +217,6 @@ class Editor:
         self._at_point("applied")
 
     def close(self) -> None:
-        """Release the edit memory."""
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
             # Its thread still touches this memory.
@@ -230,8 +225,7 @@ class Editor:
         self._edits.close()
 
     def _begin(self, preparation: _Preparation) -> None:
-        program = preparation.request.argument
-        if record_count(self._edits.buffer, program) <= AT_ONCE_RECORDS:
+        if record_count(self._edits.buffer, preparation.request.argument) <= AT_ONCE_RECORDS:
             self._prepare(preparation, AT_ONCE_BYTES)
         if not preparation.done.is_set():
             threading.Thread(
@@ -272,12 +266,11 @@ class Editor:
         return self.rollback(note, self._edits)
 
     def _fault_in(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Populate the page tables of what will be touched and is not known to be present.
+        """Populate the page tables of the spans that are not known to be present.
 
-        So applying neither pays for first touches nor fails on one.
-
-        Raises:
-            ExhaustedError: a range is not reserved and the machine is out of memory for it.
+        So applying neither pays for first touches nor fails on one. Raises ExhaustedError if a
+        range
+        is not reserved and the machine is out of memory.
         """
         # Read before faulting in: a hole punched meanwhile changes the count and voids the result.
         holes, (seen, known) = self._words[Word.EDIT_HOLES], self._present
@@ -347,7 +340,7 @@ class Editor:
 
 
 def _run_on_host(step: _Step) -> None:
-    """What was staged is in host memory, and so are the values that are kept for an undo."""
+    """Run a step whose staged values, and those kept for an undo, are in host memory."""
     on_host = step.target.device.type == "cpu"
     target = step.target if on_host else step.target.cpu()
     run(step.record, target, step.data, step.preimage)
@@ -356,7 +349,7 @@ def _run_on_host(step: _Step) -> None:
 
 
 def _spans(records: Sequence[Record]) -> list[tuple[int, int]]:
-    """The spans of edit memory that the program touches, joined."""
+    """The joined spans of edit memory that the program touches."""
     return joined(
         (
             (place, place + record.size_bytes)

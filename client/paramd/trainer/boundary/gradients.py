@@ -9,7 +9,7 @@ both. So a piece is one memmove, unless the gradient's dtype, strides or placeme
 its parameter's.
 
 Optimizers that step within the backward free some gradients before others exist: their
-updates have no gradient frame, and readers are told that it was left out.
+updates have no gradient frame, and readers learn that it was left out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Part:
 
     shard: LocalShard
     arena_begin: int
-    """Of the piece."""
+    """The piece's first byte in the arena."""
     offset: int
     """First element of the piece in the parameter's local memory."""
     begin: int
@@ -147,10 +147,7 @@ def _params_of(owner: object) -> dict[int, torch.Tensor] | None:
 
 
 def _shared_begins(pieces: Pieces) -> set[int]:
-    """First bytes shared by parameters that are different tensors.
-
-    Each has its own gradient, but there is room for only one.
-    """
+    """First bytes that different parameters share: each has a gradient, with room for only one."""
     seen: dict[int, torch.Tensor] = {}
     found: set[int] = set()
     for shard, begin in pieces:
@@ -213,9 +210,8 @@ def _copy_dtensor(source: Source, grad: Any, room: Room) -> list[Note]:
 
 
 def _compare(grad: DTensorSpec, param: DTensorSpec) -> tuple[int, int, bool] | None:
-    """(partial group, divisor of its sums, whether each rank has the whole).
-
-    None when this rank cannot tell which elements of the gradient are its own.
+    """(partial group, divisor of its sums, whether each rank has the whole), or None when this rank
+    cannot tell which elements of the gradient are its own.
     """
     if grad.mesh != param.mesh:
         return None
@@ -314,7 +310,7 @@ _REWOUND = int(Word.REWOUND)
 _LOSSLESS_EVERY = int(Word.LOSSLESS_EVERY)
 
 POLL_S = 50e-6
-"""Poll interval while an update waits for a lossless reader."""
+"""Poll interval in seconds while an update waits for a lossless reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,11 +319,10 @@ class _Plan:
 
     version: int
     digest: int
-    """Of the program's spans."""
     owner: object
     """Kept alive so that its id is not reused."""
     shape: tuple[int, ...]
-    """Parameters in each of the optimizer's groups; adding one invalidates the plan."""
+    """Number of parameters in each of the optimizer's groups; adding one invalidates the plan."""
     sources: list[Source]
     notes: list[Note]
     devices: tuple[torch.device, ...]
@@ -372,8 +367,7 @@ class GradientCapture:
     def before_update(self, owner: object) -> None:
         """Call before each update begins. Never raises; waits only for lossless readers.
 
-        Args:
-            owner: the optimizer about to update; anything else means all parameters.
+        `owner` is the optimizer about to update; anything else means all parameters.
         """
         words = self._words
         step = words[_STEP] + 1
@@ -389,7 +383,6 @@ class GradientCapture:
         self._clip_factor = 0.0
 
     def close(self) -> None:
-        """Release the memory."""
         for slot, _ in self._slots:
             slot.close()
         self._slots.clear()
@@ -438,8 +431,7 @@ class GradientCapture:
         sources, notes = find_sources(self._pieces(), spans, owner)
         found = dict.fromkeys(source.local.device for source in sources)
         devices = tuple(device for device in found if device.type != "cpu")
-        digest = digest_of_spans(spans)
-        plan = _Plan(version, digest, owner, shape, sources, notes, devices)
+        plan = _Plan(version, digest_of_spans(spans), owner, shape, sources, notes, devices)
         self._plans = {
             k: p for k, p in self._plans.items() if k[0] != index or p.version == version
         }

@@ -1,4 +1,4 @@
-"""What one rank does at a boundary: act on agreed requests, and wait while training is held.
+"""One rank's part at a boundary: act on agreed requests, and wait while training is paused.
 
     running --HOLD--> held --STEP k--> stepping --k boundaries later--> held
                        |                  |
@@ -61,11 +61,10 @@ AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
 _HELD, _READY = int(Word.HELD), int(Word.READY)
 
 ROUND_S = 0.005
-"""Pause between rounds of held ranks."""
+"""Pause in seconds between rounds of paused ranks."""
 
 PATIENCE_NS = 10_000_000_000
-"""Longest wait of one update for a copy with optimizer state, where the stall budget was too short
-before."""
+"""Longest wait of one update for a copy with optimizer state, once a stall budget was too short."""
 
 
 class HoldState(IntEnum):
@@ -80,8 +79,7 @@ def cap_s(collective_timeout_s: float | None) -> float:
     """Longest hold, with a margin below the collective timeout."""
     if collective_timeout_s is None:
         return MAX_LEASE_S
-    margin_s = max(5.0, 0.1 * collective_timeout_s)
-    return max(0.0, min(MAX_LEASE_S, collective_timeout_s - margin_s))
+    return max(0.0, min(MAX_LEASE_S, collective_timeout_s - max(5.0, 0.1 * collective_timeout_s)))
 
 
 class Hold:
@@ -98,7 +96,7 @@ class Hold:
         return HoldState(self._words[Word.HELD])
 
     def stay(self) -> bool:
-        """Whether this rank wants to stay held; sent in every round."""
+        """Whether this rank wants to stay paused; sent in every round."""
         words = self._words
         if words[Word.HELD] == HoldState.RUNNING:
             return False
@@ -107,8 +105,7 @@ class Hold:
 
     def update(self, heard: Round) -> None:
         """Act on a round's outcome: first the lease, then the agreed request."""
-        words = self._words
-        if words[Word.HELD] != HoldState.RUNNING and not heard.stay:
+        if self._words[Word.HELD] != HoldState.RUNNING and not heard.stay:
             self.end()
         if heard.agreed is not None:
             self._act(heard.agreed)
@@ -123,7 +120,6 @@ class Hold:
                 words[Word.HELD] = HoldState.HELD
 
     def end(self) -> None:
-        """Let training continue."""
         self._words[Word.HOLD_STEPS_LEFT] = 0
         self._words[Word.HELD] = HoldState.RUNNING
 
@@ -159,11 +155,11 @@ class BoundaryHandler:
         mirror: MirroredHome | None = None,
         after_edit: Callable[[], None] = lambda: None,
     ) -> None:
-        """`answer(announce)` wakes the sidecar if `announce`, or if it asked to be woken.
-
-        `copy_state` copies what a request wants of optimizer state that lies elsewhere.
-        `mirror` copies the parameters when they do not live in the arena. `after_edit` is called
-        on every rank after an edit, applied there or not, and may be collective.
+        """Args:
+        answer: wakes the sidecar if `announce`, or if it asked to be woken.
+        copy_state: copies what a request wants of optimizer state outside the arena.
+        mirror: copies the parameters when they are not in the arena.
+        after_edit: called on every rank after an edit, applied there or not; may be collective.
         """
         self._page = page
         self._words = page.words
@@ -183,11 +179,11 @@ class BoundaryHandler:
         self._words[Word.AGREEMENT_STATE] = AGREEMENT_WORKS
 
     def at_boundary(self, at_home: bool, iteration: int = 0) -> None:
-        """One boundary: collect a round, act on it, wait while held, launch the next.
+        """One boundary: collect a round, act on it, wait while paused, launch the next.
 
         Args:
-            at_home: the parameters are in the arena. A rank where they are not still takes
-                part, promising nothing, since the others must not wait for it.
+            at_home: the parameters are in the arena. Otherwise this rank takes part but promises
+                nothing, since the others must not wait for it.
             iteration: backward passes this rank has seen; equal on all ranks in lock-step.
         """
         self._iteration = iteration
@@ -200,7 +196,7 @@ class BoundaryHandler:
         try:
             self._rounds(agreement, at_home)
         except AgreementLost as error:
-            # PROMISED stays: the others may have acted, so this rank's part is in doubt for good.
+            # PROMISED stays: the others may have acted, so this rank's part stays in doubt.
             self._agreement = None
             self._hold.end()
             self._words[Word.AGREEMENT_STATE] = AGREEMENT_LOST
@@ -230,8 +226,7 @@ class BoundaryHandler:
             note_stand(self._page, Stand.ROUND, time.monotonic_ns() - begin_ns)
         if agreement.alone:
             heard = self._exchange(agreement, at_home)
-        announce = heard is not None and self._hear(heard, at_home)
-        self._answer(announce)
+        self._answer(heard is not None and self._hear(heard, at_home))
         if words[_HELD]:
             self._wait(agreement, at_home)
         if agreement.due and not agreement.alone:
@@ -249,7 +244,7 @@ class BoundaryHandler:
             )
 
     def _wait(self, agreement: Agreement, at_home: bool) -> None:
-        """Stay held: run rounds and act on them until one ends the hold."""
+        """Stay paused: run rounds and act on them until one ends the hold."""
         words, begin_ns = self._words, time.monotonic_ns()
         try:
             while words[Word.HELD] == HoldState.HELD:
@@ -258,7 +253,7 @@ class BoundaryHandler:
         except BaseException:
             self._hold.end()
             raise
-        # Time held must not count as step time.
+        # The pause must not count as step time.
         words[Word.BOUNDARY_NS] = time.monotonic_ns()
         note_stand(self._page, Stand.HOLD, words[Word.BOUNDARY_NS] - begin_ns)
 
@@ -275,7 +270,7 @@ class BoundaryHandler:
     def _request(self, at_home: bool, *, now: bool) -> Request:
         """This rank's promise; `now`: the round ends at this boundary, else at the next.
 
-        What this rank will not be able to promise is refused: the others would wait for it.
+        A request that this rank cannot promise is refused, or the others would wait for it.
         """
         number = self._words[_READY]
         if not at_home:
@@ -303,7 +298,7 @@ class BoundaryHandler:
         return True
 
     def _waits(self) -> bool:
-        """Whether training is held at this boundary, where nothing changes until it goes on."""
+        """Whether training is paused at this boundary, where nothing changes until it continues."""
         return self._words[_HELD] == HoldState.HELD
 
     def _refuse(self, number: int, why: Refusal) -> None:
@@ -317,7 +312,7 @@ class BoundaryHandler:
         if request is not None:
             self._agreed = request.number
             if self._mirror is not None or self._wants(Word.BUFFERS_WANTED, request):
-                # The last copy may be of the same step, and is not what this request gets.
+                # The last copy may be of the same step, but this request needs its own.
                 words[Word.BUFFERS_STEP] = -1
             if request.action == EDIT:
                 # Before any change: a death between this and EDIT_APPLIED shows as torn.
@@ -353,7 +348,7 @@ class BoundaryHandler:
         return True
 
     def _wants(self, word: Word, request: Request) -> bool:
-        """Whether this very request needs it; the word may still name one that was withdrawn."""
+        """Whether this request needs it; the word may still name one that was withdrawn."""
         return self._words[word] == request.number
 
     def _do(self, request: Request, at_home: bool) -> None:
@@ -384,7 +379,7 @@ class BoundaryHandler:
 
     @contextmanager
     def _refusing_buffers(self) -> Iterator[None]:
-        """Tell the sidecar, and once the log, of buffers that have changed their shape."""
+        """Report to the sidecar, and once to the log, buffers whose shape has changed."""
         try:
             yield
         except BufferChangedError as error:

@@ -1,12 +1,12 @@
-"""What edits do with optimizers: finding and zeroing state, setting hyper-parameters.
+"""The optimizer part of edits: finding and zeroing state, setting hyper-parameters.
 
 An optimizer knows whole parameters, flat ones (FSDP1) or views of those; a piece of the arena is
 matched to whichever contains it. State tensors of the local shape (`exp_avg`, momentum buffers,
 also as DTensors) correspond to the parameter element by element.
 
-New hyper-parameters stand in the edit's note; the old ones take their place there, so that the same
-note undoes it. Only numbers, and tuples of them, can be set: a switch such as `amsgrad` changes
-what state there has to be.
+The edit's note has the new hyper-parameters; the old ones replace them there, so that the same note
+undoes the change. Only numbers, and tuples of them, can be set: a switch such as `amsgrad` changes
+which state must exist.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Owned:
     """Index in param_groups."""
 
     def state(self) -> dict[str, Any]:
-        """Its current state; empty before the first step."""
+        """The optimizer's current state of the parameter; empty before the first step."""
         found = self.optimizer.state.get(self.param)
         return found if isinstance(found, dict) else {}
 
@@ -67,10 +67,7 @@ def find_owned(
 ) -> list[Owned]:
     """The optimizers' parameters in the arena, ordered by first byte, each once.
 
-    Args:
-        arena_address: where it is mapped.
-        arena_bytes: its size.
-        locate: maps a parameter's memory to its arena byte when mirrored (home/mirrored.py).
+    `locate` maps a parameter's memory to its arena byte when mirrored (home/mirrored.py).
     """
     found: dict[int, Owned] = {}
     for optimizer in optimizers:
@@ -87,7 +84,6 @@ def find_owned(
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
-    """Its parameters, each with the index of its group."""
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             yield number, param
@@ -97,7 +93,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Te
 def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:
     """The parameter that contains a record's view; None when no optimizer has it."""
     index = bisect_right(owned, record.arena_begin, key=lambda one: one.begin)
-    # Usually the nearest; columns of one tensor interleave, so the search goes on.
+    # Usually the nearest; columns of one tensor interleave, so the search continues.
     for one in reversed(owned[:index]):
         if record.arena_end <= one.end and _has_element(one, record):
             return one
@@ -105,13 +101,11 @@ def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:
 
 
 def _has_element(owner: Owned, record: Record) -> bool:
-    """Whether the record's first element belongs to the parameter."""
     rest = (record.arena_begin - owner.begin) // record.itemsize
     dims = zip(owner.local.stride(), owner.local.shape, strict=True)
     for stride, size in sorted(dims, reverse=True):
         if stride and size > 1:
-            index = min(rest // stride, size - 1)
-            rest -= index * stride
+            rest -= min(rest // stride, size - 1) * stride
     return rest == 0
 
 
@@ -123,15 +117,13 @@ def zero_moments(owner: Owned, record: Record) -> None:
             begin = moment.storage_offset() + offset
             moment.as_strided(record.sizes, record.strides, begin).zero_()
         else:
-            mask = _mask(owner.local, record, offset)
-            moment.masked_fill_(mask.to(moment.device), 0)
+            moment.masked_fill_(_mask(owner.local, record, offset).to(moment.device), 0)
 
 
 def _mask(local: torch.Tensor, record: Record, offset: int) -> torch.Tensor:
     """A mask of the record's elements, in the parameter's shape."""
     span = extent(local)
-    numel = (span.end - span.begin) // local.itemsize
-    memory = torch.zeros(numel, dtype=torch.bool, device="cpu")
+    memory = torch.zeros((span.end - span.begin) // local.itemsize, dtype=torch.bool, device="cpu")
     memory.as_strided(record.sizes, record.strides, offset).fill_(True)
     return memory.as_strided(local.shape, local.stride(), 0)
 
@@ -160,7 +152,6 @@ class HyperparameterChange:
         return [(self._note.begin, self._note.begin + self._note.capacity)]
 
     def refusal(self) -> str:
-        """Why it cannot be done; empty if it can."""
         try:
             _, group = self._found()
             for name, value in self._values.items():
@@ -170,7 +161,7 @@ class HyperparameterChange:
         return ""
 
     def apply(self, _token: int) -> str:
-        """Set the values; return what its user has to know."""
+        """Set the values; return remarks for the user."""
         optimizer, group = self._found()
         new = {name: converted(name, value, group) for name, value in self._values.items()}
         old = {name: plain(group[name]) for name in new}
@@ -178,7 +169,7 @@ class HyperparameterChange:
         for name, value in new.items():
             known = group[name]
             if isinstance(known, torch.Tensor):
-                # In place: a scheduler or a captured graph may hold it.
+                # In place: a scheduler or a captured graph may refer to it.
                 with torch.no_grad():
                     known.fill_(value)
             else:
@@ -208,10 +199,8 @@ class HyperparameterChange:
 
 
 def converted(name: str, value: Any, group: dict[str, Any]) -> Any:
-    """`value` as the group has `name`.
-
-    Raises:
-        UsageError: the group has no such number, or cannot take this one.
+    """`value` in the group's type of `name`; UsageError if the group has no such number or cannot
+    take this one.
     """
     settable = [key for key in group if key != "params" and _numbers(group[key]) is not None]
     if name not in group or name == "params":

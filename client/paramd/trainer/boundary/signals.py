@@ -13,14 +13,14 @@ torch.compile's traces. Copies and pickles of the model do not carry them.
 Pipelines (torch.distributed.pipelining): a later stage's forward begins when the earlier one has
 sent its output. A rank that waits at a boundary in its forward would wait for ranks that wait for
 its output. So the boundary is where the schedule begins a step, on all ranks before anything is
-sent: it then has each of its stages clear what the last step left. Such a step counts as one
-backward, however many it has: some ranks have more of them, by which the schedule learns the shapes
-of gradients.
+sent: there it has each of its stages clear the last step's state. A step counts as one backward,
+whatever its number of stages: some ranks have extra backwards, by which the schedule learns the
+shapes of gradients.
 
-Optimizers that step as soon as a gradient is there, within the backward: all steps within one
-backward make one update. It begins with the first of them and ends with the backward, so nothing is
-read of it, not even at rest, while some parameters are new and others old. If the backward raises,
-the update stays open until one succeeds.
+Optimizers that step within the backward, as soon as a gradient exists: all steps within one
+backward make one update. The update begins with the first of them and ends with the backward, so
+it cannot be read, not even at rest, while some parameters are new and others old. If the backward
+raises, the update stays open until one succeeds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_OUTPUTS = 8
 """Most output tensors hooked to see the backward begin."""
 
 LATEST_PASSES = 16
-"""Backward passes that are remembered as counted: those of all threads that run at once."""
+"""Backward passes remembered as counted: those of all threads that run at once."""
 
 STAGES = "torch.distributed.pipelining.stage"
 
@@ -81,7 +81,7 @@ class Followed(Collection[torch.optim.Optimizer]):
         return isinstance(optimizer, torch.optim.Optimizer) and any(o is optimizer for o in self)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count it as the model's, whatever its parameters."""
+        """Count an optimizer as the model's, whatever its parameters."""
         self._known[optimizer] = (_size(optimizer), True)
 
     def has(self, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> bool:
@@ -99,7 +99,7 @@ class Followed(Collection[torch.optim.Optimizer]):
 
 
 def members(optimizer: object) -> list[torch.optim.Optimizer]:
-    """The optimizers that this one consists of; empty when it updates parameters itself.
+    """The optimizers that a container consists of; empty when it updates parameters itself.
 
     torchtitan's containers have them as `.optimizers`, transformers' layer-wise ones as
     `.optimizer_dict`.
@@ -127,11 +127,10 @@ class Signals:
         self._in_backward: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have stepped within a backward."""
         self._staged: set[int] = set()
-        """Roots that stages of a pipeline run, by id: the schedule's steps tell for them."""
+        """Roots that stages of a pipeline run, by id: the schedule's steps are their boundaries."""
         self._counted: deque[int] = deque(maxlen=LATEST_PASSES)
 
     def open(self) -> None:
-        """Install the hooks."""
         model = self._model()
         self._remove += [
             register_optimizer_step_pre_hook(self._before).remove,
@@ -156,9 +155,9 @@ class Signals:
     def backward(self, module: nn.Module, within: int) -> None:
         """The backward of one of its forwards has begun.
 
-        Args:
-            within: the backward in which that forward ran, or -1: reentrant checkpointing computes
-                it again there, and runs a backward of its own for it.
+        `within`: the backward in which that forward ran, or -1. Reentrant checkpointing computes
+        the
+        forward again there, and runs a separate backward for it.
         """
         self._silent = 0
         if id(module) not in self._staged:
@@ -341,10 +340,8 @@ def running_stage(module: nn.Module) -> Any:
 
 
 def follow_stage(stage: Any, listener: Boundary) -> Callable[[], None]:
-    """Tell `listener` of each training step that a schedule begins with this stage.
-
-    Returns:
-        What ends it.
+    """Notify `listener` of each training step that a schedule begins with this stage; return the
+    function that ends this.
     """
     clear = stage.clear_runtime_states
 
@@ -365,10 +362,10 @@ def follow_stage(stage: Any, listener: Boundary) -> Callable[[], None]:
 
 
 class BackwardUpdate:
-    """The owner of such updates at the boundary; knows which backward runs on which thread."""
+    """The owner of these updates at the boundary; tracks which backward runs on which thread."""
 
     def __init__(self, end: Callable[[object, int], None]) -> None:
-        """`end`: told of this owner and the thread when a backward that had steps is over."""
+        """`end` is called with this owner and the thread when a backward that had steps is over."""
         self._end = end
         self._running: dict[int, tuple[int, int]] = {}
         """Outermost backwards by thread: id and depth of the stack."""
@@ -376,14 +373,14 @@ class BackwardUpdate:
         """Threads whose backward has had a step."""
 
     def started(self) -> None:
-        """A backward runs on this thread; learns when it is over. Outside of one does nothing."""
+        """Track the backward on this thread, if any, until it is over."""
         now = backward_id()
         if now == -1:
             return
         thread = threading.get_ident()
         known = self._running.get(thread)
         if known is not None and (known[0] == now or _depth() > known[1]):
-            # Checkpointing runs backwards of its own within this one.
+            # Checkpointing runs separate backwards within this one.
             return
         self._stepping.discard(thread)
         try:
@@ -423,7 +420,7 @@ def _at_the_end(call: Callable[[], None]) -> None:
 
 
 def _depth() -> int:
-    """How many backwards the Python stack of this thread is in."""
+    """Number of backwards in this thread's Python stack."""
     return sum(frame.f_code is _ENGINE for frame in frames())
 
 

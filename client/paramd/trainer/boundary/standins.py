@@ -1,14 +1,14 @@
-"""Blocks in which other weights stand in for the training's: averaged, merged, of an evaluation.
+"""Blocks in which other weights temporarily replace the training's: averaged, merged, evaluated.
 
     enter    SEQ odd, as when an update begins, before anything changes. The page's text is the
-             label, and the state rests with a digest that no samples have: only who accepts
-             changed values is given them, with the label
-    leave    the label goes, and the state rests with its digest from before the block: what was
-             not brought back counts as changed. Training that goes on settles it, unless its
-             step was settled before with other values: one step never has two
+             label, and the state rests with a digest that no samples have: only readers that
+             accept changed values get them, with the label
+    leave    the label is removed, and the state rests with its digest from before the block:
+             parameters not brought back count as changed. Training that continues settles the
+             state, unless its step was settled before with other values: one step never has two
 
-If the block raised and the samples differ, nobody knows whose values these are: the label stays
-until training goes on.
+If the block raised and the samples differ, the values are of unknown origin: the label stays until
+training continues.
 
 No boundary takes place in a block, except before an update inside; then this rank promises
 nothing. So every rank has one boundary for each update, whether it enters a block or not.
@@ -28,7 +28,7 @@ CHANGED = -1
 
 
 class StandIns:
-    """The blocks that are open now, and what their end must know of their beginning."""
+    """The open blocks, and the state before them that their end needs."""
 
     def __init__(
         self,
@@ -37,10 +37,9 @@ class StandIns:
         digest: Callable[[], int],
         say: Callable[..., None],
     ) -> None:
-        """
-        Args:
-            digest: of the samples as they are now; constant where the arena is a mirror.
-            say: publishes why the parameters are not served.
+        """Args:
+        digest: of the samples as they are now; constant where the arena is a mirror.
+        say: publishes why the parameters are not served.
         """
         self._words = page.words
         self._gate = gate
@@ -56,11 +55,10 @@ class StandIns:
 
     @property
     def open(self) -> bool:
-        """Whether a block is open."""
         return bool(self._labels)
 
     def enter(self, label: str, step: int, iteration: int, *, why: str) -> None:
-        """Begin a block; `why` is what the page says now."""
+        """Begin a block; `why` is the page's present text."""
         words = self._words
         # First: whatever fails below, no boundary settles what the block holds.
         self._labels.append(label)
@@ -71,7 +69,7 @@ class StandIns:
             self._readable = bool(words[Word.REST]) or not words[Word.SEQ] & 1
             resting = words[Word.REST_DIGEST] if words[Word.REST] else CHANGED
             self._before = words[Word.SETTLED_DIGEST] if self._settled else resting
-            # A label that an earlier block left behind is no reason of its own.
+            # The label of an earlier block is no reason.
             self._why = why if words[Word.UNSERVED] != STANDS_IN else ""
             self._step = step
             self._gate.begin_update()

@@ -1,7 +1,7 @@
 """Control planes: a site's, where the job registers and which its sidecars join, or rank 0's own.
 
-Rank 0 starts its own, tells it its secrets and keeps it alive. It also starts the trackers: a
-process of `paramd log` beside the training for each that was asked for.
+Rank 0 starts its own, passes it its secrets and keeps it alive. It also starts the trackers, one
+`paramd log` process for each.
 """
 
 from __future__ import annotations
@@ -43,13 +43,11 @@ _REFUSALS: dict[int, type[ParamdError]] = {
 log = logging.getLogger("paramd")
 
 GRACE_S = 10.0
-"""How long a tracker may take to write what it has."""
+"""How long, in seconds, a tracker may take to write its remaining data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenIncarnation:
-    """An incarnation, with its keys and its ranks' tickets."""
-
     incarnation: int
     public_key: bytes
     """Verifies the incarnation's tickets."""
@@ -62,9 +60,9 @@ class TakenIncarnation:
     private_key: bytes | None = field(default=None, repr=False)
     """Signs the incarnation's tickets; None when a site's control plane keeps it."""
     url: str = ""
-    """Of the site's control plane; empty when there is no site, or it did not answer."""
+    """URL of the site's control plane; empty when there is no site, or it did not answer."""
     control_address: str = ""
-    """gRPC target of it, which sidecars join."""
+    """The site's gRPC target, which sidecars join."""
 
 
 def register(
@@ -129,9 +127,7 @@ def register(
 def token_of(settings: AttachSettings) -> str:
     """The token to register with: PARAMD_TOKEN, else the contents of PARAMD_TOKEN_FILE.
 
-    Raises:
-        DeniedError: neither is set.
-        UsageError: the file cannot be read.
+    Raises DeniedError if neither is set, UsageError if the file cannot be read.
     """
     if settings.token:
         return settings.token
@@ -195,19 +191,18 @@ class ControlLink:
         self._grpc_listen = ""
         self.url = ""
         self.control_address = ""
-        """gRPC target of it, which sidecars join."""
+        """The control plane's gRPC target, which sidecars join."""
         self.exports: list[dict[str, Any]] = []
-        """The last whole exports of this job, newest first (resume/exported.py)."""
+        """The last complete exports of this job, newest first (resume/exported.py)."""
 
     def open(self, *, resumes: bool) -> None:
         """Start it, and keep it up from now on even if this first start fails.
 
-        Args:
-            resumes: training goes on from memory, and waits only until the addresses are known;
-                those who connect wait for the rest, and exports are not told.
-
-        Raises:
-            UnreachableError: it did not come up; its log has the reason.
+        `resumes`: training resumes from memory and waits only until the addresses are known;
+        clients
+        wait for the rest, and exports are not listed. Raises UnreachableError if it did not come
+        up;
+        its log has the reason.
         """
         try:
             pidfd = self._start(resumes=resumes)
@@ -265,7 +260,7 @@ class ControlLink:
         return descriptors.pidfd(self._process.pid)
 
     def _wanted_listen(self) -> str:
-        """Where it was before, else as told; for other hosts not on loopback."""
+        """The previous address, else the configured one; for other hosts not on loopback."""
         if self._listen:
             return self._listen
         own, (host, _, port) = self._identity.own_tls, self._settings.listen.rpartition(":")
@@ -285,10 +280,10 @@ def _first_line(output: IO[bytes] | None, timeout_s: float) -> dict[str, Any] | 
 
 @dataclass(eq=False, slots=True)
 class Tracking:
-    """`paramd log` of this job, into each tracker that was asked for.
+    """A process of `paramd log` for each tracker that was asked for.
 
-    What it computes, the sidecars compute; this process only starts and ends it. It ends by
-    itself when the job no longer answers, or begins anew.
+    Sidecars compute the statistics; this process only starts and ends them. Each ends by itself
+    when the job no longer answers or is restarted.
     """
 
     _job: str
@@ -297,7 +292,7 @@ class Tracking:
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def open(self) -> None:
-        """Start the processes; one that cannot be started costs its tracker, not the training."""
+        """Start the processes; a failed start costs its tracker, not the training."""
         for kind in self._settings.trackers:
             try:
                 self._processes[kind] = self._start(kind)
@@ -314,12 +309,12 @@ class Tracking:
         return spawn("paramd.cli", arguments, log_path=path, stdin=token, without=_OTHERS)
 
     def close(self) -> None:
-        """Have what was logged written, and end the processes. Idempotent."""
+        """Let the trackers write their data, and end the processes. Idempotent."""
         for process in self._processes.values():
             process.send_signal(signal.SIGTERM)
         for kind, process in self._processes.items():
             end(process, grace_s=GRACE_S)
-            # One that was still starting has nothing to write.
+            # A process that was still starting has nothing to write.
             if process.returncode not in (0, -signal.SIGTERM):
                 log.warning(
                     "paramd: what logged to %s ended with status %s; see %s",
@@ -329,4 +324,4 @@ class Tracking:
 
 
 _OTHERS = ("PARAMD_URL", "PARAMD_TOKEN", "PARAMD_TOKEN_FILE", "PARAMD_CONTEXT", "PARAMD_JOB")
-"""A person's own settings, which may name another control plane."""
+"""A user's own settings, which may name another control plane."""

@@ -1,10 +1,10 @@
-"""What a trainer tells its sidecar on request: Python stacks, collectives, the script's numbers.
+"""A trainer's answers to its sidecar: Python stacks, collectives, the script's numbers.
 
 One daemon thread answers over a socket that the sidecar was handed. It runs Python, so it cannot
 answer while native code keeps the GIL. For that case a signal is registered with `faulthandler`,
 whose handler needs no GIL: the sidecar sends it to this thread alone (tgkill), so no system call
 of another thread is interrupted, and reads the stacks from a memfd. With the GIL taken no Python
-frame changes meanwhile, which is what makes walking them from a handler safe.
+frame changes meanwhile, which makes walking them from a handler safe.
 
 Nothing here waits for the sidecar: what it does not take in time is dropped and counted.
 """
@@ -45,7 +45,7 @@ MAX_FRAMES = 48
 
 MAX_THREADS = 64
 MAX_COLLECTIVES = 16
-"""Latest collectives sent; those that are not over come first."""
+"""Latest collectives sent; unfinished ones come first."""
 
 MAX_NUMBERS = 64
 """Most numbers of one `log` call."""
@@ -92,10 +92,9 @@ class Insight:
         return message, [theirs.detach(), os.dup(self._dump)]
 
     def log(self, step: int, numbers: Mapping[str, float | torch.Tensor]) -> None:
-        """Queue numbers of a step for the sidecar; never blocks.
-
-        Raises:
-            UsageError: a name or a value is not what is expected; then none is kept.
+        """Queue numbers of a step for the sidecar; never blocks. UsageError: a name or value is
+        invalid,
+        and none is kept.
         """
         checked = checked_numbers(numbers)
         self._pending.append(_Entry(step, now_s(), checked, _computed(checked)))
@@ -104,7 +103,7 @@ class Insight:
             self._rouse()
 
     def close(self) -> None:
-        """End the thread and give the signal back. Idempotent."""
+        """End the thread and restore the signal. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -249,8 +248,7 @@ def _computed(numbers: Mapping[str, float | torch.Tensor]) -> torch.Event | None
 def checked_numbers(numbers: Mapping[str, float | torch.Tensor]) -> dict[str, Any]:
     """The numbers with tensors copied, so that the script may change its own.
 
-    Raises:
-        UsageError: too many or none, a name that cannot be one, or a value that is no number.
+    Raises UsageError: too many or none, an invalid name, or a value that is no number.
     """
     if not 0 < len(numbers) <= MAX_NUMBERS:
         raise UsageError(f"log: {len(numbers)} numbers; expected 1 to {MAX_NUMBERS}, as name=value")
@@ -285,7 +283,7 @@ def checked_numbers(numbers: Mapping[str, float | torch.Tensor]) -> dict[str, An
 
 
 def collectives() -> dict[str, Any]:
-    """The latest collectives by torch's flight recorder, as plain data; or why there are none."""
+    """Torch's flight recorder's latest collectives, as plain data; or why none are recorded."""
     try:
         from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined,unused-ignore]
 
@@ -320,11 +318,11 @@ def _collective(entry: Mapping[str, Any], now_ns: int) -> dict[str, Any]:
 
 
 def device_memory() -> dict[str, Any]:
-    """Bytes of device memory that torch has in use and reserved; empty where it uses no device."""
+    """Bytes of device memory that torch uses and reserves; empty without a device in use."""
     if accelerator.in_use() is None:
         return {}
     try:
-        # Of all: this thread has a current device of its own, the first, wherever the training is.
+        # All devices: this thread's current device is the first, wherever the training is.
         devices = range(torch.accelerator.device_count())
         return {
             "device_bytes": sum(map(torch.accelerator.memory_allocated, devices)),
@@ -340,7 +338,7 @@ def _send(line: socket.socket | None, message: Message) -> None:
 
 
 def _register(dump: int) -> int:
-    """Have a free real-time signal write all threads' stacks to `dump`; 0 if there is none."""
+    """Have a free real-time signal write all threads' stacks to `dump`; 0 if none is free."""
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN + 1, -1):
         # None: a handler that Python did not install.
         if signal.getsignal(number) is signal.SIG_DFL:

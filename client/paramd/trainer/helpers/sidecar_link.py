@@ -1,6 +1,6 @@
-"""A rank's sidecar: started, handed what it needs, started again at its address if it dies.
+"""Starts a rank's sidecar, hands over descriptors, and restarts it at its address if it dies.
 
-A `Supervisor` keeps one helper process of the trainer alive, whichever that is.
+A `Supervisor` keeps any one helper process of the trainer alive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEADY_S = 5.0
 CONNECT_POLL_S = 0.02
 
 STATE_TIMEOUT_S = 2.0
-"""How long the training waits for device memory that the sidecar makes."""
+"""How long, in seconds, training waits for device memory that the sidecar makes."""
 
 
 class Supervisor:
@@ -112,7 +112,7 @@ class Supervisor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnTls:
-    """How this rank's helpers serve other hosts: TLS of the job's own."""
+    """The job's own TLS, by which this rank's helpers serve other hosts."""
 
     name: str
     """Name or address that others connect to."""
@@ -121,7 +121,6 @@ class OwnTls:
     pems: Pems = field(repr=False)
 
     def listen(self, port: str) -> str:
-        """An address to listen on."""
         return f"[{self.ip}]:{port}" if ":" in self.ip else f"{self.ip}:{port}"
 
 
@@ -142,7 +141,7 @@ class Identity:
     private_key: bytes | None = field(default=None, repr=False)
     """Signs the job's tickets; only on rank 0, which starts the control plane."""
     control_token: str = field(default="", repr=False)
-    """Its owner's token, there, too."""
+    """Token of the control plane's owner; likewise only on rank 0."""
     own_tls: OwnTls | None = None
     """For ranks on several hosts."""
 
@@ -175,20 +174,19 @@ class SidecarLink:
         self.descriptors: Descriptors | None = None
         self.continues = (0, 0, -1)
         """Lineage, the lineage it becomes, and the step up to which the sidecar keeps standing
-        snapshots; 0 drops them all."""
+        snapshots; 0 drops them all.
+        """
         own = identity.own_tls
         self._pems = own.pems if own is not None else None
-        """The certificate of this rank's sidecar."""
         self.insight = Insight()
-        """What the sidecar may ask of this process; its line is made anew with each sidecar."""
+        """Answers the sidecar's questions to this process; each sidecar gets a new line."""
         self.address = ""
 
     def open(self) -> None:
         """Reach or start a sidecar and attach to it.
 
-        Raises:
-            ConflictError: the sidecar there belongs to a live trainer.
-            ParamdError: none could be started.
+        Raises ConflictError if the sidecar there belongs to a live trainer, ParamdError if none
+        starts.
         """
         self._attach(self._reach())
 
@@ -203,11 +201,8 @@ class SidecarLink:
     def add_state(self, size_bytes: int) -> None:
         """Have the sidecar make device memory for more of the optimizer's state.
 
-        It is added to `descriptors`, so that a sidecar that is started again gets it, too.
-
-        Raises:
-            UnreachableError: none answers now.
-            ExhaustedError: the device has not so much memory.
+        The memory is added to `descriptors`, so that a restarted sidecar gets it, too. Raises
+        UnreachableError without an answer, ExhaustedError if the device has too little memory.
         """
         if not self._handing.acquire(blocking=False):
             raise UnreachableError("the sidecar is being started again")
@@ -226,7 +221,7 @@ class SidecarLink:
             self._handing.release()
 
     def _allocated(self, connection: socket.socket) -> Allocation:
-        """The answer to what was asked last; those to earlier questions came too late."""
+        """The answer to the last request; earlier ones came too late."""
         while True:
             answer, received = _answer(connection, "state")
             if answer["number"] == self._asked and len(received) == 1:
@@ -251,7 +246,7 @@ class SidecarLink:
 
     def close(self) -> None:
         """Detach from the sidecar and let it end. Idempotent."""
-        # First, or it would start a successor when the sidecar leaves.
+        # First, or it would restart the sidecar when it leaves.
         self._supervisor.close()
         self._mesh = None
         if self._connection is not None:
@@ -313,7 +308,7 @@ class SidecarLink:
         return self._await_socket(self._process.poll)
 
     def _ask_host(self, arguments: list[str], stdin: str | None) -> socket.socket:
-        """Have `paramd sidecar host` start the sidecar; it tells here when that ends."""
+        """Have `paramd sidecar host` start the sidecar; the returned socket reports its end."""
         path = sidecars_dir() / HOST_SOCKET
         deadline_s = time.monotonic() + self._settings.sidecar_start_timeout_s
         while True:
@@ -337,9 +332,9 @@ class SidecarLink:
             raise
 
     def _is_right(self, connection: socket.socket) -> bool:
-        """Whether the sidecar that is there listens where this job's ranks look for it.
+        """Whether the running sidecar listens where this job's ranks look for it.
 
-        One that was started for a job on one host does not when it is on several now.
+        One started for a job on one host does not once the job spans several.
         """
         handover.send(connection, {"op": "where"})
         answer, _ = _answer(connection, "where")
@@ -349,7 +344,7 @@ class SidecarLink:
         return is_of_job(address) and host_of(address) == own.name
 
     def _send_away(self, connection: socket.socket) -> None:
-        """Have a sidecar leave, and wait until it has. Raises ConflictError if it may not."""
+        """Ask a sidecar to leave, and wait for that; ConflictError if its trainer is alive."""
         with connection:
             handover.send(connection, {"op": "leave"})
             _answer(connection, "leaving")
@@ -360,7 +355,7 @@ class SidecarLink:
                 time.sleep(CONNECT_POLL_S)
 
     def _listen(self) -> str:
-        """The address to listen on: a successor reuses its predecessor's port."""
+        """The address to listen on: a restarted sidecar reuses its port."""
         own, wanted = self._identity.own_tls, bindable(self._settings.sidecar_listen)
         if own is not None:
             wanted = own.listen("0")
@@ -369,7 +364,7 @@ class SidecarLink:
         return f"{wanted.rpartition(':')[0]}:{self.address.rpartition(':')[2]}"
 
     def _await_socket(self, ended: Callable[[], int | None]) -> socket.socket:
-        """Connect as soon as the sidecar listens; `ended` tells its exit code once it has one."""
+        """Connect as soon as the sidecar listens; `ended` returns its exit code once it has one."""
         deadline_s = time.monotonic() + self._settings.sidecar_start_timeout_s
         while True:
             with contextlib.suppress(UnreachableError):
@@ -411,7 +406,7 @@ class SidecarLink:
         handover.send(connection, message, ours)
         answer, received = _answer(connection, "attached")
         if self.descriptors is not None:
-            # Duplicates of those handed over; the originals stay in use.
+            # Duplicates of the received descriptors; the originals stay in use.
             close_all(received)
         else:
             on_device = self._device is not None
@@ -471,7 +466,7 @@ def _pidfd_of_peer(connection: socket.socket) -> int:
 
 
 def _ended(host: socket.socket) -> int | None:
-    """The exit code that a sidecar's host has told; -1 if the host itself is gone."""
+    """The exit code that a sidecar's host has reported; -1 if the host itself is gone."""
     poller = select.poll()
     poller.register(host, select.POLLIN)
     if not poller.poll(0):

@@ -1,1 +1,1 @@
-"""Where parameters live: moved into the arena, or mirrored to it; and what left it."""
+"""The place of parameters: moved into the arena, or mirrored to it; and detection of moves out."""

@@ -1,8 +1,8 @@
 """A home on a device: parameters in memory that the sidecar owns, read without the trainer.
 
-As in host memory, parameters are moved once and stay; what differs is how their memory is wrapped,
-that the device is behind the host (memory/device_arena.py), and that the processor does not look
-at the bytes: changes outside of updates are noticed by version counters alone.
+As in host memory, parameters are moved once and stay. Their memory is wrapped differently, the
+device is behind the host (memory/device_arena.py), and the processor does not look at the bytes:
+only version counters show changes outside of updates.
 
 On the simulated driver of the tests, device memory is the host's, and so are the tensors.
 """
@@ -35,7 +35,7 @@ DEVICE_ALIGN_BYTES = 512
 
 
 def align_bytes(device: torch.device) -> int:
-    """What torch aligns tensors to there; with the simulated driver they are the processor's."""
+    """torch's alignment of tensors on the device; with the simulated driver, the processor's."""
     return ALIGN_BYTES if device.type == "cpu" else DEVICE_ALIGN_BYTES
 
 
@@ -60,7 +60,7 @@ class MappedBytes:
 
     @property
     def buffer(self) -> MappedBytes:
-        """What tensors are moved into."""
+        """The memory that tensors are moved into."""
         return self
 
     def at(self, begin: int, size_bytes: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ class DeviceMemory(MappedBytes):
         self.descriptor = mapped.descriptor
 
     def populate(self) -> None:
-        """Device memory is there from the start."""
+        """Do nothing: device memory is present from the start."""
 
     def close(self) -> None:
         """Nothing: it is unmapped with the last tensor in it. The descriptor is its owner's."""
@@ -97,11 +97,10 @@ class DeviceState(MappedBytes):
         allocations: Sequence[Allocation],
         add: Callable[[int], object],
     ) -> None:
-        """
-        Args:
-            size_bytes: how much there can be at most; takes addresses alone.
-            allocations: what there is; `add` appends to it.
-            add: has the sidecar make another, of so many bytes at least.
+        """Args:
+        size_bytes: maximum size; takes addresses alone.
+        allocations: the existing memory; `add` appends to it.
+        add: has the sidecar make more, of at least this many bytes.
         """
         super().__init__(
             Addresses(device.driver, device.device, size_bytes), device=place, size_bytes=size_bytes
@@ -117,18 +116,17 @@ class DeviceState(MappedBytes):
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a state tensor is on this device.
 
-        Where the processor stands in for it, all that has dimensions is taken for being there, and
-        the rest, such as counts of steps, for being in host memory: as torch has it by default.
+        With the simulated driver, tensors that have dimensions count as on the device, and the
+        rest,
+        such as counts of steps, as in host memory: torch's own default.
         """
         simulated = self._device.type == "cpu"
         return tensor.device == self._device and not (simulated and tensor.dim() == 0)
 
     def reserve(self, begin: int, end: int) -> None:
-        """Have memory up to `end`.
-
-        Raises:
-            ExhaustedError: the device has no more.
-            UnreachableError: no sidecar is there to make it.
+        """Have memory up to `end`. Raises ExhaustedError if the device has no more,
+        UnreachableError
+        if no sidecar answers.
         """
         self._map_new()
         mapped = self._mapped
@@ -143,7 +141,7 @@ class DeviceState(MappedBytes):
         except ExhaustedError:
             if self._device.type == "cpu":
                 raise
-            # torch keeps what was freed, such as activations, for itself.
+            # torch caches freed memory, such as that of activations.
             torch.accelerator.empty_cache()
             self._add(size_bytes)
 
@@ -153,7 +151,7 @@ class DeviceState(MappedBytes):
 
 
 class _Span:
-    """Bytes of a map, for torch to make a tensor of; they keep the map."""
+    """Bytes of a map, for torch to make a tensor of; they keep the map alive."""
 
     def __init__(self, mapped: Addresses, address: int, size_bytes: int) -> None:
         self._mapped = mapped
@@ -173,7 +171,7 @@ class _Span:
 
 
 class Versions(Contents):
-    """In place of samples of an arena that the processor cannot read: version counters alone.
+    """Version counters alone, for an arena that the processor cannot sample.
 
     Changes that bump none, such as through `.data`, go unnoticed outside of updates.
     """
@@ -189,15 +187,14 @@ class Versions(Contents):
         super().watch(slots)
 
     def note(self) -> None:
-        """Take the parameters as they are now for those of the state that rests, or is settled."""
+        """Record the parameters' versions as those of the resting or settled state."""
         self._noted = self._now()
 
     def unchanged(self) -> bool:
-        """Whether none has changed since."""
         return self._now() == self._noted
 
     def digest(self) -> int:
-        """What readers compute too, of no samples; another number once something changed."""
+        """The readers' digest of no samples; another number once something changed."""
         digest = super().digest()
         return digest if self.unchanged() else ~digest
 
@@ -239,8 +236,7 @@ class DeviceHome(ParameterStorage):
         return Versions()
 
     def open_arena(self, descriptor: int, page: ControlPage) -> DeviceMemory:
-        mapped = self.device.open(descriptor, self.arena_bytes, page.words)
-        return DeviceMemory(mapped, self._place)
+        return DeviceMemory(self.device.open(descriptor, self.arena_bytes, page.words), self._place)
 
     def open_state(
         self, allocations: Sequence[Allocation], size_bytes: int, add: Callable[[int], object]
@@ -261,13 +257,13 @@ class DeviceHome(ParameterStorage):
         return left
 
     def in_place(self) -> bool:
-        """As of any home; and nothing has changed since the update."""
+        """As of any home; and whether nothing has changed since the update."""
         contents = self.contents
         return super().in_place() and isinstance(contents, Versions) and contents.unchanged()
 
     def copy_buffers(self) -> None:
         super().copy_buffers()
-        # The state was told before: readers have to wait for these copies too.
+        # Published again: readers have to wait for these copies too.
         self.device.publish()
 
     def move_out(self) -> None:
@@ -280,7 +276,7 @@ class DeviceHome(ParameterStorage):
 def device_home(model: nn.Module) -> tuple[DeviceHome | None, str]:
     """A home on the device where all parameters are, or why there is none.
 
-    Parameters in host memory are those of the simulated driver's device, where that is loaded.
+    With the simulated driver loaded, parameters in host memory count as on its device.
     """
     places = {
         shard.tensor.device
@@ -305,7 +301,7 @@ def device_home(model: nn.Module) -> tuple[DeviceHome | None, str]:
 
 
 def _kind() -> str:
-    """Which driver torch was built for; a torch for neither has HIP's where that is named."""
+    """The driver that torch was built for; a torch for neither uses HIP's if that is named."""
     named = torch.version.cuda is None and HIP_VARIABLE in os.environ
     return HIP if torch.version.hip is not None or named else CUDA
 

@@ -9,7 +9,7 @@ offset in both. So an edit's views, and optimizer state, are found by adding.
 
 Copies from an accelerator go through torch's streams of any device: a side stream per device waits
 for the training's current stream, copies, and records one event; the host waits for those events
-only. CUDA and HIP can register memory that was made elsewhere; torch has no such call for other
+only. CUDA and HIP can register memory that was made elsewhere; torch has no similar call for other
 accelerators, whose copies therefore wait one by one.
 """
 
@@ -60,11 +60,7 @@ def mirrored_devices() -> tuple[str, ...]:
 
 
 def _check_reachable(shard: LocalShard) -> None:
-    """Refuse a tensor that cannot be copied into host memory.
-
-    Raises:
-        ConflictError: naming the tensor.
-    """
+    """Raise ConflictError for a tensor that cannot be copied into host memory."""
     if shard.tensor.device.type not in mirrored_devices():
         raise ConflictError(
             f"tensor {shard.fqn!r} is on {shard.tensor.device}; expected one of "
@@ -93,11 +89,10 @@ class MirroredHome(ParameterStorage):
         return plan_arena(shards, ())
 
     def move_in(self, arena: Memory) -> None:
-        """Use `arena` for the copies; the model is left alone.
+        """Use `arena` for the copies and leave the model alone.
 
-        Raises:
-            UsageError: the arena is too small or read-only.
-            ConflictError: the model has changed since the constructor.
+        Raises UsageError if the arena is too small or read-only, ConflictError if the model has
+        changed since the constructor.
         """
         assert isinstance(arena, memoryview)
         check_arena(arena, self.arena_bytes)
@@ -119,8 +114,7 @@ class MirroredHome(ParameterStorage):
     def check(self, full: bool = False) -> list[str]:
         """Follow parameters that were replaced; as cheap as for an owned arena.
 
-        Raises:
-            ConflictError: names, shape, dtype, strides or placement changed.
+        Raises ConflictError if names, shape, dtype, strides or placement changed.
         """
         assert self._watch is not None, "move_in comes first"
         if self._watch.look() or full or self._watch.added:
@@ -143,11 +137,9 @@ class MirroredHome(ParameterStorage):
     def refresh_for(self, request: Request, gate: TrainerGate) -> None:
         """Copy what an agreed capture wants into the arena, buffers included.
 
-        First waits, within the stall budget, for a sidecar still copying from it. All of this
-        counts as a stall.
-
-        Raises:
-            ConflictError: a tensor's layout changed; this rank misses the request.
+        First waits, within the stall budget, for a sidecar still copying from it; all of this
+        counts
+        as a stall. Raises ConflictError if a tensor's layout changed: this rank misses the request.
         """
         if request.argument == 0:
             return
@@ -165,12 +157,10 @@ class MirroredHome(ParameterStorage):
         gate.note_stall(time.monotonic_ns() - begin_ns)
 
     def live(self, records: Sequence[Record]) -> list[torch.Tensor]:
-        """The live elements each record addresses, shaped like its view.
+        """The live elements that each record addresses, shaped like its view.
 
-        At a boundary only. Writing to one changes the parameter, not its version counter.
-
-        Raises:
-            ConflictError: no single parameter of this rank contains a record.
+        At a boundary only. Writing to one changes the parameter, not its version counter. Raises
+        ConflictError if no single parameter of this rank contains a record.
         """
         self.check(full=True)
         found = [(begin, shard) for shard, begin in self._placed(TensorKind.PARAMETER)]
@@ -220,10 +210,8 @@ def _on_host(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def home_of(model: nn.Module, arena: str) -> ParameterStorage:
-    """The kind of home that `arena` (see AttachSettings) and the model's devices call for.
-
-    Raises:
-        ConflictError: a tensor cannot be served; the message names it.
+    """The kind of home that `arena` (see AttachSettings) and the model's devices call for;
+    ConflictError names a tensor that cannot be served.
     """
     if arena == "device":
         home, why_not = device_home(model)
@@ -278,7 +266,7 @@ class DeviceCopies:
             if stream is None:
                 stream = used[source.device] = self._behind_training(source.device)
             with stream:
-                # What "non-blocking" means for memory that is not pinned differs between backends.
+                # Backends differ in what "non-blocking" means for memory that is not pinned.
                 target.copy_(source, non_blocking=self._pinned)
         for device, stream in used.items():
             self._events[device].record(stream)

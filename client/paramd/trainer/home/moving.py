@@ -59,7 +59,6 @@ class Ranges:
         return self.items[index] if index >= 0 and address < self.items[index].end else None
 
     def touches(self, other: Range) -> bool:
-        """Whether `other` overlaps a range."""
         index = bisect_right(self._begins, other.end - 1) - 1
         return other.begin < other.end and index >= 0 and self.items[index].end > other.begin
 
@@ -86,7 +85,7 @@ def extent(tensor: torch.Tensor) -> Range:
 
 
 def live_tensors(device_type: str = "cpu") -> Iterator[torch.Tensor]:
-    """All tensors with memory on such a device, owned or shared, that Python knows.
+    """All tensors with memory on this type of device, owned or shared, that Python knows.
 
     One pass over all objects of the process: tens of milliseconds. Misses tensors hidden by
     `gc.freeze()` and those held only by C++.
@@ -124,8 +123,7 @@ def close_over(known: Ranges, tensors: Sequence[torch.Tensor]) -> Ranges:
     """Grow the ranges until every storage of `tensors` lies wholly inside or outside."""
     storages = {storage_range(tensor) for tensor in tensors}
     while True:
-        touched = [r for r in storages if known.touches(r)]
-        grown = Ranges([*known.items, *touched])
+        grown = Ranges([*known.items, *[r for r in storages if known.touches(r)]])
         if grown.items == known.items:
             return known
         known = grown
@@ -143,7 +141,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 Memory: TypeAlias = "memoryview | MappedBytes"
-"""What parameters are moved into."""
+"""The memory that parameters are moved into."""
 
 
 def bytes_at(memory: Memory, begin: int, size_bytes: int) -> torch.Tensor:
@@ -207,7 +205,7 @@ def users(
 
 
 def moved(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """`tensor` with the storage of `base` in place of its own."""
+    """`tensor` with the storage of `base`."""
     offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
     return placed(tensor.dtype, base.untyped_storage(), offset_bytes, tensor.shape, tensor.stride())
 
@@ -221,7 +219,7 @@ def strides_of(shard: LocalShard) -> tuple[int, ...] | None:
 
 
 def differences(before: Sequence[LocalShard], after: Sequence[LocalShard]) -> dict[str, str]:
-    """What changed in a layout: parameter name -> before and after, in words."""
+    """Changes of a layout: parameter name -> before and after, in words."""
     old, new = _by_name(before), _by_name(after)
     changed = {
         name: f"was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
@@ -237,8 +235,7 @@ def _by_name(shards: Sequence[LocalShard]) -> dict[str, str]:
     said: dict[str, str] = {}
     for shard in shards:
         if shard.kind is TensorKind.PARAMETER:
-            known = f"{said[shard.fqn]}; " if shard.fqn in said else ""
-            said[shard.fqn] = known + _said(shard)
+            said[shard.fqn] = (f"{said[shard.fqn]}; " if shard.fqn in said else "") + _said(shard)
     return said
 
 
@@ -262,7 +259,7 @@ def bring_back(
     Args:
         left: what to bring back.
         bases: the arena's storages, ordered by address.
-        shards: all of the model's current shards; what they hold is not evicted.
+        shards: all of the model's current shards; their tensors are not evicted.
 
     Raises:
         ConflictError: departed shards newly share memory, one of their tensors does not fit its
@@ -298,14 +295,9 @@ def evict(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Private copies for tensors still using the memory that departed shards left.
 
-    Such as an optimizer made earlier, or weights set aside to be swapped back in. They keep
-    their identity and values; only their memory changes.
-
-    Returns:
-        Each such tensor with its new view (see `repoint`).
-
-    Raises:
-        ConflictError: that memory is used by something invisible to Python.
+    For example an optimizer made earlier, or weights set aside to be swapped back in. They keep
+    their identity and values; only their memory changes. Returns each tensor with its new view
+    (see `repoint`). Raises ConflictError if something invisible to Python uses that memory.
     """
     ours = {id(base) for base in bases}
     ours.update(id(t) for shard in shards for t in (shard.tensor, *shard.holders))
@@ -409,8 +401,7 @@ class BufferCopies:
     def refresh(self) -> None:
         """Copy all buffers as they are now.
 
-        Raises:
-            BufferChangedError: its shape changed, or its dtype to one that does not fit.
+        Raises BufferChangedError if a shape changed, or a dtype to one that does not fit.
         """
         with torch.no_grad():
             # One by one: `_foreach_copy_` takes no mixture of devices.
@@ -430,8 +421,7 @@ class BufferCopies:
 
 def _target(arena: Memory, shard: LocalShard, begin: int) -> torch.Tensor:
     size_bytes = shard.tensor.numel() * shard.tensor.itemsize
-    span = bytes_at(arena, begin, size_bytes)
-    return span.view(shard.tensor.dtype).view(shard.tensor.shape)
+    return bytes_at(arena, begin, size_bytes).view(shard.tensor.dtype).view(shard.tensor.shape)
 
 
 def _live(shard: LocalShard, target: torch.Tensor) -> torch.Tensor:

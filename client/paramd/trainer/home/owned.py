@@ -1,7 +1,7 @@
 """Move a model's local parameters into an arena, and keep them there.
 
     home = ParameterStorage(model)         # inspects, changes nothing
-    local = home.local_layout(rank)        # what goes where in an arena of home.arena_bytes
+    local = home.local_layout(rank)        # the layout of an arena of home.arena_bytes
     home.move_in(memory)                   # the parameters now live in the arena
     home.check(); home.take_back()         # when an update settles: detect, bring back what left
     home.contents.strayed()                # before the next one: detect changes in between
@@ -68,7 +68,7 @@ def plan_arena(
     """Assign a span to every storage a parameter uses, and one to every buffer.
 
     Args:
-        shards: what the arena is for.
+        shards: the arena's content.
         tensors: all live tensors, so that memory they share with parameters moves whole.
         align_bytes: every storage keeps its address modulo this.
 
@@ -113,7 +113,7 @@ def _aligned(offset: int, align_bytes: int) -> int:
 
 
 class ParameterStorage:
-    """Where one model's local parameters live. Training thread only, except `in_place`.
+    """The place of one model's local parameters. Training thread only, except `in_place`.
 
     States: *outside* (after the constructor and after `move_out`: parameters in private
     memory) and *inside* (after `move_in`: in the arena).
@@ -123,15 +123,13 @@ class ParameterStorage:
     """Whether the arena is a copy, and the parameters stay where they are (mirrored.py)."""
 
     device: TrainerDevice | None = None
-    """Where the arena is; None: in host memory."""
+    """The arena's device; None: in host memory."""
 
     _align_bytes = ALIGN_BYTES
 
     def __init__(self, model: nn.Module) -> None:
-        """Inspect the model and plan an arena for it; change nothing.
-
-        Raises:
-            ConflictError: a tensor cannot be served; the message names it.
+        """Inspect the model and plan an arena for it; change nothing. ConflictError names a tensor
+        that cannot be served.
         """
         self._model = model
         self._shards = find_shards(model)
@@ -152,11 +150,7 @@ class ParameterStorage:
         return plan_arena(shards, alive, self._align_bytes)
 
     def _check_movable(self, shard: LocalShard) -> None:
-        """Refuse a tensor that is not in host memory, or that other processes use.
-
-        Raises:
-            ConflictError: naming the tensor.
-        """
+        """Raise ConflictError for a tensor outside host memory, or used by other processes."""
         if shard.tensor.device.type != "cpu":
             raise ConflictError(
                 f"tensor {shard.fqn!r}: parameters on {shard.tensor.device}: only those in host "
@@ -195,12 +189,12 @@ class ParameterStorage:
 
     @property
     def arena_address(self) -> int:
-        """Where the arena is mapped; 0 when outside."""
+        """The arena's address; 0 when outside."""
         return self._arena_address
 
     @property
     def shards(self) -> list[LocalShard]:
-        """What this rank holds, in module tree order."""
+        """This rank's shards, in module tree order."""
         return list(self._shards)
 
     def pieces(self) -> list[tuple[LocalShard, int]]:
@@ -243,7 +237,7 @@ class ParameterStorage:
         self._move(arena, filled=True)
 
     def adopt(self, arena: Memory) -> None:
-        """As `move_in`, but the parameters and buffers get the values that are in `arena`.
+        """As `move_in`, but parameters and buffers take their values from `arena`.
 
         Their own are dropped, and no parameter's bytes are touched.
         """
@@ -286,7 +280,7 @@ class ParameterStorage:
         )
 
     def _rewatch(self) -> None:
-        """Watch the tensors that are in the model now."""
+        """Watch the model's present tensors."""
         if self._watch is not None:
             self._watch.close()
         # Glances keep storages alive: harmless in an arena, which frees nothing; not elsewhere.
@@ -342,14 +336,13 @@ class ParameterStorage:
         return list(dict.fromkeys(departed.shard.fqn for departed in self._departed()))
 
     def take_back(self) -> list[str]:
-        """Bring departed parameters back into the arena with their current values.
+        """Bring departed parameters back into the arena with their current values; return their
+        names.
 
-        Only inside an update, since it writes the arena. Returns the names brought back.
-
-        Raises:
-            ConflictError: names, shape, dtype, strides or placement changed, parameters newly
-                share memory, or something else still uses the memory a parameter left; nothing
-                was done.
+        Only inside an update, since it writes the arena. Raises ConflictError, with nothing done,
+        if
+        names, shape, dtype, strides or placement changed, parameters newly share memory, or
+        something else still uses the memory a parameter left.
         """
         assert self._watch is not None, "move_in comes first"
         shards = self._found_again()
@@ -391,15 +384,14 @@ class ParameterStorage:
         return fsdp.has_gathered(self._model.modules())
 
     def restore_buffers(self) -> None:
-        """Give all persistent buffers what the arena has of them. Raises as `copy_buffers`."""
+        """Copy the arena's values into all persistent buffers. Raises as `copy_buffers`."""
         assert self._buffers is not None, "move_in comes first"
         self._buffers.restore()
 
     def copy_buffers(self) -> None:
         """Copy all persistent buffers into the arena, as they are now.
 
-        Raises:
-            ConflictError: a buffer's shape changed, or its dtype changed to one that does not fit.
+        Raises ConflictError if a shape changed, or a dtype to one that does not fit.
         """
         assert self._buffers is not None, "move_in comes first"
         self._buffers.refresh()

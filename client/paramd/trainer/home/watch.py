@@ -92,11 +92,8 @@ class Glance:
     def __init__(
         self, tables: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor], places: Places
     ) -> None:
-        """Keeps every storage alive for as long as the glance lives, so none may be one whose
-        memory the script expects back.
-
-        Raises:
-            ValueError: the words disagree with what torch reports for a tensor.
+        """Keeps every storage alive for as long as the glance lives: none whose memory the script
+        expects back. Raises ValueError if the words disagree with torch's report for a tensor.
         """
         self.tensors = tensors
         self._tables = tables
@@ -236,7 +233,6 @@ def _words(address: int, size: int) -> list[int]:
 
 
 def _numbers(*groups: tuple[Iterable[int], int]) -> npt.NDArray[np.intp]:
-    """Indices into `_memory` of the word `place` words after each address of each group."""
     addresses = [a + _WORD_BYTES * place for addresses, place in groups for a in addresses]
     return np.array(addresses, np.intp) // _WORD_BYTES - 1
 
@@ -476,7 +472,7 @@ def _columns(items: Sequence[Watched]) -> Columns:
 
 
 def _at_a_glance(watched: Watched, tables: Collection[int]) -> bool:
-    """Whether it is in a module's own table and of a plain class."""
+    """Whether the tensor is in a module's own table and of a plain class."""
     plain = type(watched.slot.tensor()) in (torch.Tensor, nn.Parameter)
     return plain and id(watched.slot.owner) in tables
 

@@ -1,1 +1,1 @@
-"""Which tensors a model has and how they are sharded, for each kind of wrapper."""
+"""The tensors of a model and their sharding, for each kind of wrapper."""

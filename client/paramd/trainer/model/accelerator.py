@@ -1,7 +1,7 @@
-"""Which accelerator torch was built for, and whether the training uses it: only asked, never begun.
+"""The accelerator that torch was built for, and whether the training uses it; never initializes it.
 
-Whoever looks at a device in the wrong way initializes it, which takes memory there and makes a fork
-impossible. `in_use` tells torch's module of the accelerator only after the training has done so.
+Querying a device the wrong way initializes it, which takes memory there and makes a fork
+impossible. `in_use` returns torch's module of the accelerator only after the training has done so.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ def in_use() -> Any | None:
         return None
     module = torch.get_device_module(found)
     is_initialized = getattr(module, "is_initialized", None)
-    # One that cannot tell is left alone.
+    # A module that cannot report whether it is initialized is left alone.
     return module if is_initialized is not None and is_initialized() else None
 
 
 def holds(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is on the accelerator."""
     return tensor.device.type == kind()
 
 
 def captures(device: torch.device) -> bool:
     """Whether what is queued on the device now is recorded into a graph, instead of done."""
     stream = torch.accelerator.current_stream(device)
-    # Older versions of torch tell of CUDA graphs alone.
+    # Older versions of torch report CUDA graphs alone.
     asked = getattr(stream, "is_capturing", torch.cuda.is_current_stream_capturing)
     return bool(asked())

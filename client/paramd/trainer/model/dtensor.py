@@ -1,4 +1,4 @@
-"""DTensors: which boxes of the full tensor this rank's local tensor holds.
+"""DTensors: the boxes of the full tensor that this rank's local tensor holds.
 
 Covers tensor parallelism, and parameters under `fully_shard` and `replicate`, on meshes of any
 number of axes. Follows torch's own rule for each placement, but on runs of indices instead of
@@ -42,7 +42,7 @@ def split(tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
 
 
 def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` placed as `param` is: a DTensor if that is one, else `local` itself."""
+    """`local` with the placement of `param`: a DTensor if that is one, else `local` itself."""
     if not is_dtensor(param):
         return local
     from torch.distributed.tensor import DTensor
@@ -80,10 +80,8 @@ def describe(spec: DTensorSpec) -> str:
 def local_boxes(fqn: str, spec: DTensorSpec, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """The boxes of the full tensor that `local` holds, each with its view of `local`.
 
-    One box except for rare placements; one empty box when the rank holds nothing.
-
-    Raises:
-        ConflictError: a placement whose elements cannot be determined exactly.
+    One box except for rare placements; one empty box when the rank holds nothing. Raises
+    ConflictError for a placement whose elements cannot be determined exactly.
     """
     shape = tuple(spec.shape)
     coordinate = spec.mesh.get_coordinate()
@@ -105,8 +103,7 @@ def local_boxes(fqn: str, spec: DTensorSpec, local: torch.Tensor) -> list[tuple[
 
 def _check(fqn: str, spec: DTensorSpec) -> None:
     for placement in spec.placements:
-        known = type(placement).__name__ in ("Shard", "_StridedShard", "Replicate")
-        if not known:
+        if type(placement).__name__ not in ("Shard", "_StridedShard", "Replicate"):
             raise ConflictError(
                 f"parameter {fqn!r} has placement {placement}; expected Shard or Replicate: "
                 "redistribute it before paramd.attach"

@@ -28,17 +28,10 @@ Stream = AbstractContextManager[Any]
 
 
 def flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
-    """The local tensor of a DTensor, and the spec that turns it back.
+    """The local tensor of a DTensor, and the spec that turns it back; a plain tensor, and None.
 
-    No copy and no communication; detached from the autograd graph.
-
-    Args:
-        tensor: a DTensor of any mesh and placements, or any other tensor.
-
-    Returns:
-        The local tensor, complete (asynchronous collectives waited for), which requires a
-        gradient exactly if `tensor` does; and the spec. A plain tensor is returned itself, with
-        None.
+    No copy and no communication; detached from the autograd graph. The local tensor is complete
+    (asynchronous collectives waited for) and requires a gradient exactly if `tensor` does.
     """
     if not is_dtensor(tensor):
         return tensor, None
@@ -77,8 +70,7 @@ def unflatten(
 def matching(spec: DTensorSpec, local: torch.Tensor) -> DTensorSpec:
     """The spec for this local tensor, whose dtype may have changed since.
 
-    Raises:
-        UsageError: it does not have this rank's local shape.
+    Raises UsageError if the tensor does not have this rank's local shape.
     """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -100,11 +92,8 @@ def wait_for_gradient(gradient: torch.Tensor, *, stream: Stream | None = None) -
     """The gradient, once the asynchronous collective producing it is done.
 
     For `tensor.register_hook(partial(wait_for_gradient, stream=...))`, so that the next consumer
-    (DDP's buckets, an optimizer) gets values, not a pending collective.
-
-    Args:
-        gradient: any tensor; only an `AsyncCollectiveTensor` is waited for.
-        stream: the stream on which to wait; None is the current one.
+    (DDP's buckets, an optimizer) gets values, not a pending collective. Waits on `stream`; None is
+    the current one. Tensors other than an `AsyncCollectiveTensor` need no wait.
     """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 

@@ -1,4 +1,4 @@
-"""FSDP, of both kinds: what a rank holds of the parameters that they manage.
+"""FSDP, of both kinds: a rank's shards of the parameters that they manage.
 
 FullyShardedDataParallel has many parameters in one flat one, cut across their borders. Of each
 original parameter a rank holds an interval of the flattened elements, possibly empty; alignment
@@ -36,7 +36,6 @@ _SHARDED = ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule")
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """Whether it is a FullyShardedDataParallel or `fully_shard` module."""
     return of_class(module, *_FLAT) or of_class(module, *_SHARDED)
 
 
@@ -53,14 +52,13 @@ def managed(modules: Sequence[nn.Module]) -> Managed:
 
 
 def flat_modules(modules: Iterable[nn.Module]) -> list[Any]:
-    """The FullyShardedDataParallel modules among these."""
     return [module for module in modules if of_class(module, *_FLAT)]
 
 
 def flat_places(handle: Any | None) -> Iterator[tuple[nn.Module, str, int]]:
-    """Where a flat parameter's original ones are registered, each with its index there.
+    """The registered places of a flat parameter's original ones, each with its index there.
 
-    None has none: the handle of a module that manages nothing itself.
+    A handle of None, of a module that manages nothing itself, has none.
     """
     if handle is None:
         return
@@ -88,7 +86,7 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def sharded_places(fsdp_param: Any) -> Iterator[tuple[nn.Module, str]]:
-    """Where one of their parameters is registered."""
+    """The registered places of an FSDP parameter."""
     info = fsdp_param._module_info
     yield info.module, info.param_name
     yield from zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -186,8 +184,7 @@ def _shard_of(
 def regions_of(flat: Any, index: int, shard: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
     """The regions this rank holds of one original parameter, with their views.
 
-    Args:
-        shard: its elements here, 1-D in memory order, of the parameter or of its gradient.
+    `shard`: the elements here, 1-D in memory order, of the parameter or of its gradient.
     """
     info = flat._shard_param_infos[index]
     shape, strides = tuple(flat._shapes[index]), tuple(flat._strides[index])

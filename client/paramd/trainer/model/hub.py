@@ -1,8 +1,8 @@
-"""What a state dict has beside tensors, and how transformers would lay a model out in files.
+"""Non-tensors of a state dict, and the layout of files that transformers would write.
 
 Since version 5 transformers renames tensors and fuses experts when it loads a model, and reverts
-that in `save_pretrained`. Its own function does so here on tensors without memory: where each
-result lies in its source tells which part of which tensor it is.
+that in `save_pretrained`. Its own function does so here on tensors without memory: the position of
+each result in its source shows which part of which tensor it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def described(model: nn.Module, local: LocalLayout) -> LocalLayout:
     try:
         parts = _converted(root, local.tensors)
     except Exception as error:
-        # Its code, its errors: the export has the layout in memory then, and says so.
+        # transformers' own code failed: the export then has the layout in memory, and says so.
         log.debug("paramd: the layout of %s", type(root).__name__, exc_info=True)
         told = f"{type(root).__name__} is as in memory, not as save_pretrained writes it: {error}"
         return replace(found, hub_note=told[:500])
@@ -43,7 +43,7 @@ def described(model: nn.Module, local: LocalLayout) -> LocalLayout:
 
 
 def _missing(model: nn.Module, tensors: Sequence[TensorLayout]) -> list[str]:
-    """Names in the state dict of what is neither parameter nor persistent buffer."""
+    """Names in the state dict that are neither parameters nor persistent buffers."""
     known = {name for one in tensors for name in (one.fqn, *one.aliases)}
     found: dict[str, None] = {}
     for prefix, module in walk(model):
@@ -63,7 +63,7 @@ def _missing(model: nn.Module, tensors: Sequence[TensorLayout]) -> list[str]:
 
 
 class _KeepViews(TorchDispatchMode):
-    """Copies are their sources."""
+    """Replaces copies by their sources."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -72,10 +72,9 @@ class _KeepViews(TorchDispatchMode):
 
 
 def _converted(model: nn.Module, tensors: Sequence[TensorLayout]) -> dict[str, tuple[HubPart, ...]]:
-    """By fqn, the parts that transformers writes it as; only of those that it changes.
+    """By fqn, the parts that transformers writes; only for tensors that it changes.
 
-    Raises:
-        ValueError: a result is no part of one tensor.
+    Raises ValueError if a result is no part of one tensor.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -101,8 +100,9 @@ def _converted(model: nn.Module, tensors: Sequence[TensorLayout]) -> dict[str, t
 
 
 def _as_written(module: Any) -> Any:
-    """A stand-in of the module whose classes are those of its author, by whose names transformers
-    finds what it converts: `fully_shard` and `replicate` give a module a class of their own."""
+    """A copy of the module with its author's classes, by whose names transformers finds what it
+    converts: `fully_shard` and `replicate` give a module a class of their own.
+    """
     found: Any = object.__new__(next(cls for cls in type(module).__mro__ if not _is_torch_s(cls)))
     modules = {name: child and _as_written(child) for name, child in module._modules.items()}
     found.__dict__.update(module.__dict__, _modules=modules)

@@ -38,7 +38,7 @@ _WRAPPERS = (
 
 
 def loaded_class(module_name: str, class_name: str) -> type | None:
-    """A class, if its module has been imported; else None, and nothing can be an instance.
+    """A class if its module has been imported; else None, and nothing can be an instance.
 
     Avoids importing what the model does not use: some of these modules take seconds.
     """
@@ -72,8 +72,7 @@ def _walk(
     wrapped = next((inner for cls, inner in wrappers if isinstance(module, cls)), None)
     for name, child in module._modules.items():
         if child is not None:
-            step = "" if name == wrapped else f"{name}."
-            yield from _walk(child, prefix + step, wrappers)
+            yield from _walk(child, prefix + ("" if name == wrapped else f"{name}."), wrappers)
 
 
 Names: TypeAlias = tuple[str, ...]
@@ -82,13 +81,12 @@ Names: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor is stored: a dict and its key, so that a replacement is noticed."""
+    """The dict and key that store a tensor, so that a replacement is noticed."""
 
     owner: dict[str, Any]
     key: str
 
     def tensor(self) -> torch.Tensor:
-        """The tensor stored there now."""
         value = self.owner[self.key]
         assert isinstance(value, torch.Tensor)
         return value
@@ -104,7 +102,6 @@ class LocalShard:
     fqn: str
     """Canonical name, as in the user's state dict."""
     aliases: tuple[str, ...]
-    """Other names of the same tensor."""
     dtype: str
     """torch dtype without its prefix."""
     shape: tuple[int, ...]
@@ -116,7 +113,7 @@ class LocalShard:
     tensor: torch.Tensor
     """Detached view of the local memory: shaped like the box, or 1-D for an interval."""
     slot: Slot
-    """Where to find the tensor the training uses."""
+    """The place of the tensor that the training uses."""
     holders: tuple[torch.Tensor, ...] = ()
     """Local tensors known to use this memory; all move with it."""
     trainable: bool | None = None

@@ -1,10 +1,10 @@
-"""Parameters that an optimizer keeps in tensors of its own: DeepSpeed's ZeRO, Megatron-Core.
+"""Parameters that an optimizer keeps in separate tensors: DeepSpeed's ZeRO, Megatron-Core.
 
-What is updated is not the module's parameter but a partition: a tensor in full precision with
+An update changes not the module's parameter but a partition: a tensor in full precision with
 elements of one or several parameters, often in part and only on this rank. The module computes
 with copies, which are made after every step. So the partitions are the parameters: a rank holds
-the regions that lie in its own, possibly none, in their precision, and what is written there
-reaches the module by `refresh`.
+the regions that lie in its own, possibly none, in their precision, and `refresh` brings writes to
+them to the module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Part:
     """A region of a parameter, and where its elements are."""
 
     partition: int
-    """Index of the partition."""
     offset: int
     """The first one's index in the flattened partition; the others follow it."""
     region: Region
@@ -42,31 +41,33 @@ class Kept:
     """Global and unsharded."""
     placement: str
     parts: tuple[Part, ...]
-    """What this rank holds; possibly nothing."""
+    """This rank's parts; possibly none."""
 
 
 class Partitions(Protocol):
-    """What an integration knows of one optimizer's partitions."""
+    """An integration's knowledge of one optimizer's partitions."""
 
     dtype: str
-    """Of all of them, without torch's prefix."""
+    """Dtype of all partitions, without torch's prefix."""
 
     def tensors(self) -> list[torch.Tensor]:
         """This rank's partitions, in an order that does not change."""
 
     def kept(self, param: nn.Parameter) -> Kept | None:
-        """Where a parameter of the module is kept; None if the optimizer updates it itself."""
+        """The place of a module's parameter; None if the optimizer updates it itself."""
 
     def unlisted(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
-        """The partitions of this optimizer that none of its groups lists between two steps,
-        each with the index of its group."""
+        """The partitions that none of this optimizer's groups lists between two steps, each with
+        the
+        index of its group.
+        """
 
     def refresh(self) -> None:
         """Make the module's copies from the partitions of all ranks. Collective."""
 
 
 declared: WeakKeyDictionary[nn.Module, Partitions] = WeakKeyDictionary()
-"""The modules whose parameters are kept in partitions, by who knows how."""
+"""The modules whose parameters are kept in partitions, with their integration's knowledge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class _Keeper:
     """A package whose parameters paramd must not serve as they are."""
 
     marks: tuple[str, ...]
-    """Attributes that it gives them, any of which tells."""
+    """Attributes that it adds to parameters; any one identifies it."""
     said: str
     attach: str
     gather: str = ""
@@ -114,7 +115,7 @@ def managed(model: nn.Module, modules: Iterable[nn.Module]) -> Managed:
 
 
 def check_declared(model: nn.Module) -> None:
-    """Raise ConflictError if parameters are kept in partitions, and nobody declared how."""
+    """Raise ConflictError if parameters are kept in partitions that no integration declared."""
     found = _kept_by_somebody(model) if model not in declared else None
     if found is not None:
         name, keeper = found

@@ -63,11 +63,8 @@ def shards_of(
 ) -> list[LocalShard]:
     """The shards of one tensor: whole on this rank, or a DTensor's boxes.
 
-    Args:
-        holders: local tensors besides `value`'s own that use the same memory.
-
-    Raises:
-        ConflictError: lazy, not a dense strided tensor, or overlapping itself.
+    `holders`: other local tensors that use the same memory. Raises ConflictError if the tensor is
+    lazy, not dense and strided, or overlaps itself.
     """
     fqn = names[0]
     if is_lazy(value):
@@ -100,11 +97,10 @@ def shards_of(
 
 
 def check_supported(fqn: str, local: torch.Tensor) -> None:
-    """Refuse tensors whose values are not simply their bytes.
+    """Raise ConflictError unless a tensor's values are simply its bytes.
 
-    Raises:
-        ConflictError: a tensor subclass with its own operators, or a sparse, quantized, lazily
-            conjugated or negated tensor.
+    Refused are subclasses with their own operators, and sparse, quantized, lazily conjugated or
+    negated tensors.
     """
     if not has_plain_memory(local):
         raise ConflictError(
@@ -115,9 +111,8 @@ def check_supported(fqn: str, local: torch.Tensor) -> None:
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's values are its bytes: dense layout, no custom operators."""
-    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
     return (
-        dispatch is torch._C._disabled_torch_dispatch_impl
+        getattr(type(tensor), "__torch_dispatch__", None) is torch._C._disabled_torch_dispatch_impl
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
@@ -126,8 +121,7 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
 def dense_parts(fqn: str, boxes: list[tuple[Box, torch.Tensor]]) -> list[tuple[Box, torch.Tensor]]:
     """Cut boxes whose memory has gaps into dense ones.
 
-    Raises:
-        ConflictError: elements share memory, or too many parts would be needed.
+    Raises ConflictError if elements share memory, or too many parts would be needed.
     """
     parts: list[tuple[Box, torch.Tensor]] = []
     for box, view in boxes:

@@ -1,8 +1,8 @@
-"""What this rank holds of each tensor of a model, in module tree order.
+"""This rank's shards of each tensor of a model, in module tree order.
 
 `find_shards` walks the tree once and asks the adapter of each parameter's manager: fsdp.py (both
 kinds of FSDP), partitions.py (DeepSpeed, Megatron-Core), else plain.py (plain modules, DDP, tensor
-parallelism; all buffers). dtensor.py determines what a DTensor holds.
+parallelism; all buffers). dtensor.py determines the boxes of a DTensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FoundTensor:
     """Modules that have it, and its name in each, in tree order."""
 
     def shards(self) -> list[LocalShard]:
-        """What this rank holds of it, read now."""
+        """This rank's shards of the tensor, read now."""
         found = self.entry.shards(tuple(self.names))
         if self.kind is TensorKind.BUFFER:
             return found
@@ -46,10 +46,8 @@ def find_shards(model: nn.Module) -> list[LocalShard]:
     """All parameters and persistent buffers of `model`, in tree order.
 
     Changes nothing and does not communicate. Every rank names the same tensors, including those
-    of which it holds no element.
-
-    Raises:
-        ConflictError: a tensor of a kind whose elements cannot be determined exactly.
+    of which it holds no element. Raises ConflictError for a tensor of a kind whose elements cannot
+    be determined exactly.
     """
     return [shard for tensor in find_tensors(model) for shard in tensor.shards()]
 

@@ -81,8 +81,6 @@ def pre_dp_module_transform(
 
 @dataclass(slots=True)
 class _Localized:
-    """One local parameter's places and spec."""
-
     places: list[tuple[nn.Module, str]]
     spec: DTensorSpec
 

@@ -1,1 +1,1 @@
-"""What lets a restarted training go on from its last step, and how it moves in again."""
+"""How a restarted training resumes from its last step."""

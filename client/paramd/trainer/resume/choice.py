@@ -1,4 +1,4 @@
-"""From what the ranks' sidecars hold to how this training goes on; the same on all ranks. Pure."""
+"""Chooses the state to resume from, by the sidecars' offers; the same on all ranks. Pure."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ class HeldCopy:
     """A copy of a standing snapshot on another host than its rank's."""
 
     rank: int
-    """Whose it is."""
     mark: Mark
     size_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOffer:
-    """What one rank's sidecar holds for its successor."""
+    """The states that one rank's sidecar holds."""
 
     absent: str = ""
-    """Why nothing is known of it; empty if a sidecar answered."""
+    """Why nothing is known; empty if a sidecar answered."""
     living_pid: int = 0
-    """Its former trainer, if that still lives."""
+    """The former trainer, if it still lives."""
     refusal: str = ""
-    """How this script differs from what the memory was made by; empty if it fits."""
+    """How this script differs from the memory's; empty if it fits."""
     step: int = -1
     """Step its parameters are at, whole or not."""
     lineage: int = 0
-    """History that its trainer was in; a rollback leaves one for another."""
+    """The lineage that its trainer was in; a rollback leaves one for another."""
     live: Mark | None = None
     why_not_live: str = ""
     snapshots: tuple[Mark, ...] = field(default=())
@@ -53,12 +52,10 @@ class RankOffer:
     """The last one that its sidecar served."""
 
     def to_message(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> RankOffer:
-        """The inverse of `to_message`."""
         live = message["live"]
         return cls(
             **{
@@ -75,13 +72,13 @@ class RankOffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """How the training goes on."""
+    """The state from which the training continues."""
 
     how: How
     mark: Mark
-    """The state it goes on from; of a fresh start nothing but the step means anything."""
+    """The state to continue from; after a fresh start only its step means anything."""
     lost_steps: int
-    """Steps that some rank had made and that are made again."""
+    """Steps that some rank had made and that are repeated."""
     reason: str
     common_step: int = 0
     """Step of the newest standing snapshot that all ranks have; 0 none."""
@@ -102,7 +99,7 @@ def choose(offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]] = 
         damaged: states that were found damaged on a rank.
 
     Raises:
-        ConflictError: a former trainer lives, or the script differs from what the memory is of.
+        ConflictError: a former trainer lives, or the script differs from the memory's.
     """
     for rank, offer in enumerate(offers):
         if offer.living_pid:
@@ -118,7 +115,7 @@ def choose(offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]] = 
     why_not = _why_not_live(offers)
     common = set.intersection(*(set(offer.snapshots) for offer in offers))
     usable = sorted(mark for mark in common if ("snapshot", mark) not in damaged)
-    # What a rollback has left comes back only if there is nothing else.
+    # Steps that a rollback discarded come back only if there is nothing else.
     lineages = {offer.lineage for offer in offers if offer.lineage}
     usable.sort(key=lambda mark: lineages == {mark.lineage})
     live = offers[0].live
@@ -156,7 +153,7 @@ def _why_not_live(offers: Sequence[RankOffer]) -> str:
 
 
 def signature_difference(was: list[Any], now: list[Any]) -> str:
-    """What differs between two signatures of optimizers, in words; empty if nothing."""
+    """The difference between two signatures of optimizers, in words; empty if none."""
     if len(was) != len(now):
         return f"there were {len(was)} optimizers and are {len(now)}"
     for number, ((old_class, old_groups), (new_class, new_groups)) in enumerate(

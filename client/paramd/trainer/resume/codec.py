@@ -1,12 +1,12 @@
 """State as bytes and back, without pickle.
 
 Numbers, text, bytes, None, lists, tuples, dicts (also OrderedDict and Counter), tensors and numpy
-arrays, nested in any way. What has no such form is refused by its path, as in
+arrays, nested in any way. Other values are refused by their path, as in
 `['scheduler']['lr_lambdas'][0]`.
 
     size of the JSON, uint64; the JSON; the bytes of tensors, arrays and byte strings
 
-Plain values stand in the JSON as they are, all others as {kind: ...}; a dict is a list of pairs,
+Plain values appear in the JSON as they are, all others as {kind: ...}; a dict is a list of pairs,
 so that its keys may be numbers.
 
 The states of the random number generators that a training draws from are read and set here, too.
@@ -45,8 +45,7 @@ MOST_DEPTH = 100
 def encode(value: object, *, name: str = "") -> bytes:
     """`value` as bytes. `name` begins the path in errors.
 
-    Raises:
-        UsageError: a part of it has no form; the message names its path and type.
+    Raises UsageError for a part that has no form, with its path and type.
     """
     blobs = bytearray()
     text = json.dumps(_encoded(value, name, blobs, MOST_DEPTH), separators=(",", ":")).encode()
@@ -54,11 +53,7 @@ def encode(value: object, *, name: str = "") -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The inverse of `encode`. Tensors are in host memory.
-
-    Raises:
-        UsageError: malformed.
-    """
+    """The inverse of `encode`, with tensors in host memory; UsageError if malformed."""
     try:
         (size,) = _SIZE.unpack_from(data)
         found = json.loads(data[_SIZE.size : _SIZE.size + size])
@@ -155,7 +150,7 @@ def _at(blobs: memoryview, begin: int, size: int) -> bytes:
 
 
 def random_state() -> dict[str, Any]:
-    """Python's, NumPy's global one once it was imported, torch's on the host and each device.
+    """The states of Python's generator, NumPy's global one if imported, and torch's on all devices.
 
     A device costs a synchronization with it. Their states are under the accelerator's name, "cuda"
     for CUDA and HIP, and left out while the training has not used it.
@@ -176,7 +171,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(found: dict[str, Any]) -> None:
-    """Continue as they were when `random_state` was taken."""
+    """Continue with the states that `random_state` recorded."""
     version, words, gauss = found["python"]
     random.setstate((version, tuple(array("I", words)), gauss))
     if "numpy" in found:

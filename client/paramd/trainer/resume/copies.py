@@ -1,15 +1,15 @@
-"""Copies of standing snapshots on other hosts: who keeps whose, and how they come back.
+"""Copies of standing snapshots on other hosts: their keepers, and their return.
 
-    buddies      who keeps whose copies, from where the ranks are (pure)
-    with_copies  what each rank has when copies of others count as its own (pure)
-    ways         which ranks need one, and who has it (pure)
+    buddies      the keeper of each rank's copies, from the ranks' hosts (pure)
+    with_copies  each rank's offer when copies of others count as its own (pure)
+    ways         the ranks that need a copy, and a holder for each (pure)
     left_behind  sidecars of ranks that are on other hosts now, which a new rank takes care of
-    Copies       this rank's part: what its sidecar and those left behind keep is looked at, checked
-                 and given to the ranks that need it
+    Copies       this rank's part: finds the copies that its sidecar and those left behind keep,
+                 checks them, and sends them to the ranks that need them
 
 They come back over the process group, into memory of the trainer that needs them: at that time
-there is no incarnation yet, so no sidecar could be asked with a ticket, and the group is what an
-incarnation's keys come over as well.
+there is no incarnation yet, so no sidecar could be asked with a ticket, and the group also
+carries an incarnation's keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paramd.state_files import kernel_of
 from paramd.trainer.resume.choice import HeldCopy, Mark, RankOffer
 
 OWN = -1
-"""Instead of a rank that keeps a copy: the rank's own sidecar has it."""
+"""Marks a rank's own sidecar as the holder of a copy."""
 
 ASK_TIMEOUT_S = 30.0
 CHUNK_BYTES = 16 << 20
@@ -46,7 +46,7 @@ class Damaged:
 
     rank: int
     holder: int
-    """The rank whose sidecar keeps it; OWN: its own."""
+    """The rank whose sidecar keeps it, or OWN."""
     mark: Mark
 
 
@@ -56,11 +56,7 @@ def buddies(hosts: Sequence[str]) -> list[int]:
     The hosts form a ring in the order of their lowest ranks; the ranks of each keep the copies of
     the one before, in turn. Containers on one kernel are one host: they are lost together.
 
-    Args:
-        hosts: by rank, its `host_id`.
-
-    Returns:
-        an empty list if all ranks are on one host.
+    `hosts`: each rank's `host_id`. Returns an empty list if all ranks are on one host.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -77,7 +73,7 @@ def buddies(hosts: Sequence[str]) -> list[int]:
 
 
 def with_copies(offers: Sequence[RankOffer], damaged: Collection[Damaged]) -> list[RankOffer]:
-    """The offers as they are when every rank has what is kept of it elsewhere, too."""
+    """The offers, as if every rank had its copies elsewhere itself."""
     return [
         replace(
             offer,
@@ -88,7 +84,7 @@ def with_copies(offers: Sequence[RankOffer], damaged: Collection[Damaged]) -> li
 
 
 def ways(offers: Sequence[RankOffer], mark: Mark, damaged: Collection[Damaged]) -> dict[int, int]:
-    """Who gives whom a copy of `mark`: holder by rank, for those who have none of their own."""
+    """For each rank without its own copy of `mark`, a rank that holds one."""
     found = {}
     for rank in range(len(offers)):
         holder = next((h for h, m in _sources(rank, offers, damaged) if m == mark), OWN)
@@ -100,7 +96,7 @@ def ways(offers: Sequence[RankOffer], mark: Mark, damaged: Collection[Damaged]) 
 def _sources(
     rank: int, offers: Sequence[RankOffer], damaged: Collection[Damaged]
 ) -> Iterator[tuple[int, Mark]]:
-    """Where a rank's snapshots are, its own first."""
+    """The places of a rank's snapshots, its own first."""
     for mark in offers[rank].snapshots:
         if Damaged(rank, OWN, mark) not in damaged:
             yield OWN, mark
@@ -137,7 +133,7 @@ class Copies:
         self._room = memoryview(b"")
 
     def look(self) -> RankOffer:
-        """What is kept of other ranks; a sidecar that cannot say keeps nothing."""
+        """The offers for other ranks; a sidecar that does not answer has none."""
         looked = RankOffer()
         for number in sorted(self._sockets):
             with suppress(ParamdError, OSError, EOFError):
@@ -163,10 +159,9 @@ class Copies:
     def prepare(
         self, mark: Mark, found: Mapping[int, int], offers: Sequence[RankOffer]
     ) -> list[Damaged]:
-        """Map and check what this rank is to give, and make room for what it is to get.
+        """Map and check the copies that this rank gives, and make room for the one that it gets.
 
-        Returns:
-            what it would have to give and found damaged.
+        Returns the copies found damaged.
         """
         damaged = []
         for rank, holder in found.items():
@@ -185,10 +180,10 @@ class Copies:
     def exchange(
         self, found: Mapping[int, int], group: dist.ProcessGroup | None
     ) -> tuple[dict[str, Any], memoryview] | None:
-        """Give and get: all ranks of `found` call it. What this rank got, if it needed one.
+        """Send and receive; all ranks of `found` call it. Returns what this rank received, if
+        anything.
 
-        Raises:
-            DataLossError: it did not arrive as it was given.
+        Raises DataLossError if it differs from what was sent.
         """
         got = None
         # In the same order on all ranks, so that none waits for one that waits for it.
@@ -208,7 +203,6 @@ class Copies:
         return got
 
     def close(self) -> None:
-        """Let go of all memory. Idempotent."""
         self._given.clear()
         self._room = memoryview(b"")
 
@@ -237,7 +231,7 @@ class Copies:
 
 
 def asked(path: Path, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """What a sidecar answers, with its descriptors. Raises as `handover.receive`, `connect`."""
+    """A sidecar's answer, with its descriptors. Raises as `handover.receive`, `connect`."""
     with handover.connect(path) as connection:
         connection.settimeout(ASK_TIMEOUT_S)
         handover.send(connection, message)
@@ -245,7 +239,7 @@ def asked(path: Path, message: dict[str, Any]) -> tuple[dict[str, Any], list[int
 
 
 def marks_of(label: Mapping[str, Any]) -> list[Mark]:
-    """A snapshot's names: one in each history that it belongs to, the present one first."""
+    """A snapshot's names: one in each lineage that it belongs to, the present one first."""
     return [
         Mark(int(label["step"]), int(lineage), int(label["edits"]))
         for lineage in (label["lineage"], *label["before"])
@@ -259,7 +253,7 @@ def sizes_of(label: Mapping[str, Any]) -> list[int]:
 
 
 def mapped(descriptor: int, size_bytes: int) -> memoryview:
-    """A map that goes with its last view. Copy-on-write, since torch takes no read-only memory."""
+    """A map as long as its last view. Copy-on-write, since torch takes no read-only memory."""
     return memoryview(mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE))[:size_bytes]
 
 

@@ -1,12 +1,12 @@
-"""Go on from an export, when nothing is left in memory.
+"""Resume from an export, when nothing is left in memory.
 
-    offered   what the control plane knows of, newest first
+    offered   the exports that the control plane knows, newest first
     open      the manifest, the headers and every checksum; changes nothing
     fill      parameters and buffers, each rank its own parts
     restore   the optimizers' state, if the export has it
 
-An export has no continuation record: random states, hyper-parameters and what was in `keep` are not
-in it. Those in directories and of format safetensors are read.
+An export has no continuation record: random states, hyper-parameters and `keep` are not in it.
+Exports in directories and of format safetensors are read.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Offered:
     step: int
     format: str
     destination: str
-    """As its user named it."""
+    """The name that its user gave it."""
     directory: str
     """Absolute path; empty if there is none."""
     why_not: str
@@ -74,14 +74,12 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in a file."""
-
     file: str
     dtype: str
     shape: tuple[int, ...]
     begin_bytes: int
     parts: tuple[tuple[Box, _Stored], ...] = ()
-    """Where it was written in parts, each with its box of the whole; the rest is the first's."""
+    """If written in parts, each part and its box; the other fields are the first part's."""
 
 
 class Exported:
@@ -101,22 +99,19 @@ class Exported:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the optimizers' state is in it."""
         return self._groups is not None
 
     def missing_buffers(self) -> int:
-        """How many of the model's buffers are not in it."""
+        """Number of the model's buffers that the export lacks."""
         return sum(self._found(one) is None for one in self._tensors)
 
     def open(self, optimizers: Sequence[torch.optim.Optimizer], *, share: tuple[int, int]) -> str:
-        """Check that it is whole and of this model; a digest of what it says it is.
+        """Check that the export is complete and of this model; return a digest of its description.
 
-        Args:
-            share: this rank's number among those of its host and how many these are: together they
-                compare the checksums of all files.
-
-        Raises:
-            ParamdError, OSError: it cannot be used; says why.
+        `share`: this rank's number among those of its host and their count; together they compare
+        the
+        checksums of all files. Raises ParamdError or OSError, with the reason, if it cannot be
+        used.
         """
         if self.offered.format != SAFETENSORS.name:
             raise UsageError(
@@ -141,8 +136,7 @@ class Exported:
     def fill(self, arena: Memory) -> None:
         """Write this rank's parts of parameters and buffers into their places in the arena.
 
-        Raises:
-            DataLossError, OSError: a file ended too early, or cannot be read any more.
+        Raises DataLossError or OSError if a file ended too early, or cannot be read any more.
         """
         for tensor in self._tensors:
             stored = self._found(tensor)
@@ -154,10 +148,7 @@ class Exported:
     def restore(
         self, optimizers: Sequence[torch.optim.Optimizer], arena_address: int, arena_bytes: int
     ) -> None:
-        """Give the optimizers the state that is in it. The parameters are in the arena.
-
-        Raises: as `fill`.
-        """
+        """Restore the optimizers' state. The parameters are in the arena. Raises as `fill`."""
         by_begin = [(piece, one) for one in self._tensors for piece in self._pieces(one)]
         for owned in find_owned(optimizers, arena_address, arena_bytes):
             within = [
@@ -172,7 +163,6 @@ class Exported:
                 }
 
     def close(self) -> None:
-        """Close its files. Idempotent."""
         self._closing.close()
         self._files = {}
 
@@ -196,8 +186,7 @@ class Exported:
             with_it = group.get("capturable") or group.get("fused")
             return value.to(owned.local.device) if with_it else value
         local = owned.local
-        size = (owned.end - owned.begin) // local.itemsize
-        flat = torch.zeros(size, dtype=dtype, device="cpu")
+        flat = torch.zeros((owned.end - owned.begin) // local.itemsize, dtype=dtype, device="cpu")
         for piece, one, _ in stored:
             begin = (piece.arena_begin - owned.begin) // local.itemsize * flat.itemsize
             self._copy(one, piece, _as_bytes(flat), begin)
@@ -286,7 +275,7 @@ class Exported:
                     self._states.setdefault(known[owner], {})[key] = stored
 
     def _join_parts(self) -> None:
-        """Tensors that were written in parts, as transformers names them, are found as wholes."""
+        """Find tensors that were written in parts, as transformers names them, as wholes."""
         shapes = {one.fqn: one.shape for one in self._tensors}
         for fqn, of in self._manifest["parts"].items():
             found = []
@@ -296,8 +285,7 @@ class Exported:
                     raise DataLossError(f"it has no {name!r}, a part of {fqn!r}, or another")
                 found.append((box, replace(stored, shape=box.sizes)))
             if fqn in shapes and found:
-                whole = replace(found[0][1], shape=shapes[fqn], parts=tuple(found))
-                self._model[fqn] = whole
+                self._model[fqn] = replace(found[0][1], shape=shapes[fqn], parts=tuple(found))
 
     def _read_groups(self, name: str) -> list[dict[str, Any]]:
         try:
@@ -312,8 +300,7 @@ class Exported:
         if length > MAX_HEADER_BYTES:
             raise DataLossError(f"{name} has a header of {length:,} bytes")
         try:
-            header = json.loads(self._read(descriptor, 8, length, name))
-            for tensor, facts in header.items():
+            for tensor, facts in json.loads(self._read(descriptor, 8, length, name)).items():
                 if tensor != "__metadata__":
                     begin, end = facts["data_offsets"]
                     shape, dtype = tuple(map(int, facts["shape"])), _DTYPES[facts["dtype"]]
@@ -344,7 +331,7 @@ class Exported:
             raise UsageError(f"it has {strange[0]!r}, which this model lacks")
 
     def _check_groups(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse state of other optimizers. It has no classes; their settings' names tell."""
+        """Refuse state of other optimizers. It has no classes, but their settings' names differ."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         were = self._groups or []
         if len(were) != len(groups):
@@ -361,15 +348,13 @@ class Exported:
                 )
 
     def _copy(self, stored: _Stored, piece: Piece, memory: torch.Tensor, begin_bytes: int) -> None:
-        """Copy a region of a stored tensor to where `memory` has it, from `begin_bytes` on."""
+        """Copy a region of a stored tensor to its place in `memory`, from `begin_bytes` on."""
         dtype: torch.dtype = getattr(torch, stored.dtype)
         region, at = piece.region, begin_bytes
-        boxes = [region] if isinstance(region, Box) else boxes_of_interval(region, stored.shape)
-        for box in boxes:
+        for box in [region] if isinstance(region, Box) else boxes_of_interval(region, stored.shape):
             strides = piece.strides if piece.strides is not None else row_major(box.sizes)
             storage = memory.untyped_storage()
-            offset = int(memory.storage_offset()) + at
-            target = placed(dtype, storage, offset, box.sizes, strides)
+            target = placed(dtype, storage, int(memory.storage_offset()) + at, box.sizes, strides)
             with torch.no_grad():
                 self._copy_box(stored, box, target, dtype)
             at += box.numel * dtype.itemsize
@@ -430,7 +415,7 @@ def opened(
     optimizers: Sequence[torch.optim.Optimizer],
     share: tuple[int, int],
 ) -> tuple[Exported | None, dict[str, Any]]:
-    """An export that this rank can read, and what to tell the other ranks."""
+    """An export that this rank can read, and the message about it for the other ranks."""
     found = Exported(offered, layout, rank)
     try:
         return found, {"why": "", "digest": found.open(optimizers, share=share)}

@@ -1,12 +1,12 @@
-"""The continuation record: what a successor needs beside parameters, buffers and state tensors.
+"""The continuation record: what resuming needs beside parameters, buffers and state tensors.
 
     update ends      random states, and what the script iterates over (loaders), are noted: the
                      script fetches its next batch only after this
-    training goes on state tensors and buffers are brought into shared memory, all other kept
+    continues        state tensors and buffers are brought into shared memory, all other kept
                      objects (schedulers, scalers) are noted, the record is written: complete
-    `kept()`         the script says that its loop's body is over: complete at once
+    `kept()`         the script's loop body is over: complete at once
 
-A trainer that dies with a complete record of the step its parameters are at can be succeeded
+A trainer that dies with a complete record of the step its parameters are at can be resumed
 without loss; one that dies between its update and the record cannot. A script with several
 optimizers settles in the middle of its loop, and one that has its updates in `update()` right
 after them, so there only `kept()` completes a record.
@@ -15,8 +15,8 @@ after them, so there only `kept()` completes a record.
 
 The sidecar reads step, groups and threads (memory/optimizer_state.py).
 
-`random_forward` is the state at the first forward after the boundary, when it is known: what the
-script drew since, such as a seed for its loader, does not change what its layers draw.
+`random_forward` is the state at the first forward after the boundary, when it is known: the
+script's own draws since, such as a seed for its loader, do not change what its layers draw.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ LEAST_PACE, MOST_PACE = 10, 10_000
 """Fewest and most steps between standing snapshots when their cost decides."""
 
 RETRY_S, MOST_RETRY_S = 2.0, 600.0
-"""How long no memory is asked of a sidecar that did not make it, which training waits for."""
+"""Pauses, in seconds, after a sidecar failed to make memory, since training waits for each try."""
 
 SOON_COUNT = 8
-"""So many steps of each start all have a standing snapshot; then those of powers of two."""
+"""The first steps of a start, which all have a standing snapshot; then those of powers of two."""
 
 
 @runtime_checkable
 class Keepable(Protocol):
-    """What `keep` takes."""
+    """An object that `keep` accepts."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
@@ -60,24 +60,23 @@ class Keepable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """What keeping a record costs the training thread."""
+    """Cost of recording for the training thread."""
 
     count: int
     total_s: float
     longest_s: float
     last_bytes: int
     standing_step: int
-    """Step of the last whole standing snapshot of this rank; 0 if there is none."""
+    """Step of this rank's last complete standing snapshot; 0: none."""
     copies_step: int = 0
-    """Step of the last one of which all ranks have copies on other hosts; 0 if there is none."""
+    """Step of the last one that all ranks have copied to other hosts; 0: none."""
 
 
 def check_keep(keep: Mapping[str, Any]) -> None:
     """Check that every object can be kept, by keeping it once.
 
-    Raises:
-        UsageError: one has no `state_dict` and `load_state_dict`, or a state that has no form
-            without pickle, or one that is too large; the message names it.
+    UsageError names an object that has no `state_dict` and `load_state_dict`, or a state that is
+    too large or has no form without pickle.
     """
     for name, thing in keep.items():
         if not isinstance(name, str) or not isinstance(thing, Keepable):
@@ -109,18 +108,18 @@ class Keeper:
         agreed: Callable[[int, int, int], tuple[int, int]],
         copies: Callable[[int, int], tuple[int, int]] | None = None,
     ) -> None:
-        """
-        Args:
-            every: keep a record at steps that are a multiple of it.
-            standing_every: the same for a standing snapshot; 0 makes none, None keeps their cost
-                below a hundredth of the training's time.
-            agreed: tells the other ranks how many steps this one wants between standing snapshots,
-                and the last one it has; returns the highest and the lowest that ranks told.
-            copies: how far all ranks' copies on other hosts are (Agreement.copies); None
-                without copies.
+        """Args:
+        every: keep a record at steps that are a multiple of it.
+        standing_every: the same for a standing snapshot; 0 makes none, None keeps their cost
+            below a hundredth of the training's time.
+        agreed: sends the other ranks this one's wanted steps between standing snapshots, and
+            its
+            last one; returns the highest and the lowest of all ranks.
+        copies: progress of all ranks' copies on other hosts (Agreement.copies); None
+            without copies.
         """
         self.memory = memory
-        """Where records and tables are."""
+        """The memory of records and tables."""
         self._words = page.words
         self._home = home
         self._state = state
@@ -147,7 +146,7 @@ class Keeper:
         self._forward: dict[str, Any] | None = None
         self._why = ""
         self._retry_s, self._pause_s = 0.0, RETRY_S
-        """When memory is asked for again that the sidecar did not make, and how long after that."""
+        """Time of the next request for memory that the sidecar did not make, and pause after it."""
         self._count, self._total_ns, self._longest_ns, self._last_bytes = 0, 0, 0, 0
         self.explicit = self._given_count > 1
         """Whether only `kept` completes records."""
@@ -156,9 +155,8 @@ class Keeper:
         """Note the early part of the state that training begins with.
 
         Args:
-            early: what the predecessor noted; None takes it now.
-            forward: random states to continue with at the first forward, if the predecessor
-                had them.
+            early: the earlier trainer's note; None takes it now.
+            forward: random states to continue with at the first forward, if they were recorded.
         """
         self._forward = forward
         if self.explicit:
@@ -172,7 +170,7 @@ class Keeper:
             self.rested(step)
 
     def rested(self, step: int) -> None:
-        """An update has ended: note what the script goes on to change."""
+        """An update has ended: note the state that the script changes next."""
         words = self._words
         # Or at the step of a request for optimizer state that has missed it before.
         wanted = words[Word.MOMENTS_WANTED] > words[Word.AGREED]
@@ -187,11 +185,10 @@ class Keeper:
         self._total_ns += time.monotonic_ns() - begin_ns
 
     def settling(self, step: int, *, trusted: bool) -> bool:
-        """Training goes on: complete the record; return whether to announce this boundary.
+        """Training continues: complete the record; return whether to announce this boundary.
 
-        Args:
-            trusted: the parameters are what the update and the script made of them; nothing
-                else changes them before the next update.
+        `trusted`: the update and the script alone made the parameters; nothing else changes them
+        before the next update.
         """
         self._continue_random()
         if self._why or not trusted or self._early_step != step:
@@ -215,7 +212,7 @@ class Keeper:
         return not step % self._every and self._stands(step)
 
     def kept(self, step: int) -> None:
-        """The script's loop begins anew: complete the record of this step now."""
+        """The script's loop starts its next iteration: complete the record of this step now."""
         self.explicit = True
         if self._why or step % self._every:
             return
@@ -241,9 +238,9 @@ class Keeper:
             self._give_up(error)
 
     def rewound(self, step: int, record: dict[str, Any], data: bytes, table: bytes) -> None:
-        """The training was put back to a state: go on from its record, given in both forms.
+        """Continue from the record, given in both forms, of a state that was put back.
 
-        Asks for a standing snapshot, since the ones there are of what was left.
+        Asks for a standing snapshot, since the existing ones are of the discarded steps.
         """
         self._table_number = self._table.write(table)
         self._record.write(data, beside=self._table_number)
@@ -251,14 +248,14 @@ class Keeper:
         self._early, self._early_step = record["early"], step
         self._forward = record["random_forward"]
         self._parts, self._written, self._complete_step = {}, {}, -1
-        # The next one after an update: until then another rank may lack the rollback, and what
-        # all ranks have in common is what was left.
+        # The next one after an update: until then another rank may lack the rollback, and all ranks
+        # have only the discarded steps in common.
         self._settled_count = -1
         if self._standing_every != 0:
             self._ask_for_standing(step)
 
     def cost(self) -> Keeping:
-        """What keeping records has cost since attach."""
+        """Cost of recording since attach."""
         return Keeping(
             self._count,
             self._total_ns / 1e9,
@@ -269,13 +266,12 @@ class Keeper:
         )
 
     def close(self) -> None:
-        """Release the memory and the kept objects."""
         self._why = "detached"
         self._keep, self._loaders, self._parts = {}, {}, {}
         self.memory.close()
 
     def _continue_random(self) -> None:
-        """At the first forward, draw on as the predecessor did at its own."""
+        """At the first forward, continue the recorded random states."""
         forward, self._forward = self._forward, None
         if forward is not None:
             try:
@@ -327,7 +323,7 @@ class Keeper:
         words, every = self._words, self._standing_every
         self._settled_count += 1
         wanted = wanted_pace(words)
-        # Which one all ranks have shows only in rounds, so there is one for each.
+        # Rounds show which one all ranks have, so there is a round for each.
         interval = wanted if self._settled_count > 2 * SOON_COUNT else 1
         pace, common = self._agreed(wanted, words[Word.STANDING_MADE], interval)
         words[Word.STANDING_COMMON] = max(words[Word.STANDING_COMMON], common)
@@ -350,17 +346,16 @@ class Keeper:
         self._words[Word.STANDING] += 1
 
     def _copying(self) -> bool:
-        """Whether the last standing snapshot is still on its way to other hosts; on all ranks.
+        """Whether the last standing snapshot is still being sent to other hosts, on all ranks.
 
-        Until then no other one is made: it would have to take the place of the one before, which
-        is all that survives if a host is lost now.
+        Until it arrives, no other is made: it would replace the one before, which is all that
+        survives if a host is lost now.
         """
         if self._copies is None:
             return False
         words = self._words
         # In this order: what is settled does not change any more.
-        settled = words[Word.COPY_SETTLED]
-        all_settled, all_copied = self._copies(settled, words[Word.COPIED])
+        all_settled, all_copied = self._copies(words[Word.COPY_SETTLED], words[Word.COPIED])
         if all_copied:
             words[Word.COPIES_STEP] = all_copied
         return all_settled < words[Word.STANDING_STEP]
@@ -372,7 +367,6 @@ class Keeper:
         self._longest_ns = max(self._longest_ns, took_ns)
 
     def _postpone(self, step: int, error: UnreachableError) -> None:
-        """Leave this step without a record: the optimizer's new state has no place yet."""
         if time.monotonic() < self._retry_s:
             return
         self._retry_s = time.monotonic() + self._pause_s
@@ -402,11 +396,7 @@ def wanted_pace(words: Words) -> int:
 
 
 def read_record(data: bytes) -> dict[str, Any]:
-    """A record, with its parts decoded.
-
-    Raises:
-        UsageError: malformed.
-    """
+    """A record, with its parts decoded; UsageError if malformed."""
     found = decode(data)
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):
         raise UsageError("the continuation record has no step")

@@ -1,16 +1,16 @@
 """Optimizer state in memory that outlives the trainer.
 
-Every state tensor (moments, momentum buffers, `step` tensors, factors of any shape) gets a place
-of its own in the optimizer memory, or on the device where it is, with the shape, strides and
-alignment it had; the tensor object stays the same and only its address changes, so training
-computes the same bits. State appears with the first updates and is replaced by `load_state_dict`,
-so whoever needs it calls `settle` first.
+Every state tensor (moments, momentum buffers, `step` tensors, factors of any shape) gets its own
+place in the optimizer memory, or on its device, with the shape, strides and alignment it had; the
+tensor object stays the same and only its address changes, so training computes the same bits.
+State appears with the first updates and is replaced by `load_state_dict`, so `settle` comes before
+every use.
 
 A place is a number: the byte in the optimizer memory; for state on a device, DEVICE_PLACES and the
-byte in its memory there (memory/optimizer_state.py). The place of a tensor that is gone is taken
-again by one of the same size.
+byte in its memory there (memory/optimizer_state.py). A tensor of the same size reuses the place of
+one that is gone.
 
-What is no tensor stays in the optimizer; `others` lists it for the continuation record.
+Other values stay in the optimizer; `others` lists them for the continuation record.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paramd.trainer.model.local_shard import dtype_name
 from paramd.trainer.model.plain import has_plain_memory
 
 LOOKS = 8
-"""Addresses looked at in each update; the identity of tensors is looked at for all."""
+"""Number of addresses checked in each update; identity is checked for all tensors."""
 
 Place = tuple[int, int, Any]
 """Optimizer, parameter (counted over all groups) and state key."""
@@ -57,16 +57,15 @@ class Places:
     """The places of one memory. Training thread only."""
 
     def __init__(self, memory: SparseMemory | DeviceState, *, first: int, align_bytes: int) -> None:
-        """
-        Args:
-            first: the place of the memory's first byte.
-            align_bytes: torch's alignment there; addresses stay what they were modulo this.
+        """Args:
+        first: the place of the memory's first byte.
+        align_bytes: torch's alignment there; addresses keep their values modulo this.
         """
         self.memory = memory
         self.first = first
         self.align_bytes = align_bytes
         self.used_bytes = 0
-        """How far places reach."""
+        """The end of the last place."""
         self._reserved_bytes = 0
         self._free: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._used: _Used | None = None
@@ -88,7 +87,7 @@ class Places:
         self._free[size_bytes, place % self.align_bytes].append(place)
 
     def reserve(self) -> None:
-        """Have memory for all places that were given. Raises as its `reserve`."""
+        """Have memory for all places that were given out. Raises as its `reserve`."""
         begin, end = self._reserved_bytes, pages(self.used_bytes)
         if end > begin:
             self.memory.reserve(begin, end)
@@ -97,7 +96,7 @@ class Places:
                 self._used.size_bytes = end
 
     def begin_again(self, used_bytes: int) -> None:
-        """Forget all places but for how far they reach, which a predecessor left."""
+        """Forget all places, but not their end, which an earlier trainer left."""
         self._free.clear()
         self.used_bytes = used_bytes
         self.reserve()
@@ -109,15 +108,13 @@ class Places:
 
 @dataclass(slots=True, eq=False)
 class _Lodged:
-    """A state tensor in its place."""
-
     place: int
     size_bytes: int
     local: torch.Tensor
     base: torch.Tensor
     """The bytes of its place."""
     distributed: bool
-    """Whether it is the local part of a DTensor that is spread as its parameter."""
+    """Whether it is the local part of a DTensor that is sharded like its parameter."""
 
     def described(self) -> list[Any]:
         local = self.local
@@ -127,7 +124,7 @@ class _Lodged:
 
 @dataclass(slots=True, eq=False)
 class _Move:
-    """A state tensor on its way to a place."""
+    """A state tensor that is about to move to a place."""
 
     key: Place
     local: torch.Tensor
@@ -148,11 +145,10 @@ class OptimizerHome:
         *,
         resumable: bool = True,
     ) -> None:
-        """
-        Args:
-            optimizers: of the model; with `followed` those take their place.
-            device: memory on the parameters' device; None: they are in host memory.
-            resumable: a successor needs all state; else what belongs to no parameter is left alone.
+        """Args:
+        optimizers: of the model; `followed` replaces them.
+        device: memory on the parameters' device; None: they are in host memory.
+        resumable: resuming needs all state; otherwise state of no parameter is left alone.
         """
         self._resumable = resumable
         self.followed: Collection[torch.optim.Optimizer] | None = None
@@ -177,12 +173,12 @@ class OptimizerHome:
         self._turn = count()
 
     def settle(self) -> bool:
-        """Bring home what has appeared or was replaced; return whether anything moved.
+        """Move new and replaced state to its places; return whether anything moved.
 
         Raises:
             ConflictError: state that cannot live here; the message names it.
             ExhaustedError: no memory for it.
-            UnreachableError: no sidecar is there to make memory on the device; ask again later.
+            UnreachableError: no sidecar answers to make memory on the device; ask again later.
         """
         now = self._values()
         if len(now) == len(self._expected):
@@ -201,7 +197,7 @@ class OptimizerHome:
         return True
 
     def table(self, arena_address: int) -> dict[str, Any]:
-        """What lies where, for `adopt`; and for the sidecar, whose elements it is the state of."""
+        """The places of all state, for `adopt`; and for the sidecar, the elements it belongs to."""
         entries = []
         for place in self._entries:
             lodged = self._lodged.get(place)
@@ -223,8 +219,7 @@ class OptimizerHome:
         return [self._expected[i] for i in self._others]
 
     def adopt(self, table: dict[str, Any], others: Sequence[Any]) -> None:
-        """Give the optimizers the state that is in this memory: a predecessor left it, or a
-        rollback has replaced its bytes.
+        """Give the optimizers the state in this memory, from an earlier trainer or a rollback.
 
         The optimizers must have the table's signature.
         """
@@ -271,7 +266,7 @@ class OptimizerHome:
 
     @property
     def places(self) -> tuple[Places, ...]:
-        """Where state lives: in host memory, then on the device if parameters are on one."""
+        """The memories of state: host memory, then the device if parameters are on one."""
         return (self._host,) if self._on_device is None else (self._host, self._on_device)
 
     @property
@@ -293,11 +288,11 @@ class OptimizerHome:
         try:
             return [*chain.from_iterable(map(dict.values, states))]
         except TypeError:
-            # What an optimizer keeps beside that of its parameters may be no dict.
+            # An optimizer's other state may be no dict.
             return [v for state in states if isinstance(state, dict) for v in state.values()]
 
     def _in_place(self) -> bool:
-        """Look at the addresses of a few tensors, others each time."""
+        """Check the addresses of a few tensors, different ones each time."""
         places = self._placed
         if not places:
             return True
@@ -309,8 +304,7 @@ class OptimizerHome:
         # Or it would keep replaced tensors alive, and their places could not be used again.
         self._expected = []
         found = [(place, value, of) for place, value, of in self._found() if of is not None]
-        gone = set(self._lodged) - {place for place, _, _ in found}
-        for place in gone:
+        for place in set(self._lodged) - {place for place, _, _ in found}:
             self._release(self._lodged.pop(place))
         moves = []
         for place, value, param in found:
@@ -326,7 +320,7 @@ class OptimizerHome:
         self._remember()
 
     def _found(self) -> Iterator[tuple[Place, Any, torch.Tensor | None]]:
-        """All state, in the order of `_values`, and whose it is; None: no parameter's."""
+        """All state, in the order of `_values`, with its parameter; None: of no parameter."""
         for number, optimizer in enumerate(self.alive()):
             indices = {id(param): (i, param) for i, param in enumerate(_params(optimizer))}
             for owner, state in optimizer.state.items():
@@ -341,7 +335,7 @@ class OptimizerHome:
                     yield (number, index, key), value, param
 
     def _move(self, place: Place, value: torch.Tensor, param: torch.Tensor) -> _Move | None:
-        """A tensor that has to go to a place; None when it is in its own."""
+        """A tensor that has to move; None when it is in its place."""
         local, distributed = self._checked(place, value, param)
         known = self._lodged.get(place)
         memory = extent(local)
@@ -383,7 +377,7 @@ class OptimizerHome:
         return on_device if on_device is not None and place >= on_device.first else self._host
 
     def _make_room(self, moves: Sequence[_Move]) -> None:
-        """Give each of them a place with memory."""
+        """Give each move a place with memory."""
         for move in moves:
             places = self._places_of(move.local)
             move.place = places.first
@@ -408,7 +402,7 @@ class OptimizerHome:
         self._tell()
 
     def _tell(self) -> None:
-        """Tell the sidecar how far places reach."""
+        """Publish to the sidecar how far places reach."""
         self._page[Word.OPTIMIZER_BYTES] = self._host.used_bytes
         if self._on_device is not None:
             self._page[Word.STATE_BYTES] = self._on_device.used_bytes
@@ -427,7 +421,7 @@ class OptimizerHome:
         self._lodged[move.key] = _Lodged(move.place, size, local, base, move.distributed)
 
     def _release(self, old: _Lodged) -> None:
-        """Reuse a place, unless the script still has the tensor that was there."""
+        """Free a place, unless the script still has the tensor that was there."""
         reference, old.local = weakref.ref(old.local), old.base
         if old.size_bytes and reference() is None and not has_unseen_users([old.base]):
             self._of_place(old.place).give_back(old.place, old.size_bytes)
@@ -454,7 +448,7 @@ class OptimizerHome:
 
 
 def _in_arena(optimizer: torch.optim.Optimizer, arena_address: int) -> list[list[Any]]:
-    """Of each parameter its first byte in the arena, group, dtype, shape and strides."""
+    """Each parameter's first byte in the arena, group, dtype, shape and strides."""
     found = []
     for number, group in enumerate(optimizer.param_groups):
         for local in _locals(group):

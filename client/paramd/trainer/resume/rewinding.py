@@ -1,10 +1,10 @@
 """Put a running training back to a state that its sidecars keep: one rank's part of a rollback.
 
-The bytes have been staged in the edit memory. At the agreed boundary, where training is held right
-before a forward, they change places with the arena's and the optimizer memory's, so that the same
-note undoes it; optimizers, hyper-parameters, kept objects and random states follow, as when a
-training is resumed. The batch that the script has fetched belongs to the state that is left, so the
-forward ends with `Rewound`, which leaves the block of `attachment.rewindable()`.
+The bytes have been staged in the edit memory. At the agreed boundary, where training is paused
+right before a forward, they change places with the arena's and the optimizer memory's, so that the
+same note undoes the rollback; optimizers, hyper-parameters, kept objects and random states follow,
+as when a training is resumed. The batch that the script has fetched belongs to the discarded state,
+so the forward ends with `Rewound`, which leaves the block of `attachment.rewindable()`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_BLOCK = (
 
 
 class Rewound(BaseException):
-    """Leaves the block of `attachment.rewindable()`. No `except Exception` holds it up."""
+    """Leaves the block of `attachment.rewindable()`, past any `except Exception`."""
 
 
 class Rewinder:
@@ -97,15 +97,15 @@ class Rewinder:
             self.page[Word.REWINDABLE] = able
 
     def close(self) -> None:
-        """Nothing is put back any more; the page may be closed."""
+        """Put nothing back any more; the page may be closed."""
         self._pid = 0
 
     def moved(self, step: int) -> None:
-        """The state is that of `step` now; the forward under way must not go on."""
+        """The state is that of `step` now; the forward under way must not continue."""
         self._step, self._leaving = step, Rewound()
 
     def broke(self, error: BaseException) -> None:
-        """It failed half way: the script must not train on with this."""
+        """The rollback failed half way: the script must not train with this state."""
         self._leaving = ConflictError(
             f"paramd: a rollback failed half way on this rank, whose state is a mixture now "
             f"({error}); start the training again"
@@ -134,7 +134,7 @@ class Rollback:
         self._note = note
         self._arena_begin, optimizer_begin, *self._rooms = note.numbers
         self._begins = (optimizer_begin, optimizer_begin + pages(self._rooms[0]))
-        """Where the state is that goes into host memory, and what goes on the device."""
+        """The places of the host's and the device's part of the state."""
         end = max(begin + size for begin, size in zip(self._begins, self._rooms, strict=True))
         end = max(end, self._arena_begin + owner.arena.size_bytes)
         if min(note.numbers) < 0 or end > edits.size_bytes:
@@ -157,7 +157,6 @@ class Rollback:
         return [(begin, end) for begin, end in parts if end > begin]
 
     def refusal(self) -> str:
-        """Why it cannot be done at this boundary; empty if it can."""
         owner = self._owner
         if threading.get_ident() not in owner.blocks:
             return NO_BLOCK
@@ -206,7 +205,7 @@ class Rollback:
         give_back(record, owner.state.alive(), owner.keep)
         owner.keeper.rewound(step, record, kept.record, kept.table)
         set_random_state(decode(record["early"])["random"])
-        # What readers wait for by step: a later one comes again, an earlier one has been.
+        # Readers wait for these words by step: later steps come again, earlier ones have passed.
         page[Word.GRADIENTS_STEP] = min(page[Word.GRADIENTS_STEP], step)
         page[Word.BUFFERS_STEP] = step
         page[Word.STEP] = step
@@ -221,7 +220,7 @@ class Rollback:
                 places.memory.reserve(0, pages(room))
 
     def _present(self) -> Kept | str:
-        """What belongs to the present state, or why it is not known."""
+        """The present state's record, or why it is not known."""
         page = self._owner.page
         pair = read_pair(self._owner.keeper.memory.buffer)
         if pair is None or read_record(pair[0])["step"] != page[Word.STEP]:

@@ -1,13 +1,13 @@
-"""Tells the sidecar of a training without `resume` where the optimizers' state is.
+"""Reports to the sidecar of a training without `resume` where the optimizers' state is.
 
     moved     beside parameters in an arena it lives in the optimizer memory (optimizer_home.py);
-              every boundary notes which tensor lies where
+              every boundary notes the place of each tensor
     copied    where parameters or partitions stay in the trainer's own memory, so does the state;
               an agreed request has it copied into the optimizer memory, and noted
 
-Both write the table and the record that a successor would get (keeper.py), without what only it
-needs, so the sidecar has one way to read them (memory/optimizer_state.py). State that cannot be
-told is refused with the reason, which the table then has instead.
+Both write the table and the record of keeper.py, without what only resuming needs, so the sidecar
+has one way to read them (memory/optimizer_state.py). State that cannot be described is refused
+with the reason, which the table then has instead.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from paramd.trainer.resume.optimizer_home import OptimizerHome
 log = logging.getLogger("paramd")
 
 _MOST_PAUSE = 1024
-"""Boundaries between two attempts to tell of state that could not be told."""
+"""Boundaries between two attempts to describe state, after failures."""
 
 
 class StateRecord(Protocol):
-    """One rank's optimizer state, as readers are told of it. Training thread only; no failure of
-    it reaches the training."""
+    """One rank's optimizer state, as readers see it. Training thread only; its failures never reach
+    the training.
+    """
 
     optimizers: Collection[torch.optim.Optimizer]
-    """All that update the model."""
 
     def settle(self, step: int) -> None:
         """At every boundary, before its state is published."""
@@ -61,8 +61,6 @@ class StateRecord(Protocol):
 
 
 class _Notes:
-    """Writes records and tables."""
-
     def __init__(self, memory: SparseMemory, words: Words) -> None:
         self._memory = memory
         self._record = KeptSlots(memory, RECORD)
@@ -78,20 +76,19 @@ class _Notes:
         others: Sequence[Any],
         table: Mapping[str, Any] | None,
     ) -> None:
-        """Note what is of this step; `table`: None if it is as it was."""
+        """Note this step's state; `table`: None if it is unchanged."""
         if table is not None:
             self._table_number = self._table.write(encode(dict(table)))
         told = [list(map(_groups, optimizers)), list(map(_told, others)), torch.get_num_threads()]
         if table is not None or told != self._told:
-            names = ("groups", "others", "threads")
-            record = {"step": step, **dict(zip(names, told, strict=True))}
+            record = {"step": step, **dict(zip(("groups", "others", "threads"), told, strict=True))}
             self._record.write(encode(record), beside=self._table_number)
             self._told = told
         # The same record may be of many steps.
         self._words[Word.RECORD_STEP] = step
 
     def fail(self, step: int, why: str) -> None:
-        """Note that the state of this step cannot be told."""
+        """Note that the state of this step cannot be described."""
         self.write(step, (), (), {"params": [], "classes": [], "entries": [], "failure": why})
 
     def close(self) -> None:
@@ -173,11 +170,11 @@ class CopiedState:
         *,
         locator: Callable[[], Callable[[Range], int | None]] | None,
     ) -> None:
-        """
-        Args:
-            memory: of records and tables.
-            locator: gives what maps parameters to arena bytes, at this boundary; None: they are
-                in the arena.
+        """Args:
+        memory: of records and tables.
+        locator: returns the map from parameters to arena bytes, at this boundary; None: they
+            are
+            in the arena.
         """
         self.optimizers: Collection[torch.optim.Optimizer] = ()
         self._notes = _Notes(memory, page.words)
@@ -191,7 +188,7 @@ class CopiedState:
         """Nothing: only requests have anything copied."""
 
     def groups_changed(self) -> None:
-        """Nothing: every request notes them anew."""
+        """Do nothing: every request notes them again."""
 
     def copy_for(self, request: Request) -> None:
         """Copy the state of what the request wants, and note all of it.
@@ -269,7 +266,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _told(value: Any) -> Any:
-    """State that is no tensor with a place: a number, None, or text for what cannot be told."""
+    """A value without a place: a number, None, or text for one that cannot be described."""
     if isinstance(value, torch.Tensor):
         local, _ = split(value)
         value = local.item() if local.numel() == 1 else None
@@ -277,7 +274,7 @@ def _told(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A hyperparameter as it can be written; as its repr where it cannot."""
+    """A hyperparameter in a form that can be written, else its repr."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = split(value)[0].item()
     if value is None or isinstance(value, bool | int | str):

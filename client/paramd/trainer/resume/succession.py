@@ -1,6 +1,6 @@
 """Move into the memory of a trainer that has ended.
 
-look       ask this rank's surviving sidecar what it holds
+look       ask this rank's surviving sidecar for its states
 decide     compare all ranks' answers (choice.py)
 fetched    a copy of this rank's snapshot, if its own was lost with its host (copies.py)
 survived   live: the memory itself, which the new attachment takes over as it is
@@ -59,28 +59,30 @@ class Resumed:
     """Updates that are done: the next one is `step + 1`."""
     how: str
     """"live": nothing was lost; "snapshot": from a standing snapshot; "export": from an export,
-    which has parameters, perhaps the optimizers' state, and nothing else."""
+    which has parameters, perhaps the optimizers' state, and nothing else.
+    """
     lost_steps: int
-    """Steps that some rank had made before and that are made again, as far as they are known: of a
-    training whose memory is gone only those are that its sidecars still tell."""
+    """Steps that some rank had made and that are repeated, as far as they are known: if memory is
+    gone, only the steps that sidecars still report.
+    """
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A state on offer: its record, its table, and where its bytes are."""
+    """A state on offer: its record, its table, and its bytes."""
 
     mark: Mark
     record: dict[str, Any]
     table: dict[str, Any]
     parts: tuple[memoryview, ...]
-    """Its bytes: arena and optimizer memory if it is live; all in one if it is a snapshot."""
+    """Arena and optimizer memory of a live state; one part for a snapshot."""
     arena_bytes: int
     optimizer_bytes: int
     digest: int = 0
-    """Of a snapshot: XXH3 of its bytes; 0 unknown."""
+    """XXH3 of a snapshot's bytes; 0: unknown."""
     digests: tuple[int, ...] = ()
-    """Of a live state: those of its pieces (memory/continuation.py); none if they are not known."""
+    """Digests of a live state's pieces (memory/continuation.py); empty: unknown."""
 
 
 class Succession:
@@ -99,10 +101,9 @@ class Succession:
         hosts: Sequence[str],
         device: str = "",
     ) -> None:
-        """
-        Args:
-            hosts: by rank, its `host_id`.
-            device: UUID of the device where the parameters are, in hex; empty: in host memory.
+        """Args:
+        hosts: each rank's `host_id`.
+        device: UUID of the device where the parameters are, in hex; empty: in host memory.
         """
         self._device = device
         self._job, self._rank, self._world_size = job, rank, world_size
@@ -123,7 +124,7 @@ class Succession:
         self._ways: dict[int, int] = {}
 
     def look(self) -> RankOffer:
-        """Ask the sidecars here what they hold. Changes nothing."""
+        """Ask the sidecars here for their states; change nothing."""
         offer, looked = self._looked(), self._copies.look()
         if looked.living_pid and not offer.living_pid:
             return RankOffer(living_pid=looked.living_pid)
@@ -187,10 +188,9 @@ class Succession:
         return self._copies.prepare(self._choice.mark, found, offers)
 
     def fetch(self, group: dist.ProcessGroup | None) -> list[copies.Damaged]:
-        """Get this rank's copy, and give others theirs; what arrived and cannot be used.
+        """Get this rank's copy, and give others theirs; return arrived copies that are damaged.
 
-        Raises:
-            ConflictError: this script is not the one that the copy is of.
+        Raises ConflictError if the copy is of another script.
         """
         got = self._copies.exchange(self._ways, group)
         if got is None:
@@ -270,7 +270,7 @@ class Succession:
         return self._choice.lost_steps if self._choice is not None else 0
 
     def introduce(self, words: Words) -> None:
-        """Tell the page what came with the state that was chosen, if one was."""
+        """Publish on the page what came with the chosen state, if any."""
         state, choice = self._chosen, self._choice
         if state is not None and choice is not None:
             words[Word.EDITS_BEFORE] = state.mark.edits
@@ -278,7 +278,7 @@ class Succession:
             words[Word.STANDING_MADE] = words[Word.STANDING_COMMON] = choice.common_step
 
     def said(self) -> str:
-        """One line for the log: what was chosen, what is lost, and why."""
+        """One line for the log: the choice, the losses, and the reason."""
         choice = self._choice
         assert choice is not None, "decide comes first"
         if choice.how == "live":
@@ -360,8 +360,7 @@ class Succession:
 
     def _read_live(self, offer: dict[str, Any], continuation: int, mark: Mark) -> str:
         """Read the live state's record and table; return why it cannot be used."""
-        memory = copies.mapped(continuation, continuation_bytes())
-        pair = read_pair(memory)
+        pair = read_pair(copies.mapped(continuation, continuation_bytes()))
         record = read_record(pair[0]) if pair is not None else {"step": -1}
         if pair is None or record["step"] != mark.step:
             return (
@@ -370,7 +369,7 @@ class Succession:
         if offer["device"] != self._device:
             return f"it is {_place(offer['device'])}, and this script's is {_place(self._device)}"
         sizes = int(offer["arena_bytes"]), int(offer["optimizer_bytes"])
-        # What is on a device is not mapped here, nor has it digests to check it by.
+        # Memory on a device is not mapped here, and has no digests to check it by.
         on = int(bool(self._device))
         self._live = _State(
             mark,
@@ -388,7 +387,7 @@ class Succession:
         return ""
 
     def _difference(self, state: _State, told: Mapping[str, Any]) -> str:
-        """How this script differs from the one that a state is of; empty if it does not."""
+        """How this script differs from the state's; empty if it does not."""
         if told["world_size"] != self._world_size:
             return f"the world size was {told['world_size']} and is {self._world_size}"
         if told["layout_digest"] != self._layout_digest:
@@ -464,10 +463,9 @@ def _damaged(answers: Sequence[dict[str, Any]]) -> list[copies.Damaged]:
 def give_back(
     record: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer], keep: Mapping[str, Any]
 ) -> None:
-    """Give kept objects and parameter groups what a record has of them.
+    """Restore kept objects and parameter groups from a record.
 
-    Raises:
-        ConflictError: a kept object does not take its state.
+    Raises ConflictError if a kept object does not take its state.
     """
     kept = _kept(record)
     for name, thing in keep.items():
@@ -492,12 +490,12 @@ def keep_difference(record: dict[str, Any], keep: Mapping[str, Any]) -> str:
 
 
 def new_lineage() -> int:
-    """A number for a new history; never 0."""
+    """A number for a new lineage; never 0."""
     return secrets.randbits(62) | 1
 
 
 def _snapshots_in(memory: memoryview, label: Mapping[str, Any]) -> list[_State]:
-    """A snapshot, as a state of each history that it belongs to."""
+    """A snapshot, as a state of each lineage that it belongs to."""
     sizes = copies.sizes_of(label)
     begin = sizes[0] + sizes[1]
     record = read_record(bytes(memory[begin : begin + sizes[2]]))
@@ -533,7 +531,7 @@ def _set_group(group: dict[str, Any], values: dict[str, Any]) -> None:
     for name, value in values.items():
         known = group.get(name)
         if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor):
-            # In place: a scheduler or a graph may hold it.
+            # In place: a scheduler or a graph may refer to it.
             with torch.no_grad():
                 known.copy_(value)
         else:

@@ -47,13 +47,11 @@ class Swap:
             self._announced.append((id(module), attribute))
 
     def hide(self, place: Place) -> None:
-        """Hide a registered parameter."""
         module, name = place
         self._remember(module).ours.add(name)
         module._parameters.pop(name, None)
 
     def put(self, place: Place, param: nn.Parameter) -> None:
-        """Register `param` at `place`."""
         module, name = place
         before = self._remember(module)
         before.ours.add(name)
@@ -63,7 +61,7 @@ class Swap:
         module._parameters[name] = param
 
     def found(self, place: Place) -> torch.Tensor | None:
-        """The tensor at `place` now; the block may have put another one there."""
+        """The tensor at `place` now; the block may have replaced it."""
         module, name = place
         value = module._parameters.get(name)
         return value if value is not None else vars(module).get(name)
@@ -93,14 +91,14 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Local:
-    """What this rank holds of one tensor; possibly nothing."""
+    """This rank's part of one tensor; possibly nothing."""
 
     name: str
     shape: tuple[int, ...]
     """Global and unsharded."""
     dtype: torch.dtype
     device: torch.device
-    """Of the full tensor, unless it is offloaded."""
+    """Device of the full tensor, unless it is offloaded."""
     shards: tuple[LocalShard, ...]
 
 
@@ -120,9 +118,9 @@ class FullTensors:
 
     Args:
         wire: the ranks.
-        locals: what this rank holds; the same names on all ranks.
+        locals: this rank's parts; the same names on all ranks.
         rank0_only: only the first rank gets full tensors.
-        device: where full tensors go; None keeps each on its shards' device.
+        device: device of the full tensors; None keeps each on its shards' device.
 
     Raises:
         UsageError: ranks disagree on a tensor, or no rank holds some of its elements.
@@ -184,9 +182,9 @@ class FullTensors:
     def write_back(self, edited: Mapping[str, torch.Tensor]) -> None:
         """Write edited tensors to all shards. Collective if only the first rank has them.
 
-        Args:
-            edited: full tensors of any dtype and device; those left out stay as they are. If
-                only the first rank has full tensors, its choice holds for all.
+        `edited`: full tensors of any dtype and device; tensors left out keep their values. If only
+        the
+        first rank has full tensors, its choice holds for all.
         """
         same = {
             name: value.detach().to(self._locals[name].dtype).contiguous()

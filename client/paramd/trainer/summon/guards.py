@@ -1,4 +1,4 @@
-"""Preconditions of a call, and what FSDP and DDP modules must know while one is open.
+"""Preconditions of a call, and the state of FSDP and DDP modules while one is open.
 
 Refused in compiled code, in a forward or backward, and for places already summoned. The only code
 of summon that reaches into FSDP: is it idle, are its parameters sharded, and does it report them
@@ -48,8 +48,7 @@ class Arguments:
 def timeout_from(timeout_s: float | None) -> float:
     """The longest wait for other ranks: the argument, else the environment, else 60 s.
 
-    Raises:
-        UsageError: not a number above 0.
+    Raises UsageError unless it is a number above 0.
     """
     name, value = "timeout_s", timeout_s
     if value is None:
@@ -70,11 +69,7 @@ summoned: dict[tuple[int, str], str] = {}
 
 
 def check_not_compiling() -> None:
-    """Refuse calls from code that torch.compile traces or runs.
-
-    Raises:
-        ConflictError: called from such code.
-    """
+    """Raise ConflictError if called from code that torch.compile traces or runs."""
     compiled = torch.compiler.is_compiling()
     if not compiled:
         # Untraced parts of a compiled function run as usual, but with this callback set.
@@ -88,11 +83,9 @@ def check_not_compiling() -> None:
 
 
 def check_idle(module: nn.Module) -> None:
-    """Refuse while a forward or a backward runs.
-
-    Raises:
-        ConflictError: this thread is in a backward, or in a forward of `module`, of a part of it
-            or of a module containing it.
+    """Raise ConflictError if this thread is in a backward, or in a forward of `module`, of a part
+    of
+    it or of a module containing it.
     """
     if torch._C._current_graph_task_id() != -1:
         raise ConflictError(
@@ -108,11 +101,7 @@ def check_idle(module: nn.Module) -> None:
 
 
 def check_not_summoned(places: Iterable[tuple[nn.Module, str]]) -> None:
-    """Refuse places that are already summoned.
-
-    Raises:
-        ConflictError: one is; the message names it.
-    """
+    """Raise ConflictError, naming it, for a place that is already summoned."""
     for module, name in places:
         inside = summoned.get((id(module), name))
         if inside is not None:
@@ -169,10 +158,9 @@ class FlatParameters:
         """Raises ConflictError inside a forward or backward."""
         for state in self.states:
             handle = state._handle
-            busy = state.training_state.name == "FORWARD_BACKWARD" or (
+            if state.training_state.name == "FORWARD_BACKWARD" or (
                 handle is not None and handle._training_state.name != "IDLE"
-            )
-            if busy:
+            ):
                 raise ConflictError(
                     "FullyShardedDataParallel is in a forward or backward, or summons its "
                     f"parameters itself; {_BETWEEN_STEPS}"
@@ -256,7 +244,6 @@ class ShardedParameters:
         }
 
     def check_idle(self) -> None:
-        """Raises ConflictError inside a forward or backward."""
         for holder in (*self._states, *self._groups):
             if holder._training_state.name != "IDLE":
                 raise ConflictError(
@@ -282,8 +269,7 @@ def forwards_refused(modules: Sequence[nn.Module]) -> Iterator[None]:
     try:
         for module in modules:
             if fsdp.is_fsdp(module) or of_class(module, *_DDP):
-                handle = module.register_forward_pre_hook(_refuse, prepend=True)
-                removers.append(handle.remove)
+                removers.append(module.register_forward_pre_hook(_refuse, prepend=True).remove)
         yield
     finally:
         for remove in removers:

@@ -1,5 +1,4 @@
-"""Who takes part in a call, what each rank holds, gradients too, and a barrier that names the
-missing ranks.
+"""The ranks of a call, their holdings, gradients too, and a barrier that names missing ranks.
 
 The barrier works over the process group's store, not collectives: a collective that one rank
 never joins hangs until the group's own timeout, and with NCCL kills the process.
@@ -62,11 +61,9 @@ class LocalParam:
 def find_holdings(module: nn.Module, *, recurse: bool) -> list[LocalParam]:
     """The parameters under `module`, in tree order; tied ones once.
 
-    Without `recurse`, those managed by FSDP modules below are left out: what remains is managed
-    by `module` itself, if it is an FSDP module, or by no FSDP module.
-
-    Raises:
-        ConflictError: a parameter of a kind whose elements cannot be determined exactly.
+    Without `recurse`, those managed by FSDP modules below are left out: the rest is managed by
+    `module` itself, if it is an FSDP module, or by no FSDP module. Raises ConflictError for a
+    parameter of a kind whose elements cannot be determined exactly.
     """
     partitions.check_local(module)
     left_out = set() if recurse else _managed_below(module)
@@ -89,15 +86,13 @@ def _managed_below(module: nn.Module) -> set[object]:
     modules = [inner for _, inner in walk(module)]
     root = next((inner for inner in modules if fsdp.is_fsdp(inner)), None)
     # Only wrappers (DDP, torch.compile, ...) are between the two.
-    wraps = any(inner is root for prefix, inner in walk(module) if prefix == "")
-    own = root if wraps else None
+    own = root if any(inner is root for prefix, inner in walk(module) if prefix == "") else None
     mine = _keys([own]) if own is not None else set()
     return _keys([inner for inner in modules if inner is not own]) - mine
 
 
 def _keys(modules: Sequence[nn.Module]) -> set[object]:
-    managed = fsdp.managed(modules)
-    return {entry.key for names in managed.values() for entry in names.values()}
+    return {entry.key for names in fsdp.managed(modules).values() for entry in names.values()}
 
 
 def digest(holdings: Sequence[LocalParam]) -> str:
@@ -114,7 +109,7 @@ def find_party(flat: FlatParameters, sharded: ShardedParameters) -> tuple[int, .
     """The ranks of a call, ascending, this one included.
 
     All ranks, or those of the FSDP modules if these all span the same subset. So each pipeline
-    stage, a model of its own, can be summoned separately.
+    stage, a separate model, can be summoned separately.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return (0,)
@@ -123,7 +118,7 @@ def find_party(flat: FlatParameters, sharded: ShardedParameters) -> tuple[int, .
 
 
 def wire_of(ranks: tuple[int, ...], devices: Sequence[torch.device]) -> Wire:
-    """The wire between them, for tensors on these devices. Collective on first use."""
+    """The wire between these ranks, for tensors on these devices. Collective on first use."""
     if len(ranks) == 1:
         return Wire(world_size=1, index=0, group=None, device=torch.device("cpu"))
     group = _group_of(ranks)
@@ -234,13 +229,8 @@ class Rendezvous:
     def leave(self, number: int, problem: str, *, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
         """Wait until all ranks have reached the end of their block, unless one has a problem.
 
-        Args:
-            problem: why no rank should proceed; empty if this one can. With a problem, returns
-                at once.
-
-        Raises:
-            AbortedError: another rank had a problem.
-            DeadlineError: ranks missing after `timeout_s`.
+        `problem`: why no rank should proceed; with one, returns at once. Raises AbortedError if
+        another rank had a problem, DeadlineError if ranks are missing after `timeout_s`.
         """
         if self._store is None:
             return
@@ -333,10 +323,8 @@ class GradientHolding:
 def check_gradients(
     holdings: Iterable[LocalParam], flat: FlatParameters, sharded: ShardedParameters
 ) -> None:
-    """Refuse gradients that are still unsharded.
-
-    Raises:
-        ConflictError: one is being accumulated by backwards without synchronization.
+    """Raise ConflictError for a gradient that is still unsharded, because backwards without
+    synchronization accumulate it.
     """
     for holding in holdings:
         module, name = holding.places[0]
@@ -364,10 +352,8 @@ def find_gradient(
 ) -> GradientHolding:
     """The gradient of a parameter, as this rank holds it.
 
-    Collective for DTensors whose gradient has other placements than the parameter.
-
-    Raises:
-        ConflictError: it is sparse or otherwise not a plain tensor.
+    Collective for DTensors whose gradient has other placements than the parameter. Raises
+    ConflictError if it is sparse or otherwise not a plain tensor.
     """
     expected = any(shard.region.numel for shard in holding.shards)
     module, name = holding.places[0]

@@ -21,7 +21,7 @@ from paramd.trainer.summon.meeting import GradientHolding, LocalParam
 NAME = "summon_full_params"
 GRADIENT = "gradient of "
 REFUSAL_TIMEOUT_S = 10.0
-"""Longest wait of a rank that refuses, to tell the others why."""
+"""Longest wait, in seconds, of a rank that refuses, until the others have its reason."""
 
 
 @contextmanager
@@ -125,7 +125,7 @@ class Call:
             if self._arguments.with_grads:
                 meeting.check_gradients(self._holdings, self._flat, self._sharded)
         except ParamdError as refusal:
-            # Still meet: the others learn the reason instead of waiting out their timeout.
+            # Meet all the same: the others learn the reason instead of waiting out their timeout.
             try:
                 self._rendezvous.enter(
                     "", str(refusal), timeout_s=min(timeout_s, REFUSAL_TIMEOUT_S)
@@ -167,7 +167,7 @@ class Call:
         return {name: self._params[h.names[0]] for h in self._holdings for name in h.names}
 
     def edits(self) -> dict[str, torch.Tensor] | UsageError:
-        """What the block left in each parameter's place, or why it cannot be written back."""
+        """The block's tensor in each parameter's place, or why it cannot be written back."""
         found: dict[str, torch.Tensor] = {}
         if not self._arguments.writeback:
             return found
@@ -184,7 +184,7 @@ class Call:
         return found
 
     def abandon(self, error: BaseException) -> None:
-        """Tell the other ranks that the block raised here, so that no rank keeps edits."""
+        """Report to the other ranks that the block raised here, so that no rank keeps edits."""
         if self._arguments.writeback:
             self._rendezvous.leave(self._number, f"raised {type(error).__name__} in its block")
 
@@ -225,8 +225,7 @@ class Call:
     def _value(self, holding: LocalParam) -> torch.Tensor:
         """The parameter's value now; an assignment in any one of its places counts.
 
-        Raises:
-            UsageError: it was removed, or its shape changed.
+        Raises UsageError if it was removed, or its shape changed.
         """
         name, ours = holding.names[0], self._params[holding.names[0]]
         value: torch.Tensor = ours

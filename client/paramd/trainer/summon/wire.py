@@ -30,8 +30,6 @@ MAX_SPAN_BYTES = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One region to send."""
-
     numel: int
     item_bytes: int
     senders: tuple[int, ...]
@@ -64,7 +62,6 @@ class Cut:
 
 
 def plan_streams(parts: Sequence[Part], world_size: int) -> list[list[Run]]:
-    """The stream of every rank."""
     streams: list[list[Run]] = [[] for _ in range(world_size)]
     ends = [0] * world_size
     for index, part in enumerate(parts):
@@ -92,7 +89,6 @@ def _aligned(count: int) -> int:
 
 
 def stream_bytes(stream: Sequence[Run]) -> int:
-    """Length of a stream."""
     return stream[-1].at_bytes + stream[-1].size_bytes if stream else 0
 
 
@@ -105,8 +101,7 @@ def span_bytes(
     floor that keeps the number of collectives down.
     """
     wanted = min(budget_bytes // (world_size + 1), max_bytes, longest_bytes)
-    floor = min(MIN_SPAN_BYTES, longest_bytes)
-    return max(_aligned(max(wanted, floor)), ALIGNMENT_BYTES)
+    return max(_aligned(max(wanted, min(MIN_SPAN_BYTES, longest_bytes))), ALIGNMENT_BYTES)
 
 
 def spans(stream: Iterable[Run], size_bytes: int, count: int) -> list[list[Cut]]:
@@ -273,9 +268,8 @@ def _packed(cuts: Sequence[Cut], sources: Views, buffer: torch.Tensor) -> torch.
 
 
 def write_changes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy unless the bytes are equal: an unneeded write would break a pending backward.
-
-    Source: autograd, which refuses tensors written since it saved them.
+    """Copy unless the bytes are equal: an unneeded write would break a pending backward, since
+    autograd refuses tensors written after it saved them.
     """
     same = _INTEGERS.get(target.itemsize)
     if same is not None and source.dtype == target.dtype:
@@ -310,5 +304,4 @@ def _pieces(view: torch.Tensor, cut: Cut) -> Iterator[torch.Tensor]:
 
 
 def _typed(buffer: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
-    span = buffer[at : at + like.numel() * like.itemsize]
-    return span.view(like.dtype).view(like.shape)
+    return buffer[at : at + like.numel() * like.itemsize].view(like.dtype).view(like.shape)

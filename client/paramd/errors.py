@@ -149,10 +149,7 @@ def codes_of(error: BaseException) -> ErrorCodes:
 
 
 def exhausted_of(error: BaseException) -> ExhaustedError | None:
-    """The public error for running out of descriptors or memory; None for any other error.
-
-    Retryable: it passes when other calls have ended.
-    """
+    """The public, retryable error for running out of descriptors or memory; None for others."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
         return ExhaustedError(

@@ -102,10 +102,7 @@ def check_options(arguments: Sequence[str]) -> None:
 
 
 def variables(environment: Mapping[str, str]) -> list[str]:
-    """Warnings about PARAMD_* variables that nothing reads any more.
-
-    Never an error: a forgotten one must not keep a training from starting.
-    """
+    """Warnings, never errors, about PARAMD_* variables that nothing reads any more."""
     doors = ("setting", "variable")
     settings = {f"PARAMD_{row.name.upper()}": row for row in GONE if row.door in doors}
     return [_said(name, row) for name, row in settings.items() if name in environment]

@@ -271,10 +271,7 @@ def _named(target: Target, name: str | None) -> str:
 
 
 def sidecars(job: str) -> Iterator[Sidecar]:
-    """The job's sidecars that listen here, by rank.
-
-    Raises ConflictError if the job's directory belongs to another user, or is open to others.
-    """
+    """The job's sidecars here, by rank; ConflictError if its directory is not ours alone."""
     from paramd.memory import handover
 
     if not (places.state_dir() / job).exists():

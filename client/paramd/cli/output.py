@@ -76,10 +76,7 @@ class Listing:
 def emit(
     listing: Listing, form: Format, *, out: TextIO | None = None, width: int | None = None
 ) -> None:
-    """Write a listing to stdout. NaN and infinities become null in JSON.
-
-    `width` is that of the terminal that `out` is shown on; None asks `out`.
-    """
+    """Write a listing to stdout, in JSON with null for NaN; `width`: None asks `out`'s terminal."""
     out = out if out is not None else sys.stdout
     if form.is_table:
         width = width if width is not None else terminal_width(out)

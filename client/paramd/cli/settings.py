@@ -52,10 +52,7 @@ class Context:
 
 
 def choose(name: str) -> Context:
-    """The context called `name` in the user's own paramd.toml.
-
-    Raises UsageError if there is none, with suggestions, or as `own_contexts`.
-    """
+    """The context of this name in the user's paramd.toml; UsageError suggests others."""
     found = own_contexts()
     if name in found:
         return found[name]

@@ -73,10 +73,7 @@ class Engine:
         )
 
     async def serving(self) -> tuple[str, str]:
-        """The version in force and the directory, or name, that it was loaded from.
-
-        Raises UnreachableError if the engine does not answer.
-        """
+        """The version in force, and the path it was loaded from; UnreachableError: no answer."""
         raise NotImplementedError
 
     async def load(self, path: str, version: str) -> None:

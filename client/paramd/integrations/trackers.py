@@ -276,10 +276,7 @@ class _BegunAnewError(Exception):
 
 
 class Following:
-    """The logged part of a job, and the next sample.
-
-    After a rollback steps come again with other values: they are another run.
-    """
+    """The logged part of a job, and the next sample; every rollback begins another run."""
 
     def __init__(
         self,

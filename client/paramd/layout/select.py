@@ -322,10 +322,7 @@ class Slices:
 
 
 def split_slices(pattern: str) -> tuple[str, Slices | None]:
-    """Split a pattern into its glob and its slices, if it has any.
-
-    Raises UsageError if the last brackets have a ":" but no list of slices.
-    """
+    """Split a pattern into glob and slices; UsageError if brackets with ":" have no slices."""
     found = _SUFFIX.search(pattern)
     if found is None:
         return pattern, None

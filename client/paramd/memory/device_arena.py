@@ -212,10 +212,7 @@ class TrainerDevice:
     """The trainer's side of one device. Training thread only."""
 
     def __init__(self, driver: Driver, device: int, stream: Callable[[], int] = lambda: 0) -> None:
-        """`stream` returns the one that the training's work is queued on now. Raises DeviceError if
-        no
-        context or event could be made.
-        """
+        """`stream` returns the training's present one. DeviceError: no context or event."""
         self.driver = driver
         self.device = device
         self._stream = stream

@@ -152,10 +152,7 @@ class Driver:
         return found.value
 
     def create(self, device: int, size_bytes: int) -> int:
-        """Allocate memory; return its handle. Needs no context.
-
-        Raises ExhaustedError if the device does not have that much memory.
-        """
+        """Allocate memory, without a context; return its handle. ExhaustedError: no memory."""
         handle = c_uint64()
         try:
             with self._on(device):

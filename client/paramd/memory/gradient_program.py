@@ -117,10 +117,7 @@ class Slot:
         self._notes, self._doubles = notes.cast("q"), notes.cast("d")
 
     def write_program(self, spans: Spans, page: Words) -> int:
-        """Write at most `MAX_SPANS` spans into the program; return its version.
-
-        `page`: words of the control page, which count the programs.
-        """
+        """Write up to `MAX_SPANS` spans; return the version, which the control `page` counts."""
         words = self._program
         # 0: the one before is over, and this one is not whole yet.
         words[_VERSION] = 0

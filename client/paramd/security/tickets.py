@@ -263,10 +263,7 @@ def mint_of_ranks(
 
 
 def life_s(ticket: str) -> float:
-    """A ticket's total validity in seconds, from when it was minted; unverified.
-
-    Raises DeniedError if it is no ticket.
-    """
+    """A ticket's total validity in seconds, unverified; DeniedError if it is no ticket."""
     claims = _parse(_payload(ticket))
     return max(claims.expires_s - claims.issued_s, 0.0)
 

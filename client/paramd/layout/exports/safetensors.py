@@ -206,10 +206,7 @@ def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
 def _assign(
     shards: Sequence[Sequence[_Item]], loads: dict[int, int], pieces: Mapping[str, Sequence[Piece]]
 ) -> list[int]:
-    """A writer for each shard, balancing bytes; of `pieces`, those of the writer cost half.
-
-    `loads` is each writer's load so far, and is updated.
-    """
+    """A writer per shard, balancing bytes (its own pieces cost half); updates `loads`."""
     ranks = [min(loads)] * len(shards)
     sizes = [sum(item.size_bytes for item in shard) for shard in shards]
     for number in sorted(range(len(shards)), key=lambda n: -sizes[n]):

@@ -29,10 +29,7 @@ _SIZE = re.compile(r"(?P<count>[0-9]{1,18}(?:\.[0-9]{1,6})?) ?(?P<unit>[A-Za-z]{
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as "5GB" (decimal, as in Hugging Face) or "2GiB".
-
-    Raises UsageError if malformed, or less than one byte.
-    """
+    """Bytes of a size such as "5GB" (decimal, as in Hugging Face) or "2GiB"; else UsageError."""
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found["unit"].upper()) if found is not None else None
     if found is None or unit is None:

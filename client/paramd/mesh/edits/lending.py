@@ -130,10 +130,7 @@ class Lender:
         self._lock = threading.Lock()
 
     def lend(self, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
-        """A buffer in lent memory, of arbitrary content, lent again once unused.
-
-        Raises ExhaustedError if the machine does not have that much memory.
-        """
+        """A buffer in lent memory, lent again once unused; ExhaustedError without memory."""
         with self._lock:
             memory = self._unused(size_bytes)
             if memory is None:

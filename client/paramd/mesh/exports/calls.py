@@ -359,10 +359,7 @@ class ExportFiles:
         self._destination = destination
 
     async def manifest(self) -> Mapping[str, Any]:
-        """The export's manifest.
-
-        Raises NotFoundError if there is no export, ParamdError if its manifest is unreadable.
-        """
+        """The export's manifest; NotFoundError without one, ParamdError if it is unreadable."""
         try:
             found = json.loads(await self.read(MANIFEST))
             if not isinstance(found, dict) or found["paramd_export"] != 1:
@@ -425,10 +422,7 @@ class ExportFiles:
         return found
 
     async def values(self, layout: Layout, moved: Moved) -> tuple[dict[str, torch.Tensor], str]:
-        """The value of every parameter of a layout, and a note that names their source.
-
-        Raises as `tensors` and `values_of`.
-        """
+        """All parameters' values, and a note on their source. As `tensors` and `values_of`."""
         manifest = await self.manifest()
         tensors = await self.tensors(manifest, moved)
         said = f"restored {self._destination}, step {manifest['step']} of {manifest['job']}"

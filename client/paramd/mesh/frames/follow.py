@@ -343,10 +343,7 @@ class FollowSteps:
         held.release()
 
     async def read(self, sidecars: Sidecars, at: At, dropped: int, held: PinnedStep) -> ParamFrame:
-        """The frame: changed tensors read, the others those of the last frame.
-
-        Others that the user has written to are made again.
-        """
+        """The frame: changed tensors read, others kept, those that the user wrote to made again."""
         reading = held.reading(self._wanted.transport)
         if self._mirrors is not None:
             found = await self._mirrors.refresh(reading)

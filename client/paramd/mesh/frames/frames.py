@@ -125,10 +125,7 @@ class PartialGroups:
 def ask_for(
     index: NameIndex, patterns: Sequence[Pattern], rows: int | None
 ) -> tuple[GradSelection, ...]:
-    """The gradients that match.
-
-    Raises NotFoundError as `select`; UsageError as `select`, or if `rows` is out of range.
-    """
+    """The gradients that match. Raises as `select`; UsageError if `rows` is out of range, too."""
     if rows is not None and not 1 <= rows <= MAX_ROWS:
         raise UsageError(f"rows: {rows}; expected 1 to {MAX_ROWS:,}")
     return tuple(_asked(item, rows) for item in select(index, patterns, with_buffers=False))
@@ -150,10 +147,7 @@ def _asked(item: SelectedTensor, rows: int | None) -> GradSelection:
 def make_plan(
     layout: Layout, asked: Sequence[GradSelection], learnt: PartialGroups, *, costs: Costs | None
 ) -> GradPlan:
-    """Plan the reads of `asked`, given what is known about Partial gradients.
-
-    Raises UnreachableError as `plan_read`.
-    """
+    """Plan the reads of `asked`, by what is known of Partial gradients. As `plan_read`."""
     plain: list[SelectedTensor] = []
     summed: list[SelectedTensor] = []
     numbers: list[range] = []

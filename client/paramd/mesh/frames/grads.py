@@ -231,10 +231,7 @@ class GradSteps:
         return values, said
 
     async def _summed(self, held: _Held) -> dict[int, torch.Tensor]:
-        """Partial gradients, summed in rank order so that the result is deterministic.
-
-        The sum is rounded once, to the wanted dtype, or to the gradient's own.
-        """
+        """Partial gradients, summed in rank order: deterministic. The sum is rounded once."""
         from paramd.mesh.frames.grad_tensors import Sums, read_tensors
 
         await self._transfer.load_torch()

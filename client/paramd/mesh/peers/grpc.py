@@ -126,10 +126,7 @@ def no_way(rank: int, address: str, host: str, here: str) -> str:
 
 
 def check_way(rank: int, address: str, host: str) -> None:
-    """Raise RankUnreachableError if `no_way` gives a reason.
-
-    Without this check the call would reach an unrelated process on this host's loopback.
-    """
+    """Raise RankUnreachableError if `no_way` gives a reason, or a stranger would answer."""
     if reason := no_way(rank, address, host, host_id()):
         raise RankUnreachableError(rank, reason)
 
@@ -304,10 +301,7 @@ class Channels:
         self._retired: list[grpc.aio.Channel] = []
         self._stream_tls: tuple[tuple[int, ...], ssl.SSLContext] | None = None
         self.without_streams: dict[str, float] = {}
-        """Addresses of sidecars whose port for streams could not be reached, each with the time of
-        the
-        next attempt, on the monotonic clock.
-        """
+        """Addresses whose port for streams failed: time of the next try, on the monotonic clock."""
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` ("host:port", or "grpcs://host:port"). No connection yet.
@@ -519,10 +513,7 @@ async def ended(futures: Iterable[asyncio.Future[Any]]) -> None:
 async def all_ended(
     work: Iterable[Awaitable[Result]], undo: Callable[[Result], object] = lambda result: None
 ) -> list[Result]:
-    """Run all concurrently; if one fails, cancel the others and `undo` finished ones.
-
-    Returns, or raises, once all have ended.
-    """
+    """Run all concurrently; after a failure cancel the rest, `undo` finished ones; await all."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

@@ -130,10 +130,7 @@ class PinKind:
 
 
 def one_step(pins: Sequence[RankPin]) -> StateName | None:
-    """The state that all pins share, or None.
-
-    Raises ConflictError if ranks made the same step in different iterations.
-    """
+    """The state that all pins share, or None; ConflictError: one step, several iterations."""
     found = {pin.state for pin in pins}
     if len(found) != 1:
         return None

@@ -231,10 +231,7 @@ class SharedSnapshot:
 
 
 def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveRank:
-    """Get page and arena of a rank from its sidecar. Blocks, for a few seconds at most.
-
-    Raises ParamdError if its sidecar does not respond, or refused.
-    """
+    """A rank's page and arena from its sidecar; blocks for seconds. ParamdError: refused."""
     message = {
         "op": "live",
         "ticket": document.ticket,
@@ -331,10 +328,7 @@ class Transfer:
         self._copiers.shutdown()
 
     async def load_torch(self) -> None:
-        """Import torch off the event loop, as the first import takes seconds.
-
-        Raises UsageError if torch cannot be imported.
-        """
+        """Import torch off the event loop, since that takes seconds; UsageError without torch."""
         if "paramd.mesh.reading.assemble" in sys.modules:
             return
         try:
@@ -488,10 +482,7 @@ class Transfer:
             await all_ended(works)
 
     async def view(self, reading: Reading, chosen: Chosen, stack: AsyncExitStack) -> SnapshotView:
-        """Shards in the sidecars' memory, released when `stack` exits.
-
-        Raises UnreachableError if a needed rank is not on this host.
-        """
+        """Shards in the sidecars' memory until `stack` exits; UnreachableError: another host."""
         from paramd.mesh.reading.assemble import SnapshotView
 
         shared = await self._share(replace(reading, transport="same-host"), stack)

@@ -203,10 +203,7 @@ class Agreement:
         return True
 
     def collect(self) -> Round | None:
-        """Count a boundary and collect the round in flight, if any.
-
-        After AgreementLost this object must not be used.
-        """
+        """Count a boundary and collect the round in flight, if any; AgreementLost is final."""
         self._boundary += 1
         return self._collected() if self._work is not None else None
 

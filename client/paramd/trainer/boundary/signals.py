@@ -61,10 +61,7 @@ STAGES = "torch.distributed.pipelining.stage"
 
 
 class Followed(Collection[torch.optim.Optimizer]):
-    """The optimizers over a model's parameters, held weakly.
-
-    Those given to `attach` come first, then others in order of their first step.
-    """
+    """The optimizers over a model, held weakly: given ones first, others by their first step."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = (

@@ -124,10 +124,7 @@ class DeviceState(MappedBytes):
         return tensor.device == self._device and not (simulated and tensor.dim() == 0)
 
     def reserve(self, begin: int, end: int) -> None:
-        """Have memory up to `end`. Raises ExhaustedError if the device has no more,
-        UnreachableError
-        if no sidecar answers.
-        """
+        """Have memory up to `end`; ExhaustedError: none left, UnreachableError: no sidecar."""
         self._map_new()
         mapped = self._mapped
         while mapped.mapped_bytes < end:

@@ -253,10 +253,7 @@ class DeviceCopies:
         self._pinned = size_bytes > 0 and _register(address, size_bytes)
 
     def to_host(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Fill each target, in host memory, from its source on any device.
-
-        Ordered after everything the training has queued on its current streams.
-        """
+        """Fill host targets from sources on any device, after all work on current streams."""
         used: dict[torch.device, torch.Stream] = {}
         for target, source in zip(targets, sources, strict=True):
             if source.device.type == "cpu":

@@ -219,10 +219,7 @@ class OptimizerHome:
         return [self._expected[i] for i in self._others]
 
     def adopt(self, table: dict[str, Any], others: Sequence[Any]) -> None:
-        """Give the optimizers the state in this memory, from an earlier trainer or a rollback.
-
-        The optimizers must have the table's signature.
-        """
+        """Give the optimizers, of the table's signature, the state in this memory."""
         self._lodged.clear()
         for places, used_bytes in zip(self.places, table["used_bytes"], strict=True):
             places.begin_again(used_bytes)

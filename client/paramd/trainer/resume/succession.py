@@ -463,10 +463,7 @@ def _damaged(answers: Sequence[dict[str, Any]]) -> list[copies.Damaged]:
 def give_back(
     record: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer], keep: Mapping[str, Any]
 ) -> None:
-    """Restore kept objects and parameter groups from a record.
-
-    Raises ConflictError if a kept object does not take its state.
-    """
+    """Restore kept objects and parameter groups; ConflictError if an object refuses its state."""
     kept = _kept(record)
     for name, thing in keep.items():
         try:

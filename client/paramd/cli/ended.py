@@ -160,11 +160,7 @@ def show_status(target: Target, past: Past) -> None:
 
 
 def _read(what: str, job: str, **options: str | int | bool | None) -> dict[str, Any]:
-    """Run the service's reader of its own store.
-
-    Raises UsageError if the service is not installed, else the ParamdError of the reader's exit
-    code.
-    """
+    """Run the service's reader of its store; UsageError without the service, else its error."""
     extras.need("the store of an ended job", "service")
     # -P: a file in the working directory must not replace the service.
     arguments = [sys.executable, "-P", "-m", READER, what, "--job", job]

@@ -298,11 +298,7 @@ class Slices:
     dims: tuple[tuple[int | None, int | None], ...]
 
     def box(self, shape: tuple[int, ...], name: str) -> Box:
-        """The box they select from a tensor of `shape`; `name` is for errors.
-
-        Raises UsageError for more slices than dims, a bound beyond a dim's size, or begin after
-        end.
-        """
+        """The box selected from a tensor of `shape`; UsageError names `name` if none fits."""
         if len(self.dims) > len(shape):
             raise UsageError(
                 f"{name!r} has {len(shape)} dims, shape {list(shape)}, but the pattern slices "

@@ -82,11 +82,7 @@ class NameMap:
 
     @classmethod
     def of(cls, table: Mapping[str, str]) -> NameMap:
-        """The map of a JSON object such as {"old.*": "new.*"}.
-
-        Raises UsageError if it is no mapping of names to names, too long, or has a malformed
-        pattern.
-        """
+        """The map of a JSON object such as {"old.*": "new.*"}; UsageError if malformed."""
         if len(table) > MAX_NAME_RULES:
             raise UsageError(f"{len(table):,} names; expected at most {MAX_NAME_RULES:,}")
         for source, target in table.items():
@@ -95,11 +91,7 @@ class NameMap:
         return cls(tuple(NameRule(source, target) for source, target in table.items()))
 
     def apply(self, names: Iterable[str]) -> dict[str, str]:
-        """The new name of each name.
-
-        Raises UsageError if a rule matches no name, ConflictError if two names would become the
-        same.
-        """
+        """The new name of each name; UsageError: an unused rule, ConflictError: duplicates."""
         names = list(names)
         exact = {rule.source: rule for rule in self.rules}
         exact = {name: exact[name] for name in names if name in exact}

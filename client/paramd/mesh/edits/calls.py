@@ -240,11 +240,7 @@ class Pause(Hold):
 
 
 def check_applied(edit: Edit) -> Edit:
-    """Return the edit if it was applied.
-
-    Raises ConflictError if it was aborted, on all ranks, or its incarnation ended; DeadlineError if
-    it has not ended.
-    """
+    """Return the edit; ConflictError unless it was applied, DeadlineError if it has not ended."""
     if edit.state is EditState.APPLIED:
         return edit
     if edit.state is EditState.ABORTED:

@@ -105,11 +105,7 @@ class PartialFile:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open and lock the file for the block.
-
-        Raises ConflictError if another process downloads to this path, or a partial file is not
-        ours.
-        """
+        """Open and lock the file for the block; ConflictError if it is in use, or not ours."""
         import fcntl
 
         self._file = _open_ours(self._part)

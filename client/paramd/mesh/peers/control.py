@@ -75,11 +75,7 @@ class JobDocument:
     """For mtls:// addresses; None when there are none."""
 
     def peer(self, rank: int) -> PeerAddress:
-        """Addresses of the sidecar of `rank`.
-
-        Raises RankUnreachableError if it has not joined, has left, or listens on another host's
-        loopback.
-        """
+        """The sidecar's addresses; RankUnreachableError: absent, or on another host's loopback."""
         if rank not in self.peers:
             raise RankUnreachableError(
                 rank,

@@ -183,11 +183,7 @@ class SidecarLink:
         self.address = ""
 
     def open(self) -> None:
-        """Reach or start a sidecar and attach to it.
-
-        Raises ConflictError if the sidecar there belongs to a live trainer, ParamdError if none
-        starts.
-        """
+        """Reach or start a sidecar and attach to it; ConflictError if its trainer is alive."""
         self._attach(self._reach())
 
     def own_descriptors(self) -> Descriptors:

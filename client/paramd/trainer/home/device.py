@@ -209,11 +209,7 @@ class DeviceHome(ParameterStorage):
     device: TrainerDevice
 
     def __init__(self, model: nn.Module, device: TrainerDevice, place: torch.device) -> None:
-        """
-        Args:
-            device: where the parameters are.
-            place: the same for torch; the processor with the simulated driver.
-        """
+        """`place` is the parameters' device for torch; the processor with the simulated driver."""
         self.device = device
         self._place = place
         self._align_bytes = align_bytes(place)

@@ -174,11 +174,7 @@ class Copies:
     def exchange(
         self, found: Mapping[int, int], group: dist.ProcessGroup | None
     ) -> tuple[dict[str, Any], memoryview] | None:
-        """Send and receive; all ranks of `found` call it. Returns what this rank received, if
-        anything.
-
-        Raises DataLossError if it differs from what was sent.
-        """
+        """Send and receive, on all ranks of `found`; DataLossError if this rank's copy differs."""
         got = None
         # In the same order on all ranks, so that none waits for one that waits for it.
         for rank, holder in sorted(found.items()):

@@ -160,7 +160,8 @@ class Addresses:
 
     def unmap(self) -> None:
         """Unmap the last allocation: nothing may use its addresses any more."""
-        self._driver.unmap(self.address + self.mapped_bytes, self._allocations.pop())
+        size_bytes = self._allocations.pop()
+        self._driver.unmap(self.address + self.mapped_bytes, size_bytes)
 
     def __del__(self) -> None:
         # If tensors still use it, the last of them releases it.

@@ -56,7 +56,7 @@ def make_delta(new: memoryview, base: memoryview, element_bytes: int) -> Delta:
         if count := int(np.count_nonzero(differs)):
             changed += count
             if changed * element_bytes >= len(new):
-                continue  # counted to the end, as readers are told
+                continue  # counted to the end, since readers get the number
             masks.append((first, differs, part[np.flatnonzero(differs)].tobytes()))
     if not changed:
         return Delta(pb.DELTA_FORM_SAME, 0)

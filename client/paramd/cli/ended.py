@@ -84,7 +84,7 @@ class Past:
         return _read("audit", self.job, oldest=oldest, limit=limit)
 
     def say(self) -> None:
-        """Tell on stderr that this is the past."""
+        """Print to stderr that these are stored records."""
         say(f"job {self.job!r} {places.end_text(self.last)}; showing its stored records")
 
 

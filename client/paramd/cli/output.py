@@ -237,7 +237,7 @@ def seconds(value_s: float) -> str:
 
 
 def when(time_s: float) -> str:
-    """A moment in local time; a number that is none as it is."""
+    """A moment in local time; an invalid number unchanged."""
     try:
         return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
     except (OSError, OverflowError, ValueError):

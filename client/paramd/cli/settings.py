@@ -109,7 +109,7 @@ class Settings(Flags):
     """The effective settings. None leaves the choice to `paramd.connect`."""
 
     token: str | None = field(default=None, repr=False)
-    """Itself."""
+    """The token itself."""
 
 
 def load(flags: Flags, *, stdin: TextIO) -> Settings:

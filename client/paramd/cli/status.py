@@ -150,7 +150,7 @@ class Door:
 
     @property
     def url(self) -> str:
-        """The control plane's."""
+        """URL of the control plane."""
         return self._client.url
 
     async def alerts(self, state: str = "firing") -> dict[str, Any]:

@@ -303,7 +303,7 @@ class Following:
         self._looked = At(-1, -1)
         """Step of the last statistics; its history is the run's."""
         self._incarnation: int | None = None
-        """The one whose runs these are."""
+        """The incarnation of these runs."""
         self._known: set[str] | None = None
         """Alerts and edits that have been noted; earlier ones are not."""
 

@@ -69,7 +69,7 @@ class Training:
             )
 
     def goes_on(self) -> None:
-        """A batch begins: what was changed until now belongs to the last update."""
+        """A batch begins: earlier changes belong to the previous update."""
         if self.attachment is not None:
             self.attachment.goes_on()
 

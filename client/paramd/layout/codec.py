@@ -40,7 +40,7 @@ MAX_NAMES = 250_000
 """Names of tensors, aliases included."""
 MAX_NAME_CHARS = 4096
 MAX_NAMES_CHARS = 64 << 20
-"""Names times the longest of them: what an index of all of them takes, in characters."""
+"""Names times the longest of them: the size of their index, in characters."""
 
 
 def encode_layout(layout: Layout) -> layout_pb2.Layout:
@@ -81,7 +81,7 @@ def layout_batches(layout: Layout, max_tensors: int = 1000) -> Iterator[layout_p
 
 
 class LayoutBound:
-    """Counts what a rank sends as its layout, one batch after the other."""
+    """Counts the batches that a rank sends as its layout."""
 
     def __init__(self, who: str) -> None:
         """`who` sends it, for errors."""

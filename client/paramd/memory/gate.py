@@ -227,7 +227,7 @@ class CopySpan:
 
 
 Move = Callable[[Sequence[CopySpan]], object]
-"""Copies what is on a device, COPY_CHUNK_BYTES at most. May raise LateError."""
+"""Copies memory on a device, COPY_CHUNK_BYTES at most. May raise LateError."""
 
 
 def batches(

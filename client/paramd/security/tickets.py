@@ -103,7 +103,7 @@ class Claims:
     incarnation: int
     """Incarnation of the job."""
     role: Role
-    """What the holder may do."""
+    """The holder's rights."""
     expires_s: float
     """End of validity, in seconds since the Unix epoch."""
     ticket_id: str

@@ -54,7 +54,7 @@ class OptimizerTable:
         return iter(self.states[key].items())
 
     def of(self, names: Collection[str]) -> OptimizerTable:
-        """The part of it that is of these parameters."""
+        """The part for these parameters."""
         states = {
             key: {fqn: dtype for fqn, dtype in found.items() if fqn in names}
             for key, found in self.states.items()

@@ -59,7 +59,7 @@ class ExportPlan:
 
     @property
     def parts(self) -> dict[str, list[dict[str, Any]]]:
-        """By fqn, what a tensor is written as when that is several, or of another shape."""
+        """By fqn, the parts of a tensor written as several, or in another shape."""
         if self.settings.names.rules or FORMATS[self.settings.format].keeps_tied:
             return {}
         return {

@@ -29,7 +29,7 @@ _WAIT_S: Final = 3.0
 log = logging.getLogger("paramd")
 
 _ANSWER_S: Final = 5.0
-"""For an answer to arrive that was waited for as long as its caller allowed."""
+"""Extra seconds for an answer that takes as long as its caller allowed."""
 
 _RENEW_TIMEOUT_S: Final = 5.0
 _FIRST_LOOK_S: Final = 0.01

@@ -309,7 +309,7 @@ class Changes:
 
 
 async def selected(reach: SidecarFinder, patterns: Sequence[Pattern]) -> Selection:
-    """What `patterns` select of the current layout."""
+    """The selection of `patterns` in the current layout."""
 
     async def attempt(sidecars: Sidecars) -> Selection:
         return select(await reach.index(sidecars), patterns)

@@ -114,7 +114,7 @@ class PinnedExport:
     pinned: Pinned
     """The parameters."""
     pins: Sequence[export_pb2.ExportPin]
-    """All of them."""
+    """All pins."""
 
 
 class _Beside:

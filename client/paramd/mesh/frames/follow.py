@@ -61,7 +61,7 @@ class Refreshed:
     """The result of a refresh."""
 
     changed: tuple[int, ...]
-    """Indexes of the plan's tensors that differ from what was shown last."""
+    """Indexes of the plan's tensors that differ from the last frame."""
     sent_bytes: int
     """Bytes that came from the ranks: changes, digests, and ranges read whole."""
     changed_bytes: int
@@ -81,7 +81,7 @@ class RankMirror:
     wanted: list[bytes] = field(default_factory=list)
     """The rank's digests."""
     shown: list[bytes] = field(default_factory=list)
-    """When tensors were last made of them."""
+    """Digests when tensors were last made of the ranges."""
     base: StateName | None = None
     """The state of all that is here; None before the first refresh, or after a failed one."""
 
@@ -156,7 +156,7 @@ class Mirrors:
         Raises DataLossError if a range read whole does not match the rank's digest, else as
         `Transfer.read_parts`. Bytes that have come are kept for the next refresh.
         """
-        # None goes on into the next refresh when another one fails.
+        # No read continues into the next refresh when another one fails.
         answers = await all_ended([self._ask(reading, one) for one in self._mirrors.values()])
         asked = dict(zip(self._mirrors, answers, strict=True))
         sent_bytes = sum(found[1] for found in asked.values())

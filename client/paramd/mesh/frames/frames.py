@@ -85,7 +85,7 @@ class PartialGroups:
     probing: set[int] = field(default_factory=set)
     """Known to be Partial; the next frame reads all holders to find their groups."""
     groups: dict[int, Mapping[int, int]] = field(default_factory=dict)
-    """By rank that holds a part, its group."""
+    """The group of each rank that holds a part."""
 
     def update(self, found: GradPlan, notes: Sequence[GradNote]) -> bool:
         """Take in a frame's notes; False if they contradict its plan: it is not to be read then."""
@@ -261,7 +261,7 @@ class GradFrame(Frame[Value]):
     read_s: float = 0.0
     """Seconds it took to read the frame after all ranks had captured it."""
     parts: InitVar[Mapping[str, Sequence[Part]] | None] = None
-    """Of each gradient; for statistics only."""
+    """Parts of each gradient; for statistics only."""
     bad_ranks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Ranks that hold NaN or infinities, by name; for statistics only."""
 

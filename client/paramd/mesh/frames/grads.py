@@ -82,9 +82,9 @@ class _Asking:
 
     plan: GradPlan
     requests: Mapping[int, pb.PinSnapshotRequest]
-    """For what is read as it is; of one rank at least, if only for the step, if there is no sum."""
+    """For gradients read as they are; without sums to one rank at least, for the step."""
     sums: Mapping[int, pb.PinSnapshotRequest]
-    """For what is summed here."""
+    """For gradients that are summed here."""
     items: Items
 
 

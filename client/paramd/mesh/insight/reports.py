@@ -38,7 +38,7 @@ class Alert(Document):
     slow-rank, stuck, stall-budget, layout-mismatch, certificate or logged-number; docs/alerts.md
     says more."""
     subject: str
-    """What it concerns: a rank, a tensor, the mesh."""
+    """The subject: a rank, a tensor, the mesh."""
     severity: str
     """warning or critical."""
     state: str

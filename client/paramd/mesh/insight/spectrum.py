@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MAX_K = 32
 SPARE = 4
-"""Columns of a block beyond the k that are asked for."""
+"""Columns of a block beyond the requested k."""
 
 EXACT_BELOW = 128
 """Shorter sides up to this length are exhausted."""

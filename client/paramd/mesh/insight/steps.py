@@ -46,7 +46,7 @@ class Facts:
 
     @classmethod
     def parse(cls, data: bytes) -> Facts:
-        """Raises DataLossError: not what a sidecar sends."""
+        """Raises DataLossError if it is no sidecar's report."""
         try:
             found = json.loads(zlib.decompressobj().decompress(data, MAX_FACTS_BYTES))
             return cls(

@@ -35,7 +35,7 @@ from paramd.security.tls import IF_MOVED, ClientTls, Pems, https_context, not_ac
 REST_TIMEOUT_S = 5.0
 """Default timeout of one REST request."""
 STARTING_S = 20.0
-"""That of the first ones, at least: a control plane is announced before it has loaded its parts."""
+"""Least timeout of the first ones: a control plane is announced before its parts are loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class RankPin:
     rank: int
     snapshot_id: str
     state: StateName
-    """Of the bytes."""
+    """State of the bytes."""
     size_bytes: int
     lease_s: float
     iteration: int = -1
@@ -89,7 +89,7 @@ class Pinned:
     """Snapshots of all needed ranks at one state."""
 
     state: StateName
-    """Of all of them."""
+    """State of all of them."""
     pins: Mapping[int, RankPin]
     unsettled: bool = False
     """On some rank training has not continued since the update that made its step."""

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from paramd.mesh.reading.assemble import SnapshotView, Targets
 
 REACH_S: Final = 8.0
-"""For a sidecar to try the other hosts, which takes 3 s where one does not answer."""
+"""Time limit, in seconds, for a sidecar to try the other hosts: 3 s without an answer."""
 
 # A sidecar responds within milliseconds; a stopped one must be detected soon.
 _ANSWER_S = 1.5
@@ -124,7 +124,7 @@ class Reach:
     to: int
     """The first rank of the other host; -1 for the control plane."""
     address: str
-    """That was dialled."""
+    """The dialled address."""
     reason: str
     """Why there was no answer; empty when there was one."""
     took_s: float

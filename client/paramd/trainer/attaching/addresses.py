@@ -39,7 +39,7 @@ _DISCARD_PORT = 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostView:
-    """What a rank sees of its host. Absent values are empty."""
+    """A rank's view of its host. Absent values are empty."""
 
     host_id: str
     hostname: str

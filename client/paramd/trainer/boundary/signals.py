@@ -384,7 +384,7 @@ class BackwardUpdate:
             _at_the_end(partial(self._last, thread, now))
             self._running[thread] = now, _depth()
         except RuntimeError:
-            # Compiled autograd may take no callbacks; then each step is an update of its own.
+            # Compiled autograd may take no callbacks; then each step is a separate update.
             self._running.pop(thread, None)
 
     def begins(self) -> bool:
@@ -399,7 +399,7 @@ class BackwardUpdate:
         return True
 
     def _last(self, thread: int, now: int) -> None:
-        # FSDP reduces the root's gradients in a callback of its own, which may be after this.
+        # FSDP reduces the root's gradients in another callback, which may be after this.
         _at_the_end(partial(self._over, thread, now))
 
     def _over(self, thread: int, now: int) -> None:

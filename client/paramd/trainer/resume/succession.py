@@ -212,7 +212,7 @@ class Succession:
         return []
 
     def damage(self) -> str:
-        """What is wrong with the chosen state's bytes; empty if nothing is known to be."""
+        """Known damage of the chosen state's bytes; empty if none."""
         state, choice = self._chosen, self._choice
         if state is None or choice is None:
             return ""

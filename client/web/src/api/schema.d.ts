@@ -1246,7 +1246,7 @@ export interface components {
             step: number;
             /**
              * Subject
-             * @description What it concerns: a rank, a tensor, the mesh.
+             * @description The subject: a rank, a tensor, the mesh.
              */
             subject: string;
         };
@@ -4067,7 +4067,7 @@ export interface components {
             step: number;
             /**
              * Weight Norm
-             * @description Before it.
+             * @description Norm of the weight before the update.
              */
             weight_norm: number | null;
         };

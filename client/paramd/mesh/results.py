@@ -178,7 +178,7 @@ class Params(Table[ParamInfo]):
         ("numel", lambda row: f"{row.numel:,}"),
         ("placement", lambda row: row.placement),
         ("ranks", lambda row: ranks_text(row.ranks)),
-        ("trainable", lambda row: flag_text(row.trainable)),
+        ("trainable", lambda row: {None: "-", True: "yes", False: "no"}[row.trainable]),
     )
     row_type = ParamInfo
 
@@ -491,11 +491,6 @@ def unsettled_text(*, unsettled: bool, label: str) -> str:
     if label:
         return f"; not the training's weights: {label!r}"
     return UNSETTLED_TEXT if unsettled else ""
-
-
-def flag_text(flag: bool | None) -> str:
-    """ "yes", "no", or "-" for what is not known."""
-    return "-" if flag is None else "yes" if flag else "no"
 
 
 def bytes_text(size_bytes: int) -> str:

@@ -146,9 +146,7 @@ def shard_files(
 
 def shard_name(base: str, number: int, count: int) -> str:
     """Name of shard `number` (from 1) of `count`."""
-    if count == 1:
-        return f"{base}{SUFFIX}"
-    return f"{base}-{number:05d}-of-{count:05d}{SUFFIX}"
+    return f"{base}{SUFFIX}" if count == 1 else f"{base}-{number:05d}-of-{count:05d}{SUFFIX}"
 
 
 def _model_items(

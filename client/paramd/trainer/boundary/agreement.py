@@ -316,9 +316,7 @@ class Agreement:
 
 def idle_interval(step_time_ns: int, round_ns: int = IDLE_ROUND_NS) -> int:
     """Boundaries between rounds when nothing is pending; 1 while the step time is unknown."""
-    if step_time_ns <= 0:
-        return 1
-    return min(MAX_INTERVAL, max(1, round_ns // step_time_ns))
+    return 1 if step_time_ns <= 0 else min(MAX_INTERVAL, max(1, round_ns // step_time_ns))
 
 
 def quiet_interval(step_time_ns: int) -> int:

@@ -41,8 +41,7 @@ def make_delta(new: memoryview, base: memoryview, element_bytes: int) -> Delta:
     """The delta that turns `base` into `new`, which have the same length.
 
     Uses the shorter of two encodings, or the whole range if that is no longer. Raises UsageError
-    for
-    unsupported elements, or a length that is no whole number of them.
+    for unsupported elements, or a length that is no whole number of them.
     """
     import numpy as np
 

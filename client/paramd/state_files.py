@@ -128,8 +128,7 @@ def job_dir(job: str) -> Path:
     """The job's directory, 0700 and ours, created if missing.
 
     Raises UsageError if `job` is no job name or the state dir cannot be written, ConflictError if
-    the
-    directory belongs to another user or is open to others.
+    the directory belongs to another user or is open to others.
     """
     path = state_dir() / check_job_name(job)
     with state_dir_errors():

@@ -2,10 +2,8 @@
 memory.
 
 Commands answer from the state dir, without a server: a job's incarnations.jsonl has the time and
-the
-last step. Edits and the audit are in the service's store, which only the service can read: a
-process
-of the service prints a document in the shape of REST and ends.
+the last step. Edits and the audit are in the service's store, which only the service can read: a
+process of the service prints a document in the shape of REST and ends.
 
 Sidecars linger after their trainer, so that its last step can still be read. `paramd end` finds
 them by their sockets in the job's directory. Each decides itself, in one moment, whether its

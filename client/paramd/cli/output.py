@@ -109,8 +109,7 @@ def table_lines(listing: Listing, width: int | None) -> tuple[list[str], str]:
     """Header, rows and total as lines that fit `width`, and a remark on what they lack.
 
     No text is cut: long texts continue below. Without a width nothing is left out or folded, so
-    that
-    `grep` finds names whole.
+    that `grep` finds names whole.
     """
     from rich.cells import cell_len
 

@@ -228,8 +228,7 @@ class EngineFollower:
         """The outcome of each frame that was tried; ends with the frames.
 
         Raises UnreachableError if the engine does not answer at the beginning, ConflictError, with
-        the
-        version in force, if too many attempts in a row failed.
+        the version in force, if too many attempts in a row failed.
         """
         version, path = await self.engine.serving()
         self._good = version, path

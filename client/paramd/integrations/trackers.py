@@ -285,7 +285,8 @@ class Following:
         patterns: Sequence[str],
         also: Collection[str] = (),
     ) -> None:
-        """Args:
+        """
+        Args:
             opened: Begins a run of this name and history; the one before has been closed.
             also: Some of `ALSO`.
 

@@ -403,8 +403,7 @@ class Names:
         """The mask of the names that a pattern means, and the slice it takes of each.
 
         A whole name comes first, then a whole name with a slice, then globs. "*" alone is all.
-        Raises
-        UsageError for a malformed slice, or if brackets may belong to names or not and both
+        Raises UsageError for a malformed slice, or if brackets may belong to names or not and both
         readings match.
         """
         found = _SUFFIX.search(pattern)

@@ -292,9 +292,10 @@ class DeviceReader:
         words: Words,
         state: Sequence[Allocation] = (),
     ) -> None:
-        """Args:
-        words: the control page's.
-        state: allocations of optimizer state. All descriptors stay the caller's.
+        """
+        Args:
+            words: the control page's.
+            state: allocations of optimizer state. All descriptors stay the caller's.
         """
         self.descriptor = descriptor
         self.size_bytes = arena_bytes
@@ -324,8 +325,7 @@ class DeviceReader:
 
         Bytes on the device are of one moment: the fence is read once, before all of them. Raises
         LateError if the device has not finished the last published state, or never will;
-        DeviceError if
-        the driver refused.
+        DeviceError if the driver refused.
         """
         here = [span for span in spans if span.source >= BASE]
         for span in spans:

@@ -342,8 +342,7 @@ class HipDriver(Driver):
     """HIP's runtime in the same role. It opens every visible device as soon as it is loaded.
 
     Contexts are the devices' numbers, from 1: each thread has a current device, and imported
-    memory,
-    or memory made by some versions, is on that one whatever the arguments.
+    memory, or memory made by some versions, is on that one whatever the arguments.
     """
 
     kind = HIP

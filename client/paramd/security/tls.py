@@ -232,8 +232,7 @@ def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bo
     """The `verify` argument of an HTTP client for `url`; True is the client's own default.
 
     `tls` None takes it from the environment. Raises UsageError if the URL would send a token
-    unencrypted
-    to another host, or a TLS file cannot be used, else as `pinned`.
+    unencrypted to another host, or a TLS file cannot be used, else as `pinned`.
     """
     parts = urlsplit(url)
     if parts.scheme == "https":
@@ -251,8 +250,7 @@ def pinned(url: str, pin: str) -> ClientTls:
     """Trust in the CA of this fingerprint, which the control plane at `url` shows. Blocks.
 
     The CA is public and is checked against `pin`; no token is sent. Raises UnreachableError without
-    an
-    answer, UsageError for another CA, or none.
+    an answer, UsageError for another CA, or none.
     """
     import http.client  # here, because sidecars and ranks pin nothing
 

@@ -109,8 +109,7 @@ def ops_of(
     """The operations of one call of `mesh.edit`.
 
     `forms`: operands by the words of kinds; None: not given. Raises UsageError unless exactly one
-    form
-    is given and its operand suits it.
+    form is given and its operand suits it.
     """
     patterns = each_pattern(patterns)
     given = {name: operand for name, operand in forms.items() if operand is not None}

@@ -389,8 +389,7 @@ class ExportFiles:
         """All parameters and buffers, by their names in the files.
 
         Raises UsageError for other formats than safetensors, DataLossError if a file does not match
-        the
-        manifest's checksum.
+        the manifest's checksum.
         """
         if manifest["format"] != SAFETENSORS.name:
             raise UsageError(
@@ -472,8 +471,8 @@ def values_of(
     """The value of every parameter of a layout.
 
     `tensors` are by their names in the files; `renamed` maps names in the model to names in the
-    files,
-    where they differ. Raises NotFoundError for a missing parameter, UsageError if a shape differs.
+    files, where they differ. Raises NotFoundError for a missing parameter, UsageError if a shape
+    differs.
     """
     found: dict[str, torch.Tensor] = {}
     for one in layout.tensors:

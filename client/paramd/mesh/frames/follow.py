@@ -6,8 +6,7 @@ digests are unchanged since the last frame are not read again, unless the user h
 With deltas, only the changed elements of changed tensors are sent. Each rank's snapshot then has a
 mirror here, byte for byte. A refresh asks the rank for the changes since the mirror's step, changes
 the mirror in place, and compares every range with the rank's digest of it. Ranges that do not
-match,
-or whose base the rank no longer has, are read whole. Users get tensors made from mirrors, so
+match, or whose base the rank no longer has, are read whole. Users get tensors made from mirrors, so
 writing to one cannot spoil the next frame.
 """
 
@@ -271,8 +270,7 @@ class _Handed:
 
     The user may write to them. A version counter would miss writes through `.data` or NumPy. So a
     digest of each is kept, and compared before it is returned again; it takes a sixth of the time
-    of
-    a copy into fresh memory, and no memory.
+    of a copy into fresh memory, and no memory.
     """
 
     def __init__(self, transfer: Transfer, names: Sequence[tuple[str, ...]]) -> None:

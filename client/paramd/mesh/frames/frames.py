@@ -78,8 +78,8 @@ class PartialGroups:
     """The known groups of Partial gradients, by index into `GradPlan.asked`.
 
     Frames are requested ahead, so a frame may follow a plan that was made with less knowledge.
-    Whether
-    it may be read therefore depends on its own plan and its own notes, never on what is known now.
+    Whether it may be read therefore depends on its own plan and its own notes, never on what is
+    known now.
     """
 
     probing: set[int] = field(default_factory=set)

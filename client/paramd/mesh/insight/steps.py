@@ -84,8 +84,7 @@ async def hold(
     parameters of the same spans.
 
     Raises AbortedError if a rank missed the step, ConflictError if it does not keep its state in
-    shared
-    memory, NotFoundError if its optimizer has no such state, else as `hold_step`.
+    shared memory, NotFoundError if its optimizer has no such state, else as `hold_step`.
     """
     more: dict[str, Any] = {"source": pb.SOURCE_GRADIENTS} if key is None else {}
     if key:
@@ -124,8 +123,7 @@ async def pin_step(
     """Pin a step to come on all ranks; `stack` releases it.
 
     Raises ConflictError if the step is past or training ended before it, DeadlineError if it did
-    not
-    come in time, else as `hold_step`.
+    not come in time, else as `hold_step`.
     """
     spans = {read.rank: read.spans for read in plan.ranks}
     try:

@@ -120,8 +120,7 @@ class SidecarFinder:
         """Read the job's document.
 
         Raises UnreachableError, DeniedError or NotFoundError; UsageError if no job was named and
-        there
-        is not exactly one.
+        there is not exactly one.
         """
         if self._job is None:
             jobs = await self._directory.jobs()

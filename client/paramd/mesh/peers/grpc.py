@@ -409,8 +409,7 @@ class Channels:
         """The chunks of a snapshot. Closing the iterator cancels the call.
 
         Raises gRPC's errors: the caller decides whether and where to resume. Raises as
-        `Asked.check`
-        before the first chunk.
+        `Asked.check` before the first chunk.
         """
         call = self.channel(asked.address).unary_stream(
             "/paramd.v1.SidecarService/ReadSnapshot",

@@ -166,8 +166,7 @@ class SharedSnapshot:
         """Get the memory from the sidecar. Blocks, for a few seconds at most.
 
         Raises UnreachableError if the right sidecar does not respond at the socket, DeniedError if
-        it
-        refused the ticket, NotFoundError if the lease ended.
+        it refused the ticket, NotFoundError if the lease ended.
         """
         connection = handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S)
         try:

@@ -153,8 +153,7 @@ class Signals:
         """The backward of one of its forwards has begun.
 
         `within`: the backward in which that forward ran, or -1. Reentrant checkpointing computes
-        the
-        forward again there, and runs a separate backward for it.
+        the forward again there, and runs a separate backward for it.
         """
         self._silent = 0
         if id(module) not in self._staged:

@@ -97,10 +97,11 @@ class DeviceState(MappedBytes):
         allocations: Sequence[Allocation],
         add: Callable[[int], object],
     ) -> None:
-        """Args:
-        size_bytes: maximum size; takes addresses alone.
-        allocations: the existing memory; `add` appends to it.
-        add: has the sidecar make more, of at least this many bytes.
+        """
+        Args:
+            size_bytes: maximum size; takes addresses alone.
+            allocations: the existing memory; `add` appends to it.
+            add: has the sidecar make more, of at least this many bytes.
         """
         super().__init__(
             Addresses(device.driver, device.device, size_bytes), device=place, size_bytes=size_bytes
@@ -117,8 +118,7 @@ class DeviceState(MappedBytes):
         """Whether a state tensor is on this device.
 
         With the simulated driver, tensors that have dimensions count as on the device, and the
-        rest,
-        such as counts of steps, as in host memory: torch's own default.
+        rest, such as counts of steps, as in host memory: torch's own default.
         """
         simulated = self._device.type == "cpu"
         return tensor.device == self._device and not (simulated and tensor.dim() == 0)

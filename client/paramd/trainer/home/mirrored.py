@@ -138,8 +138,8 @@ class MirroredHome(ParameterStorage):
         """Copy what an agreed capture wants into the arena, buffers included.
 
         First waits, within the stall budget, for a sidecar still copying from it; all of this
-        counts
-        as a stall. Raises ConflictError if a tensor's layout changed: this rank misses the request.
+        counts as a stall. Raises ConflictError if a tensor's layout changed: this rank misses the
+        request.
         """
         if request.argument == 0:
             return

@@ -337,8 +337,7 @@ class ParameterStorage:
         names.
 
         Only inside an update, since it writes the arena. Raises ConflictError, with nothing done,
-        if
-        names, shape, dtype, strides or placement changed, parameters newly share memory, or
+        if names, shape, dtype, strides or placement changed, parameters newly share memory, or
         something else still uses the memory a parameter left.
         """
         assert self._watch is not None, "move_in comes first"

@@ -27,8 +27,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 ASKED_BY_KEY = "x-paramd-asked-by"
 """gRPC metadata key: on whose behalf a call is made. Honoured only with a ticket that is not
-issued for a user's token: the control plane's, which calls on behalf of others.
-"""
+issued for a user's token: the control plane's, which calls on behalf of others."""
 
 asked_by: ContextVar[str] = ContextVar("asked_by", default="")
 """Names the token the request came with; empty for the owner's, and for our own calls."""

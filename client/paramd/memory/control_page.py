@@ -78,8 +78,7 @@ def read_text(page: Page) -> str:
 
 STANDS_IN = 2
 """Value of UNSERVED while other weights replace the training's; the text is their label. Both
-change only while nothing rests, or right before nothing does.
-"""
+change only while nothing rests, or right before nothing does."""
 
 
 def label_of(page: Page) -> str:

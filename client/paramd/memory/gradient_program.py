@@ -71,8 +71,7 @@ class Note:
     """A `NoGradient`, or 0 when there is one."""
     partial_group: int = 0
     """Ranks of equal numbers must be summed: 1 + the first rank of them, and with it the mesh axes
-    summed over, as bits from `GROUP_AXES_BIT` on; 0: no group.
-    """
+    summed over, as bits from `GROUP_AXES_BIT` on; 0: no group."""
 
 
 @dataclass(frozen=True, slots=True)

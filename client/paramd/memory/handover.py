@@ -38,8 +38,7 @@ CONTINUATION_SLOT_BYTES = 16 << 20
 
 MAX_ALLOCATIONS = 32
 """Most allocations for optimizer state on a device. Each is at least a quarter of all before it,
-so that this does not limit growth.
-"""
+so that this does not limit growth."""
 
 MAX_MESSAGE_BYTES = 128 << 10
 _SHARED = 7

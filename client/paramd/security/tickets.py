@@ -45,8 +45,7 @@ KEY_BYTES = 32
 RANK_TICKET_TTL_S = 366 * 86_400.0
 """Validity of a rank's own ticket and certificate, in seconds. The next incarnation ends them; they
 have no short expiry, so that sidecars can rejoin after a control plane outage of any length,
-without a renewal.
-"""
+without a renewal."""
 
 _CACHED_TICKETS = 1024
 _ALGORITHM = "EdDSA"
@@ -80,8 +79,7 @@ class Role(Enum):
     CONTROL = "control"
     """As editor, and requests to all ranks together (ReachBoundary and the like), of the sidecar of
     the rank named in the ticket alone: any other rank and a control plane refuse it, so a rank
-    gains nothing by the tickets it receives.
-    """
+    gains nothing by the tickets it receives."""
     SIDECAR = "sidecar"
     """Join of the control plane as the rank named in the ticket, and GetState of its peers."""
     COPIER = "copier"

@@ -41,8 +41,7 @@ class OptimizerTable:
     """Parameter groups: settings, and the fqns of their parameters under "params"."""
     replicas: Mapping[str, int] = field(default_factory=dict)
     """fqn -> the replica that has its state, where it is not the one that parameters are of: an
-    optimizer may keep each state on one rank (ZeroRedundancyOptimizer).
-    """
+    optimizer may keep each state on one rank (ZeroRedundancyOptimizer)."""
 
     @property
     def keys(self) -> tuple[str, ...]:

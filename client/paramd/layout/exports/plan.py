@@ -37,8 +37,7 @@ class ExportPlan:
     """By state key; "" for parameters and buffers."""
     names: Mapping[str, str]
     """Names in the files by name in the model, aliases included. A tied name that is not
-    written maps to the one that is.
-    """
+    written maps to the one that is."""
     optimizer: OptimizerTable | None
 
     @property

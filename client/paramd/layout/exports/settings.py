@@ -140,8 +140,7 @@ class ExportSettings:
     """One of `FORMATS`."""
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     """Most bytes of tensors in one safetensors file, at least 1; a larger tensor gets its own
-    file. dcp has one file per rank.
-    """
+    file. dcp has one file per rank."""
     dtype: str | None = None
     """One of `CAST_DTYPES`, to which tensors of those dtypes are cast; None casts nothing."""
     parameters: bool = True

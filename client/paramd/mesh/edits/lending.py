@@ -26,8 +26,7 @@ MAX_LENT: Final = 7
 
 _MAX_KEPT: Final = 2
 """Memories kept for another use: a block of writing often begins while the tensors of the one
-before it still exist.
-"""
+before it still exist."""
 
 _ANSWER_S: Final = 30.0
 

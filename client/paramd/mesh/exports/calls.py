@@ -90,8 +90,7 @@ class ExportInfo(Document):
     """Removed by the schedule's retention."""
     missing: tuple[str, ...]
     """Names in the model's state dict that are no tensors and so not in the export, such as extra
-    state; at most 1,000. Empty in lists.
-    """
+    state; at most 1,000. Empty in lists."""
 
     @property
     def raw(self) -> Mapping[str, Any]:

@@ -41,8 +41,7 @@ class TensorDiff:
     """Why it was not compared: only one state has it, or the shapes differ."""
     cells: tuple[tuple[float, ...], ...] = ()
     """A heat map, if one was requested: the mean of b - a in each cell, NaN where it is not finite.
-    Rows of the grid are rows of the tensor; dims beyond the second count as columns.
-    """
+    Rows of the grid are rows of the tensor; dims beyond the second count as columns."""
 
 
 class Diff(Table[TensorDiff]):

@@ -268,8 +268,7 @@ class RankLog(Document):
     rank: int
     error: str
     """Why its sidecar did not answer, so that only logs on the control plane's host are here;
-    empty when it did.
-    """
+    empty when it did."""
     logs: tuple[LogTail, ...]
     """The sidecar's first."""
 

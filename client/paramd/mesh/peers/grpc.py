@@ -259,8 +259,7 @@ Result = TypeVar("Result")
 _open: weakref.WeakSet[Channels] = weakref.WeakSet()
 _parents: list[Channels] = []
 """Channels that were open when this process was forked: gRPC's threads, which all other calls
-need, are the parent's.
-"""
+need, are the parent's."""
 os.register_at_fork(after_in_child=lambda: _parents.extend(_open))
 
 

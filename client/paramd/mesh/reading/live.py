@@ -35,8 +35,7 @@ MOMENT_S = 0.25
 
 REST_NS = 20_000_000
 """After this long at rest, in nanoseconds, a rank is assumed to wait for data or to evaluate:
-snapshots can be made of a resting state, live reads cannot.
-"""
+snapshots can be made of a resting state, live reads cannot."""
 
 _LOOK_S = 100e-6
 _BYTES_PER_S = 4e9

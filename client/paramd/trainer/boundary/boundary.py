@@ -63,8 +63,7 @@ LOOK_S = 0.1
 
 SOON_S, SOON_FOR_S = 0.005, 1.0
 """Poll interval after LOOK_WANTED was raised, and its duration, in seconds: readers of a resting
-state come in bursts.
-"""
+state come in bursts."""
 
 LEFT_AT_REST = (
     "parameters were replaced after the last update, and training has not gone on since; they are "

@@ -174,8 +174,7 @@ class SidecarLink:
         self.descriptors: Descriptors | None = None
         self.continues = (0, 0, -1)
         """Lineage, the lineage it becomes, and the step up to which the sidecar keeps standing
-        snapshots; 0 drops them all.
-        """
+        snapshots; 0 drops them all."""
         own = identity.own_tls
         self._pems = own.pems if own is not None else None
         self.insight = Insight()

@@ -59,12 +59,10 @@ class Resumed:
     """Updates that are done: the next one is `step + 1`."""
     how: str
     """"live": nothing was lost; "snapshot": from a standing snapshot; "export": from an export,
-    which has parameters, perhaps the optimizers' state, and nothing else.
-    """
+    which has parameters, perhaps the optimizers' state, and nothing else."""
     lost_steps: int
     """Steps that some rank had made and that are repeated, as far as they are known: if memory is
-    gone, only the steps that sidecars still report.
-    """
+    gone, only the steps that sidecars still report."""
     reason: str
 
 

@@ -70,7 +70,7 @@ class ChainCheck:
         if link_hash(claimed, link.body) != link.hash:
             return self._fail(seq, f"record {seq} was changed: its hash is another one")
         if claimed != self.hash:
-            # This record is intact and names its predecessor's hash: blame the predecessor.
+            # This record is intact and names the previous hash: blame the previous record.
             return self._fail(max(seq - 1, 1), f"record {seq} does not follow record {seq - 1}")
         self.count, self.hash = seq, link.hash
         return True

@@ -137,7 +137,7 @@ def kept(path: Path, clock: SteadyClock = now_s) -> Iterator[None]:
 
     def keep() -> None:
         while True:
-            with suppress(OSError):  # a full disk only costs the successor this hint
+            with suppress(OSError):  # a full disk only costs the next process this hint
                 clock.write(path)
             if over.wait(KEPT_EVERY_S):
                 return

@@ -41,8 +41,7 @@ def make_delta(new: memoryview, base: memoryview, element_bytes: int) -> Delta:
     """The delta that turns `base` into `new`, which have the same length.
 
     Uses the shorter of two encodings, or the whole range if that is no longer. Raises UsageError
-    for
-    unsupported elements, or a length that is no whole number of them.
+    for unsupported elements, or a length that is no whole number of them.
     """
     import numpy as np
 
@@ -56,7 +55,7 @@ def make_delta(new: memoryview, base: memoryview, element_bytes: int) -> Delta:
         if count := int(np.count_nonzero(differs)):
             changed += count
             if changed * element_bytes >= len(new):
-                continue  # counted to the end, as readers are told
+                continue  # counted to the end, since readers get the number
             masks.append((first, differs, part[np.flatnonzero(differs)].tobytes()))
     if not changed:
         return Delta(pb.DELTA_FORM_SAME, 0)

@@ -27,8 +27,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 ASKED_BY_KEY = "x-paramd-asked-by"
 """gRPC metadata key: on whose behalf a call is made. Honoured only with a ticket that is not
-issued for a user's token: the control plane's, which calls on behalf of others.
-"""
+issued for a user's token: the control plane's, which calls on behalf of others."""
 
 asked_by: ContextVar[str] = ContextVar("asked_by", default="")
 """Names the token the request came with; empty for the owner's, and for our own calls."""
@@ -149,10 +148,7 @@ def codes_of(error: BaseException) -> ErrorCodes:
 
 
 def exhausted_of(error: BaseException) -> ExhaustedError | None:
-    """The public error for running out of descriptors or memory; None for any other error.
-
-    Retryable: it passes when other calls have ended.
-    """
+    """The public, retryable error for running out of descriptors or memory; None for others."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
         return ExhaustedError(

@@ -57,5 +57,5 @@ def advice(what: str, error: ModuleNotFoundError) -> str | None:
 
 
 def install(extra: str) -> str:
-    """The command to run, as a message ends with it."""
+    """The command to run, for the end of a message."""
     return f"run: pip install 'paramd[{extra}]'"

@@ -37,7 +37,7 @@ class FaultRules:
 
     points: ClassVar[frozenset[str]]
     variable: ClassVar[str]
-    """Has the rules that a process begins with."""
+    """The variable with the rules that a process begins with."""
 
     def __init__(self, text: str = "", *, later: Path | None = None) -> None:
         """`later`: file where further rules may appear; None: nowhere. Raises UsageError."""

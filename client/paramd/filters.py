@@ -142,10 +142,7 @@ class Filter:
 
 
 def parse_filter(text: str) -> Filter:
-    """Parse a filter; the cost depends only on its length.
-
-    Raises FilterError at the first invalid character, with what was expected.
-    """
+    """Parse a filter in linear time; FilterError says where it is invalid, and what fits there."""
     size_bytes = len(text.encode("utf-8", "surrogatepass"))
     if size_bytes > MAX_FILTER_BYTES:
         raise FilterError(

@@ -21,7 +21,7 @@ Door = Literal["command", "flag", "setting", "variable", "rest", "python"]
 
 
 class Gone(NamedTuple):
-    """One name that is no more."""
+    """One removed name."""
 
     door: Door
     """Where the name was used."""
@@ -33,7 +33,7 @@ class Gone(NamedTuple):
     /jobs/{}/silences"), or a Python name: with its class ("Mesh.silence", which is AsyncMesh's
     too), a keyword of a method ("Mesh.export(every_s)"), or of the module ("paramd.silence")."""
     instead: str
-    """What to do instead, as the rest of a sentence: "use ..."."""
+    """The advice, as the rest of a sentence: "use ..."."""
 
 
 GONE: tuple[Gone, ...] = (
@@ -69,11 +69,11 @@ GONE: tuple[Gone, ...] = (
         "leave it out: a certificate lasts for its incarnation, a year at most",
     ),
 )
-"""Every name that this release took away, in the order of the CHANGELOG."""
+"""Every name that this release removed, in the order of the CHANGELOG."""
 
 
 def check(door: Door, name: str, shown: str) -> None:
-    """Raise GoneError, which calls it `shown`, if a name that is not known was there before."""
+    """Raise GoneError, with the name as `shown`, for a name of an earlier release."""
     for row in GONE:
         if (row.door, row.name) == (door, name):
             raise GoneError(_said(shown, row))
@@ -102,10 +102,7 @@ def check_options(arguments: Sequence[str]) -> None:
 
 
 def variables(environment: Mapping[str, str]) -> list[str]:
-    """Warnings about PARAMD_* variables that nothing reads any more.
-
-    Never an error: a forgotten one must not keep a training from starting.
-    """
+    """Warnings, never errors, about PARAMD_* variables that nothing reads any more."""
     doors = ("setting", "variable")
     settings = {f"PARAMD_{row.name.upper()}": row for row in GONE if row.door in doors}
     return [_said(name, row) for name, row in settings.items() if name in environment]

@@ -108,8 +108,7 @@ def write_endpoint(endpoint: Endpoint) -> Path:
     """Replace the job's endpoint.json atomically.
 
     Raises UsageError or ConflictError as `job_dir`; ConflictError if a newer incarnation of the job
-    is
-    running, or a job of another host would replace a local one.
+    is running, or a job of another host would replace a local one.
     """
     path = job_dir(endpoint.job) / ENDPOINT_FILE
     # Locked from check to replace: a control plane that starts late must not hide a newer one.
@@ -238,8 +237,7 @@ def next_incarnation(job: str, *, above: int = 0) -> int:
     """Issue the job's next incarnation: starts at 1, never repeats, durable when it returns.
 
     The number is also above `above`, the last one known to be issued elsewhere. Raises UsageError
-    as
-    `job_dir`; ConflictError as `job_dir`, or if the counter cannot be read.
+    as `job_dir`; ConflictError as `job_dir`, or if the counter cannot be read.
     """
     directory = job_dir(job)
     path = directory / INCARNATION_FILE

@@ -128,8 +128,7 @@ def job_dir(job: str) -> Path:
     """The job's directory, 0700 and ours, created if missing.
 
     Raises UsageError if `job` is no job name or the state dir cannot be written, ConflictError if
-    the
-    directory belongs to another user or is open to others.
+    the directory belongs to another user or is open to others.
     """
     path = state_dir() / check_job_name(job)
     with state_dir_errors():
@@ -155,10 +154,7 @@ def sidecars_dir() -> Path:
 
 
 def socket_path(job: str, rank: int) -> Path:
-    """Path of the Unix socket of one rank's sidecar; may exceed sun_path.
-
-    Raises UsageError if `job` is no job name, or `rank` is negative.
-    """
+    """The socket's path, perhaps too long for sun_path; UsageError: no job name, or no rank."""
     if rank < 0:
         raise UsageError(f"rank: {rank}; expected 0 or more")
     return state_dir() / check_job_name(job) / f"rank-{rank}.sock"
@@ -188,10 +184,7 @@ def lines_of_log(job: str, rank: int, count: int) -> list[str]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read a regular file within the block. Raises OSError.
-
-    A link or a pipe in its place is not followed, and not waited for.
-    """
+    """A descriptor to read a regular file within the block; OSError for a link or a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -118,8 +118,7 @@ class Window:
     size: int
     xxh3: int = 0
     """XXH3 (64 bit) of the bytes, seeded with the offset, if the opening requested it; in a
-    FAILED window the number of the gRPC status.
-    """
+    FAILED window the number of the gRPC status."""
 
     def packed(self) -> bytes:
         return _WINDOW.pack(self.offset, self.size, self.kind, self.xxh3)

@@ -77,10 +77,7 @@ class Training:
         return self._process.poll() is None
 
     def wait_until_open(self) -> None:
-        """Wait until the job can be found.
-
-        Raises UnreachableError if the training exited first, DeadlineError if it took too long.
-        """
+        """Wait for the job; UnreachableError: the training exited, DeadlineError: too slow."""
         deadline_s = time.monotonic() + OPEN_TIMEOUT_S
         while not any(found.job == self.job for found in places.running_jobs()):
             self.check(deadline_s, "it did not attach")

@@ -2,10 +2,8 @@
 memory.
 
 Commands answer from the state dir, without a server: a job's incarnations.jsonl has the time and
-the
-last step. Edits and the audit are in the service's store, which only the service can read: a
-process
-of the service prints a document in the shape of REST and ends.
+the last step. Edits and the audit are in the service's store, which only the service can read: a
+process of the service prints a document in the shape of REST and ends.
 
 Sidecars linger after their trainer, so that its last step can still be read. `paramd end` finds
 them by their sockets in the job's directory. Each decides itself, in one moment, whether its
@@ -84,7 +82,7 @@ class Past:
         return _read("audit", self.job, oldest=oldest, limit=limit)
 
     def say(self) -> None:
-        """Tell on stderr that this is the past."""
+        """Print to stderr that these are stored records."""
         say(f"job {self.job!r} {places.end_text(self.last)}; showing its stored records")
 
 
@@ -160,11 +158,7 @@ def show_status(target: Target, past: Past) -> None:
 
 
 def _read(what: str, job: str, **options: str | int | bool | None) -> dict[str, Any]:
-    """Run the service's reader of its own store.
-
-    Raises UsageError if the service is not installed, else the ParamdError of the reader's exit
-    code.
-    """
+    """Run the service's reader of its store; UsageError without the service, else its error."""
     extras.need("the store of an ended job", "service")
     # -P: a file in the working directory must not replace the service.
     arguments = [sys.executable, "-P", "-m", READER, what, "--job", job]
@@ -271,10 +265,7 @@ def _named(target: Target, name: str | None) -> str:
 
 
 def sidecars(job: str) -> Iterator[Sidecar]:
-    """The job's sidecars that listen here, by rank.
-
-    Raises ConflictError if the job's directory belongs to another user, or is open to others.
-    """
+    """The job's sidecars here, by rank; ConflictError if its directory is not ours alone."""
     from paramd.memory import handover
 
     if not (places.state_dir() / job).exists():

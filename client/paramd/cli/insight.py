@@ -129,7 +129,7 @@ def spectrum(
 
 
 def _remarks(found: Spectrum) -> list[str]:
-    """What is unusual about it."""
+    """Unusual properties of a weight."""
     from paramd.mesh.insight.spectrum import listed
 
     lines = []

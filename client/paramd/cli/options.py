@@ -112,10 +112,7 @@ class Target:
 
     @asynccontextmanager
     async def rest(self) -> AsyncIterator[tuple[RestClient, str | None]]:
-        """A client of the control plane, and the job that is named, if any.
-
-        Raises UnreachableError, NotFoundError and UsageError as `paramd.connect`.
-        """
+        """A client of the control plane, and the named job, if any. As `paramd.connect`."""
         from paramd.mesh.connect import resolve
         from paramd.mesh.peers.control import RestClient, client_tls
         from paramd.places import STARTING_S

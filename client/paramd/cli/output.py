@@ -76,10 +76,7 @@ class Listing:
 def emit(
     listing: Listing, form: Format, *, out: TextIO | None = None, width: int | None = None
 ) -> None:
-    """Write a listing to stdout. NaN and infinities become null in JSON.
-
-    `width` is that of the terminal that `out` is shown on; None asks `out`.
-    """
+    """Write a listing to stdout, in JSON with null for NaN; `width`: None asks `out`'s terminal."""
     out = out if out is not None else sys.stdout
     if form.is_table:
         width = width if width is not None else terminal_width(out)
@@ -112,8 +109,7 @@ def table_lines(listing: Listing, width: int | None) -> tuple[list[str], str]:
     """Header, rows and total as lines that fit `width`, and a remark on what they lack.
 
     No text is cut: long texts continue below. Without a width nothing is left out or folded, so
-    that
-    `grep` finds names whole.
+    that `grep` finds names whole.
     """
     from rich.cells import cell_len
 
@@ -240,7 +236,7 @@ def seconds(value_s: float) -> str:
 
 
 def when(time_s: float) -> str:
-    """A moment in local time; a number that is none as it is."""
+    """A moment in local time; an invalid number unchanged."""
     try:
         return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
     except (OSError, OverflowError, ValueError):

@@ -52,10 +52,7 @@ class Context:
 
 
 def choose(name: str) -> Context:
-    """The context called `name` in the user's own paramd.toml.
-
-    Raises UsageError if there is none, with suggestions, or as `own_contexts`.
-    """
+    """The context of this name in the user's paramd.toml; UsageError suggests others."""
     found = own_contexts()
     if name in found:
         return found[name]
@@ -112,7 +109,7 @@ class Settings(Flags):
     """The effective settings. None leaves the choice to `paramd.connect`."""
 
     token: str | None = field(default=None, repr=False)
-    """Itself."""
+    """The token itself."""
 
 
 def load(flags: Flags, *, stdin: TextIO) -> Settings:
@@ -144,8 +141,7 @@ def context_in_force(
     """The context named by a flag, PARAMD_CONTEXT or a file. Does not read its token.
 
     `files` is the files' content; None reads them. Raises UsageError if there is no such context,
-    or a
-    file is malformed.
+    or a file is malformed.
     """
     files = files if files is not None else _read_files()
     name = flags.context_name
@@ -189,10 +185,8 @@ def read_file(path: Path, *, trusted: bool) -> dict[str, str]:
     """The command line's keys in one paramd.toml; empty if there is no such file.
 
     A file in the working directory (not `trusted`) may belong to somebody else's project. It may
-    choose
-    the job, but neither send our token to another host nor have our files read. Raises UsageError
-    if it
-    is not TOML, or has an unknown key or one not allowed in an untrusted file.
+    choose the job, but neither send our token to another host nor have our files read. Raises
+    UsageError if it is not TOML, or has an unknown key or one not allowed in an untrusted file.
     """
     found = _parsed(path)
     # Tables belong to other programs, such as the control plane's destinations.
@@ -261,8 +255,7 @@ def read_token(source: str, *, stdin: TextIO) -> str:
     """The token from "-" (first line of stdin) or "@FILE" (first line of the file).
 
     Raises UsageError for other sources, or without a token there. The message never contains
-    `source`,
-    which may be a token.
+    `source`, which may be a token.
     """
     if source == "-":
         token, place = stdin.readline(MAX_TOKEN_BYTES).strip(), "stdin"

@@ -150,7 +150,7 @@ class Door:
 
     @property
     def url(self) -> str:
-        """The control plane's."""
+        """URL of the control plane."""
         return self._client.url
 
     async def alerts(self, state: str = "firing") -> dict[str, Any]:
@@ -395,10 +395,7 @@ async def _follow_alerts(target: Target) -> None:
 
 
 def news(found: Sequence[Mapping[str, Any]], told: dict[str, str]) -> list[Mapping[str, Any]]:
-    """Alerts whose state changed since `told`, oldest first; updates `told`.
-
-    The first call skips those already resolved.
-    """
+    """Alerts that changed since `told` (updated), oldest first; at first only unresolved ones."""
     first = not told
     changed = [
         alert

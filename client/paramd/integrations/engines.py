@@ -73,10 +73,7 @@ class Engine:
         )
 
     async def serving(self) -> tuple[str, str]:
-        """The version in force and the directory, or name, that it was loaded from.
-
-        Raises UnreachableError if the engine does not answer.
-        """
+        """The version in force, and the path it was loaded from; UnreachableError: no answer."""
         raise NotImplementedError
 
     async def load(self, path: str, version: str) -> None:
@@ -190,17 +187,17 @@ class Update:
 
     step: int
     version: str
-    """That the engine was to have."""
+    """The version that the engine should have."""
     ok: bool
     in_force: str
-    """That it has; empty when it does not answer, or is between two versions."""
+    """The version that it has; empty without an answer, or between two versions."""
     reason: str = ""
     """Why it has another version."""
     sent_bytes: int = 0
-    """That came from the training."""
+    """Bytes that came from the training."""
     changed_bytes: int | None = None
     took_s: float = 0.0
-    """From the frame to the answer of the engine."""
+    """Seconds from the frame to the engine's answer."""
 
 
 @dataclass(kw_only=True)
@@ -209,11 +206,11 @@ class EngineFollower:
 
     engine: Engine
     directory: Path
-    """That the engine reads too, under the same path. Must exist."""
+    """A directory that the engine reads under the same path. Must exist."""
     names: NameMap = field(default_factory=NameMap)
     """From the training's names to those of the engine's checkpoint."""
     pauses_s: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 30.0)
-    """Before another attempt; the last one again and again."""
+    """Pauses before another attempt, in seconds; the last one repeats."""
     attempts: int = 10
     """Most consecutive attempts that may fail."""
 
@@ -231,8 +228,7 @@ class EngineFollower:
         """The outcome of each frame that was tried; ends with the frames.
 
         Raises UnreachableError if the engine does not answer at the beginning, ConflictError, with
-        the
-        version in force, if too many attempts in a row failed.
+        the version in force, if too many attempts in a row failed.
         """
         version, path = await self.engine.serving()
         self._good = version, path
@@ -263,7 +259,7 @@ class EngineFollower:
                 upcoming.exception()  # retrieved, or asyncio logs it
 
     async def update(self, frame: ParamFrame) -> Update:
-        """Give one frame to the engine; if that fails, give it back what it had."""
+        """Give one frame to the engine; if that fails, restore its last good weights."""
         began_s = time.monotonic()
         version = version_of(frame)
         reason, in_force = "", version

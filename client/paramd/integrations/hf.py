@@ -44,7 +44,7 @@ class ParamdCallback(Callback, TrainerCallback):
     """
 
     _skipping: Any = None
-    """The loader that leaves out what an epoch has had."""
+    """A loader without the batches that the epoch has had."""
     _random: dict[str, Any] | None = None
     """Random states to begin the first step with, after a resume."""
 

@@ -60,7 +60,7 @@ class ParamdCallback(training.Callback, Callback):
         self._training.counted(trainer.global_step)
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Detach what is left, as of a training that a callback has stopped."""
+        """Detach after a training that a callback has stopped, too."""
         self._training.end()
 
     on_train_end = on_exception = teardown

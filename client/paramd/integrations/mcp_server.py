@@ -62,7 +62,7 @@ class Codes:
 
     def __init__(self) -> None:
         self._told: dict[str, tuple[str, float]] = {}
-        """By code: the change, and until when it is good."""
+        """By code: the change, and the code's end of validity."""
 
     def give(self, what: str) -> str:
         """A new code for this change."""

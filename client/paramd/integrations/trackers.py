@@ -276,10 +276,7 @@ class _BegunAnewError(Exception):
 
 
 class Following:
-    """The logged part of a job, and the next sample.
-
-    After a rollback steps come again with other values: they are another run.
-    """
+    """The logged part of a job, and the next sample; every rollback begins another run."""
 
     def __init__(
         self,
@@ -288,7 +285,8 @@ class Following:
         patterns: Sequence[str],
         also: Collection[str] = (),
     ) -> None:
-        """Args:
+        """
+        Args:
             opened: Begins a run of this name and history; the one before has been closed.
             also: Some of `ALSO`.
 
@@ -306,7 +304,7 @@ class Following:
         self._looked = At(-1, -1)
         """Step of the last statistics; its history is the run's."""
         self._incarnation: int | None = None
-        """The one whose runs these are."""
+        """The incarnation of these runs."""
         self._known: set[str] | None = None
         """Alerts and edits that have been noted; earlier ones are not."""
 

@@ -50,8 +50,7 @@ class Training:
         """Attach; a training that has ended without a callback is detached first.
 
         `step`: updates that the framework has counted; `keep`: the framework's own state, beside
-        the
-        user's.
+        the user's.
         """
         self.end()
         options = self._options
@@ -69,7 +68,7 @@ class Training:
             )
 
     def goes_on(self) -> None:
-        """A batch begins: what was changed until now belongs to the last update."""
+        """A batch begins: earlier changes belong to the previous update."""
         if self.attachment is not None:
             self.attachment.goes_on()
 
@@ -98,9 +97,10 @@ class Callback:
     """The common part of trainers' callbacks, before the trainer's own class."""
 
     def __init__(self, *, job: str, **options: Any) -> None:
-        """Args:
-        job: name of the job, see `paramd.attach`.
-        options: further arguments of `paramd.attach`: control, arena, settings.
+        """
+        Args:
+            job: name of the job, see `paramd.attach`.
+            options: further arguments of `paramd.attach`: control, arena, settings.
         """
         self._training = Training(job, options)
 
@@ -127,8 +127,8 @@ def attach_partitioned(
     """Attach a module whose parameters `partitions` knows, until `detach`.
 
     `package` names the optimizer's package in messages; `options` are arguments of `paramd.attach`,
-    the
-    job among them. Raises UsageError and ConflictError as `paramd.attach`, also for resume="auto".
+    the job among them. Raises UsageError and ConflictError as `paramd.attach`, also for
+    resume="auto".
     """
     if _chosen("resume", options) != "never" or _chosen("replicas", options):
         raise UsageError(

@@ -66,8 +66,7 @@ def weight_source(frames: Iterator[ParamFrame], name_map: dict[str, str] | None 
     """A `vllm.distributed.weight_transfer.base.WeightSource` over frames of `mesh.follow`.
 
     It has `advance()` and `version` beside vLLM's own methods, and serves both forms of the class:
-    of
-    0.32 (`metadata()` and iteration) and of 0.33 (`metadata` and `iter_full()`).
+    of 0.32 (`metadata()` and iteration) and of 0.33 (`metadata` and `iter_full()`).
 
     Args:
         frames: the result of `mesh.follow`; the source is its only reader.

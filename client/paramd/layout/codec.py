@@ -40,7 +40,7 @@ MAX_NAMES = 250_000
 """Names of tensors, aliases included."""
 MAX_NAME_CHARS = 4096
 MAX_NAMES_CHARS = 64 << 20
-"""Names times the longest of them: what an index of all of them takes, in characters."""
+"""Names times the longest of them: the size of their index, in characters."""
 
 
 def encode_layout(layout: Layout) -> layout_pb2.Layout:
@@ -49,10 +49,7 @@ def encode_layout(layout: Layout) -> layout_pb2.Layout:
 
 
 def decode_layout(message: layout_pb2.Layout) -> Layout:
-    """The layout of a message; `decode_layout(encode_layout(x)) == x`.
-
-    Raises UsageError if a region or kind is missing, or counts disagree.
-    """
+    """The layout of a message, as `encode_layout` made it; UsageError if it is inconsistent."""
     if message.world_size != len(message.arena_bytes):
         raise UsageError(
             f"a layout of {message.world_size} ranks has {len(message.arena_bytes)} arenas; "
@@ -69,10 +66,7 @@ def decode_layout(message: layout_pb2.Layout) -> Layout:
 
 
 def layout_batches(layout: Layout, max_tensors: int = 1000) -> Iterator[layout_pb2.Layout]:
-    """Messages of at most `max_tensors` tensors; only the first has the fields of the ranks.
-
-    There is always a first one, even without tensors.
-    """
+    """Messages, at least one, of at most `max_tensors`; only the first has the ranks' fields."""
     for begin in range(0, max(len(layout.tensors), 1), max_tensors):
         batch = layout_pb2.Layout(
             tensors=map(_encode_tensor, layout.tensors[begin : begin + max_tensors])
@@ -87,7 +81,7 @@ def layout_batches(layout: Layout, max_tensors: int = 1000) -> Iterator[layout_p
 
 
 class LayoutBound:
-    """Counts what a rank sends as its layout, one batch after the other."""
+    """Counts the batches that a rank sends as its layout."""
 
     def __init__(self, who: str) -> None:
         """`who` sends it, for errors."""

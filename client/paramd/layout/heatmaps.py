@@ -168,10 +168,7 @@ def place_elements(
 
 
 def element_texts(data: bytes | bytearray, dtype: str) -> list[str]:
-    """Every element as text that parses back exactly: decimal, "nan", "inf", "1+2j", "true".
-
-    Raises UsageError if the dtype is not supported.
-    """
+    """Every element as exact text: decimal, "nan", "inf", "1+2j", "true". UsageError: the dtype."""
     size = item_bytes(dtype)
     assert len(data) % size == 0
     if dtype == "bool":

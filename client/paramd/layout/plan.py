@@ -88,8 +88,7 @@ def blocks(landing: Landing, item_bytes: int, max_bytes: int) -> Iterator[Block]
     """Split a landing into disjoint blocks of at most `max_bytes`, in memory order.
 
     A stream reader fills a scratch buffer of `max_bytes` block by block and makes one strided copy
-    of
-    each. Bytes between blocks are unused. Raises UsageError if `max_bytes` is below one element.
+    of each. Bytes between blocks are unused. Raises UsageError if `max_bytes` is below one element.
     """
     if max_bytes < item_bytes:
         raise UsageError(f"max_bytes is {max_bytes}; expected at least one item of {item_bytes}")
@@ -287,10 +286,8 @@ class Replica:
     """One of several sets of ranks that each hold all tensors, named by any rank of it.
 
     The holders of a part are numbered by rank. The replica of a rank takes every other part from
-    the
-    holder of the same number: as ranks are numbered along meshes, those are the ranks that differ
-    from
-    it along sharded axes only.
+    the holder of the same number: as ranks are numbered along meshes, those are the ranks that
+    differ from it along sharded axes only.
     """
 
     def __init__(self, layout: Layout, rank: int = 0) -> None:

@@ -298,11 +298,7 @@ class Slices:
     dims: tuple[tuple[int | None, int | None], ...]
 
     def box(self, shape: tuple[int, ...], name: str) -> Box:
-        """The box they select from a tensor of `shape`; `name` is for errors.
-
-        Raises UsageError for more slices than dims, a bound beyond a dim's size, or begin after
-        end.
-        """
+        """The box selected from a tensor of `shape`; UsageError names `name` if none fits."""
         if len(self.dims) > len(shape):
             raise UsageError(
                 f"{name!r} has {len(shape)} dims, shape {list(shape)}, but the pattern slices "
@@ -322,10 +318,7 @@ class Slices:
 
 
 def split_slices(pattern: str) -> tuple[str, Slices | None]:
-    """Split a pattern into its glob and its slices, if it has any.
-
-    Raises UsageError if the last brackets have a ":" but no list of slices.
-    """
+    """Split a pattern into glob and slices; UsageError if brackets with ":" have no slices."""
     found = _SUFFIX.search(pattern)
     if found is None:
         return pattern, None
@@ -410,8 +403,7 @@ class Names:
         """The mask of the names that a pattern means, and the slice it takes of each.
 
         A whole name comes first, then a whole name with a slice, then globs. "*" alone is all.
-        Raises
-        UsageError for a malformed slice, or if brackets may belong to names or not and both
+        Raises UsageError for a malformed slice, or if brackets may belong to names or not and both
         readings match.
         """
         found = _SUFFIX.search(pattern)

@@ -161,9 +161,7 @@ def intersection(one: Box, other: Box) -> Box | None:
     """The intersection of two boxes; None if it has no element."""
     begin = tuple(map(max, one.begin, other.begin))
     end = tuple(map(min, one.end, other.end))
-    if any(b >= e for b, e in zip(begin, end, strict=True)):
-        return None
-    return Box(begin, end)
+    return None if any(b >= e for b, e in zip(begin, end, strict=True)) else Box(begin, end)
 
 
 def flat_interval(box: Box, shape: Sequence[int]) -> Interval | None:

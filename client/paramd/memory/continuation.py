@@ -96,8 +96,7 @@ class KeptSlots:
         """Write the next payload over the last but one; return its number.
 
         `beside` is the number of a record's table. Raises ExhaustedError if the payload is too
-        large, or
-        the machine has no memory for it.
+        large, or the machine has no memory for it.
         """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ExhaustedError(

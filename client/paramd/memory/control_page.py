@@ -78,8 +78,7 @@ def read_text(page: Page) -> str:
 
 STANDS_IN = 2
 """Value of UNSERVED while other weights replace the training's; the text is their label. Both
-change only while nothing rests, or right before nothing does.
-"""
+change only while nothing rests, or right before nothing does."""
 
 
 def label_of(page: Page) -> str:
@@ -235,7 +234,9 @@ class Word(IntEnum):
     REWINDABLE = 104  # whether a rollback may come (trainer/resume): 0 no, 1 yes, 2 never: copies
     REWOUND = 105  # counts how often there was one; steps come again after that
     MOMENTS_LIVE = 106  # 1: optimizer state lies in the optimizer memory; 0: copies, on request
-    DEVICE_FENCE = 107  # what the device writes behind all work of the state told (device_arena.py)
+    DEVICE_FENCE = (
+        107  # the device's number behind all work of the published state (device_arena.py)
+    )
     STATE_BYTES = 108  # bytes of the optimizer's state on the device
 
     # Words 112 to 127 are the trainer's: SEQs of settled states that have strayed.
@@ -304,12 +305,12 @@ def in_time(step: int, *, rewound: int) -> int:
 
 
 def history_of(moment: int) -> int:
-    """The rollbacks before what `in_time` gave."""
+    """The rollbacks in a number of `in_time`."""
     return moment >> _STEP_BITS
 
 
 def step_of(moment: int) -> int:
-    """The step of what `in_time` gave."""
+    """The step in a number of `in_time`."""
     return moment & ((1 << _STEP_BITS) - 1)
 
 

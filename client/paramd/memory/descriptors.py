@@ -226,10 +226,7 @@ class LentMemory(mmap.mmap):
     address: int
 
     def __new__(cls, size_bytes: int) -> Self:
-        """Allocated as a whole: a store that finds no memory would end in SIGBUS.
-
-        Raises ExhaustedError if the machine does not have that much memory.
-        """
+        """Allocated as a whole, or a store might end in SIGBUS; ExhaustedError without memory."""
         descriptor = create_memory("paramd-lent", size_bytes, sealable=True)
         try:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)

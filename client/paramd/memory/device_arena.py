@@ -160,7 +160,8 @@ class Addresses:
 
     def unmap(self) -> None:
         """Unmap the last allocation: nothing may use its addresses any more."""
-        self._driver.unmap(self.address + self.mapped_bytes, self._allocations.pop())
+        size_bytes = self._allocations.pop()
+        self._driver.unmap(self.address + self.mapped_bytes, size_bytes)
 
     def __del__(self) -> None:
         # If tensors still use it, the last of them releases it.
@@ -212,10 +213,7 @@ class TrainerDevice:
     """The trainer's side of one device. Training thread only."""
 
     def __init__(self, driver: Driver, device: int, stream: Callable[[], int] = lambda: 0) -> None:
-        """`stream` returns the one that the training's work is queued on now. Raises DeviceError if
-        no
-        context or event could be made.
-        """
+        """`stream` returns the training's present one. DeviceError: no context or event."""
         self.driver = driver
         self.device = device
         self._stream = stream
@@ -294,9 +292,10 @@ class DeviceReader:
         words: Words,
         state: Sequence[Allocation] = (),
     ) -> None:
-        """Args:
-        words: the control page's.
-        state: allocations of optimizer state. All descriptors stay the caller's.
+        """
+        Args:
+            words: the control page's.
+            state: allocations of optimizer state. All descriptors stay the caller's.
         """
         self.descriptor = descriptor
         self.size_bytes = arena_bytes
@@ -326,8 +325,7 @@ class DeviceReader:
 
         Bytes on the device are of one moment: the fence is read once, before all of them. Raises
         LateError if the device has not finished the last published state, or never will;
-        DeviceError if
-        the driver refused.
+        DeviceError if the driver refused.
         """
         here = [span for span in spans if span.source >= BASE]
         for span in spans:

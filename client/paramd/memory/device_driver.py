@@ -152,10 +152,7 @@ class Driver:
         return found.value
 
     def create(self, device: int, size_bytes: int) -> int:
-        """Allocate memory; return its handle. Needs no context.
-
-        Raises ExhaustedError if the device does not have that much memory.
-        """
+        """Allocate memory, without a context; return its handle. ExhaustedError: no memory."""
         handle = c_uint64()
         try:
             with self._on(device):
@@ -345,8 +342,7 @@ class HipDriver(Driver):
     """HIP's runtime in the same role. It opens every visible device as soon as it is loaded.
 
     Contexts are the devices' numbers, from 1: each thread has a current device, and imported
-    memory,
-    or memory made by some versions, is on that one whatever the arguments.
+    memory, or memory made by some versions, is on that one whatever the arguments.
     """
 
     kind = HIP

@@ -290,7 +290,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """The payload of a ROLLBACK: what belongs to a state beside its bytes."""
+    """The payload of a ROLLBACK: a state's data beside its bytes."""
 
     lineage: int
     """Lineage of the state that is put back; 0: the history branches there."""
@@ -361,7 +361,7 @@ def read_note(memory: memoryview, begin: int) -> Note:
 
 
 def write_answer(memory: memoryview, begin: int, text: str) -> None:
-    """Leave the trainer's words; cut to `ANSWER_BYTES`."""
+    """Write the trainer's answer, cut to `ANSWER_BYTES`."""
     data = text.encode()[:ANSWER_BYTES].decode(errors="ignore").encode()
     at = begin + _NOTE_HEAD.size
     memory[at : at + len(data)] = data
@@ -369,7 +369,7 @@ def write_answer(memory: memoryview, begin: int, text: str) -> None:
 
 
 def read_answer(memory: memoryview, begin: int) -> str:
-    """The trainer's words; empty if it left none."""
+    """The trainer's answer; empty if there is none."""
     size = _NOTE_HEAD.unpack_from(memory, begin)[3]
     at = begin + _NOTE_HEAD.size
     return bytes(memory[at : at + min(max(size, 0), ANSWER_BYTES)]).decode(errors="replace")

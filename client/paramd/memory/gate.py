@@ -81,10 +81,11 @@ class TrainerGate:
         mirrored: bool = False,
         order: Callable[[], None] | None = None,
     ) -> None:
-        """Args:
-        mirrored: updates do not touch the arena, so they wait for no copy of it.
-        order: called before a state is published: has the device's readers wait for the work
-            that makes it (device_arena.py). None: the arena is in host memory.
+        """
+        Args:
+            mirrored: updates do not touch the arena, so they wait for no copy of it.
+            order: called before a state is published: has the device's readers wait for the work
+                that makes it (device_arena.py). None: the arena is in host memory.
         """
         self._order = order
         self._mirrored = mirrored
@@ -227,7 +228,7 @@ class CopySpan:
 
 
 Move = Callable[[Sequence[CopySpan]], object]
-"""Copies what is on a device, COPY_CHUNK_BYTES at most. May raise LateError."""
+"""Copies memory on a device, COPY_CHUNK_BYTES at most. May raise LateError."""
 
 
 def batches(

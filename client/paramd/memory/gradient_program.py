@@ -71,8 +71,7 @@ class Note:
     """A `NoGradient`, or 0 when there is one."""
     partial_group: int = 0
     """Ranks of equal numbers must be summed: 1 + the first rank of them, and with it the mesh axes
-    summed over, as bits from `GROUP_AXES_BIT` on; 0: no group.
-    """
+    summed over, as bits from `GROUP_AXES_BIT` on; 0: no group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +116,7 @@ class Slot:
         self._notes, self._doubles = notes.cast("q"), notes.cast("d")
 
     def write_program(self, spans: Spans, page: Words) -> int:
-        """Write at most `MAX_SPANS` spans into the program; return its version.
-
-        `page`: words of the control page, which count the programs.
-        """
+        """Write up to `MAX_SPANS` spans; return the version, which the control `page` counts."""
         words = self._program
         # 0: the one before is over, and this one is not whole yet.
         words[_VERSION] = 0

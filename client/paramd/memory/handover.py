@@ -38,8 +38,7 @@ CONTINUATION_SLOT_BYTES = 16 << 20
 
 MAX_ALLOCATIONS = 32
 """Most allocations for optimizer state on a device. Each is at least a quarter of all before it,
-so that this does not limit growth.
-"""
+so that this does not limit growth."""
 
 MAX_MESSAGE_BYTES = 128 << 10
 _SHARED = 7
@@ -120,8 +119,7 @@ class Descriptors:
         """Create all of them, zeroed; of `survived` duplicates are taken instead.
 
         `create_arena` makes an arena of that many bytes on a device. Raises ExhaustedError without
-        memory
-        for the arena.
+        memory for the arena.
         """
         made: list[int] = []
         state: list[Allocation] = []
@@ -162,8 +160,8 @@ class Descriptors:
         """Adopt descriptors from the Unix socket. On error the caller still owns `fds`.
 
         `on_device`: only a device's driver can check the arena's descriptor. `allocations`: sizes
-        of those
-        that have optimizer state on that device. Raises UsageError for other objects than expected.
+        of those that have optimizer state on that device. Raises UsageError for other objects than
+        expected.
         """
         if len(fds) != _SHARED + len(allocations):
             raise UsageError(
@@ -206,8 +204,7 @@ def listen(path: Path) -> socket.socket:
     """A non-blocking listening socket at `path` (0600; its directory must be 0700 and ours).
 
     Replaces a stale socket file. Raises UsageError if another process listens there, or the
-    directory
-    is open to others.
+    directory is open to others.
     """
     status = path.parent.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:

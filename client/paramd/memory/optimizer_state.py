@@ -148,10 +148,7 @@ class OptimizerState:
 
 
 def parse_state(table: bytes) -> OptimizerState:
-    """Parse a table.
-
-    Raises UsageError if it is malformed, or written by a version that did not place parameters.
-    """
+    """Parse a table; UsageError if malformed, or of a version without parameters' places."""
     found = read_plain(table)
     try:
         params, classes = found["params"], found["classes"]

@@ -180,7 +180,7 @@ class AsyncMesh:
 
     @property
     def url(self) -> str:
-        """The control plane's, where its dashboard is, too."""
+        """URL of the control plane and its dashboard."""
         return self._rest.url
 
     @property

@@ -184,7 +184,7 @@ class Mesh:
 
     @property
     def url(self) -> str:
-        """The control plane's, where its dashboard is, too."""
+        """URL of the control plane and its dashboard."""
         return self._mesh.url
 
     @property
@@ -329,7 +329,7 @@ class Mesh:
 
 
 class Parameter:
-    """One parameter of a `Mesh`, by its name: `mesh["head.weight"]`. Every call reads anew."""
+    """One parameter of a `Mesh`, by its name: `mesh["head.weight"]`. Every call reads it again."""
 
     def __init__(self, mesh: Mesh, name: str) -> None:
         self._mesh = mesh

@@ -60,8 +60,7 @@ class ParamInfo:
     """Ranks that hold a part of it."""
     trainable: bool | None = None
     """Whether it required a gradient, on some rank, when the job was attached; a script may
-    freeze and unfreeze parameters later. None for buffers, and where it is not known.
-    """
+    freeze and unfreeze parameters later. None for buffers, and where it is not known."""
 
     @classmethod
     def of(cls, tensor: TensorLayout) -> ParamInfo:
@@ -178,7 +177,7 @@ class Params(Table[ParamInfo]):
         ("numel", lambda row: f"{row.numel:,}"),
         ("placement", lambda row: row.placement),
         ("ranks", lambda row: ranks_text(row.ranks)),
-        ("trainable", lambda row: flag_text(row.trainable)),
+        ("trainable", lambda row: {None: "-", True: "yes", False: "no"}[row.trainable]),
     )
     row_type = ParamInfo
 
@@ -363,8 +362,7 @@ class OptimizerState(_OneStep["dict[str, torch.Tensor | float]"]):
     states: InitVar[Mapping[str, dict[str, torch.Tensor | float]]] = field(kw_only=False)
     groups: Sequence[Mapping[str, Any]]
     """Parameter groups of all optimizers: their hyper-parameters, and under "params" the names
-    of the requested parameters in each.
-    """
+    of the requested parameters in each."""
     edits: int
     """Edits applied in this incarnation."""
 
@@ -395,16 +393,13 @@ class Summoned(_OneStep["torch.Tensor"]):
     `history`, `step` and `edits` together name the state."""
     unsettled: bool = False
     """Training has not continued since update `step`, so the script may still change these
-    values (clamp or average them, say) before it does.
-    """
+    values (clamp or average them, say) before it does."""
     label: str = ""
     """With `unsettled=True`: the label of weights that the training marked as not its own
-    (`attachment.not_training_weights`), such as "ema"; empty: unmarked.
-    """
+    (`attachment.not_training_weights`), such as "ema"; empty: unmarked."""
     replica: int = 0
     """A rank of the replica that all values come from. Ranks that hold the same tensors may still
-    have different values: buffers, local SGD, parameters left out of DDP.
-    """
+    have different values: buffers, local SGD, parameters left out of DDP."""
     optimizer: OptimizerState | None = None
     """With `optimizer=True`: the optimizer's state of the same step."""
 
@@ -491,11 +486,6 @@ def unsettled_text(*, unsettled: bool, label: str) -> str:
     if label:
         return f"; not the training's weights: {label!r}"
     return UNSETTLED_TEXT if unsettled else ""
-
-
-def flag_text(flag: bool | None) -> str:
-    """ "yes", "no", or "-" for what is not known."""
-    return "-" if flag is None else "yes" if flag else "no"
 
 
 def bytes_text(size_bytes: int) -> str:

@@ -112,10 +112,8 @@ def write(directory: Path, *, names: Sequence[str], days: float) -> list[Path]:
     """Write the files above, creating a CA if there is none; return their paths.
 
     `names` are DNS names and IP addresses of the server, `days` the validity of the two
-    certificates.
-    Raises UsageError for an invalid name or a directory that cannot be written, ConflictError if
-    the
-    directory's CA cannot be read.
+    certificates. Raises UsageError for an invalid name or a directory that cannot be written,
+    ConflictError if the directory's CA cannot be read.
     """
     alternatives = [alternative(name) for name in names]
     now = datetime.now(UTC)

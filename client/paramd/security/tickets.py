@@ -45,9 +45,7 @@ KEY_BYTES = 32
 RANK_TICKET_TTL_S = 366 * 86_400.0
 """Validity of a rank's own ticket and certificate, in seconds. The next incarnation ends them; they
 have no short expiry, so that sidecars can rejoin after a control plane outage of any length,
-without
-a renewal.
-"""
+without a renewal."""
 
 _CACHED_TICKETS = 1024
 _ALGORITHM = "EdDSA"
@@ -79,11 +77,9 @@ class Role(Enum):
     EDITOR = "editor"
     """As reader, and staging and previewing edits, but not committing them."""
     CONTROL = "control"
-    """As editor, and requests to all ranks together (ReachBoundary and the like), of the sidecar
-    of the rank named in the ticket alone: any other rank and a control plane refuse it, so a rank
-    gains
-    nothing by the tickets it receives.
-    """
+    """As editor, and requests to all ranks together (ReachBoundary and the like), of the sidecar of
+    the rank named in the ticket alone: any other rank and a control plane refuse it, so a rank
+    gains nothing by the tickets it receives."""
     SIDECAR = "sidecar"
     """Join of the control plane as the rank named in the ticket, and GetState of its peers."""
     COPIER = "copier"
@@ -103,7 +99,7 @@ class Claims:
     incarnation: int
     """Incarnation of the job."""
     role: Role
-    """What the holder may do."""
+    """The holder's rights."""
     expires_s: float
     """End of validity, in seconds since the Unix epoch."""
     ticket_id: str
@@ -207,8 +203,7 @@ class Verifier:
         """The claims of a genuine, unexpired ticket of this job and incarnation.
 
         The caller checks the role. Raises DeniedError, with the reason, for anything else, whatever
-        the
-        input.
+        the input.
         """
         claims, ends_s = self._claims(ticket)
         if claims.job != job:
@@ -263,10 +258,7 @@ def mint_of_ranks(
 
 
 def life_s(ticket: str) -> float:
-    """A ticket's total validity in seconds, from when it was minted; unverified.
-
-    Raises DeniedError if it is no ticket.
-    """
+    """A ticket's total validity in seconds, unverified; DeniedError if it is no ticket."""
     claims = _parse(_payload(ticket))
     return max(claims.expires_s - claims.issued_s, 0.0)
 

@@ -112,11 +112,7 @@ class ClientTls:
 
     @classmethod
     def from_environment(cls, ca: str | os.PathLike[str] | None = None) -> ClientTls:
-        """The settings above; `ca` overrides its variable.
-
-        Raises UsageError for a certificate without key, a key without certificate or a bad
-        fingerprint.
-        """
+        """The settings above; `ca` overrides its variable. UsageError: half a pair, or bad pin."""
         named = str(ca) if ca is not None else os.environ.get("PARAMD_TLS_CA", "")
         pin = named.lower() if named.startswith(PIN) else ""
         if pin and not re.fullmatch(r"sha256:[0-9a-f]{64}", pin):
@@ -236,8 +232,7 @@ def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bo
     """The `verify` argument of an HTTP client for `url`; True is the client's own default.
 
     `tls` None takes it from the environment. Raises UsageError if the URL would send a token
-    unencrypted
-    to another host, or a TLS file cannot be used, else as `pinned`.
+    unencrypted to another host, or a TLS file cannot be used, else as `pinned`.
     """
     parts = urlsplit(url)
     if parts.scheme == "https":
@@ -255,8 +250,7 @@ def pinned(url: str, pin: str) -> ClientTls:
     """Trust in the CA of this fingerprint, which the control plane at `url` shows. Blocks.
 
     The CA is public and is checked against `pin`; no token is sent. Raises UnreachableError without
-    an
-    answer, UsageError for another CA, or none.
+    an answer, UsageError for another CA, or none.
     """
     import http.client  # here, because sidecars and ranks pin nothing
 
@@ -286,11 +280,7 @@ def pinned(url: str, pin: str) -> ClientTls:
 
 
 def verify_advice(code: int, ca: Path | None) -> str:
-    """The remedy for a certificate that was not accepted.
-
-    `code` is OpenSSL's; `ca` the file of the CA certificates that are trusted, None for the
-    system's.
-    """
+    """The remedy for OpenSSL's `code`; `ca`: the file of trusted CAs, None for the system's."""
     expired, not_yet, wrong_name, wrong_ip = 10, 9, 62, 64
     if code in (expired, not_yet):
         return "renew its certificate, or correct this machine's clock"

@@ -41,10 +41,7 @@ os.register_at_fork(after_in_child=_owed.clear)
 
 
 def register_at_exit(leaver: Leaver) -> None:
-    """Call `leaver.leave` before the interpreter finalizes, last registered first.
-
-    Held weakly: leavers garbage-collected by then are skipped.
-    """
+    """Call `leaver.leave` before the interpreter finalizes, last first; it is held weakly."""
     _leave_at_exit()
     _owed[next(_numbers)] = leaver
 

@@ -38,8 +38,7 @@ class AttachSettings:
     copies of buffers and optimizer state, rounds or holds: paramd_rank_stand_* tells of each."""
     lossless_budget_ms: float = 0.0
     """Longest wait of one update for a reader that wants every gradient, in milliseconds; 0
-    never waits, and the answers count the frames that these readers missed.
-    """
+    never waits, and the answers count the frames that these readers missed."""
     agreement_timeout_s: float = 30.0
     """Longest wait for the slowest rank, in seconds; after that the incarnation stops agreeing."""
     attach_timeout_s: float = 300.0
@@ -58,27 +57,22 @@ class AttachSettings:
     agreed boundaries that ask for it. "host": always an arena in host memory, which is what
     "auto" uses too. "device": those on one CUDA or HIP device move into memory there that the
     sidecar owns (docs/gpu.md; not yet run on a device); if that is impossible, as "mirror".
-    "mirror": all stay where they are, even in host memory.
-    """
+    "mirror": all stay where they are, even in host memory."""
     resume: str = "never"
     """"auto": keep what resuming needs, and resume from memory when started again; "never":
-    keep nothing, and start afresh.
-    """
+    keep nothing, and start afresh."""
     keep_every: float = 1
     """Steps between continuation records, 1 or more. A training can be resumed without loss only
-    at these steps.
-    """
+    at these steps."""
     standing_every: float | None = None
     """Steps between standing snapshots; 0 makes none. None: as many as keep copying them below a
     hundredth of the training's time, at least 10."""
     replicas: float = 0
     """Copies of each standing snapshot on other hosts: 0 or 1. With 1 the loss of a whole host
-    costs the steps since the last copied one. Needs resume="auto".
-    """
+    costs the steps since the last copied one. Needs resume="auto"."""
     address: str = ""
     """Name or address at which other hosts reach this one; empty: the one that the process
-    group uses. Only jobs on several hosts need it.
-    """
+    group uses. Only jobs on several hosts need it."""
     sidecar_listen: str = "127.0.0.1:0"
     """Where the sidecar's gRPC server listens; port 0 picks a free one."""
     listen: str = "127.0.0.1:8470"
@@ -97,8 +91,7 @@ class AttachSettings:
 
     stream_port: float | None = None
     """TCP port of the sidecar's bulk streams, for hosts behind forwarded ports; 0 and None pick a
-    free one. Each rank of a host needs a different one.
-    """
+    free one. Each rank of a host needs a different one."""
     budget_bytes: float | None = None
     """Most bytes of snapshots on a rank, above 0. None, here and below: the sidecar's default,
     see `paramd sidecar serve -- --help`."""
@@ -125,8 +118,7 @@ class AttachSettings:
     standing_budget_bytes: float | None = None
     """Most bytes of standing snapshots on a rank, above 0. Two of the whole state are kept at
     most; with room for one, a trainer that dies during its copy leaves none. Copies for ranks of
-    other hosts share the rest.
-    """
+    other hosts share the rest."""
     copy_rate_bytes: float | None = None
     """Most bytes a second at which a rank sends copies to another host, above 0."""
     marks_budget_bytes: float | None = None

@@ -33,7 +33,7 @@ BITS: Final = frozenset(d for d in ITEM_BYTES if "8_" in d) | {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """The numeric operands of all kinds, with what stands for one that is not given."""
+    """The numeric operands of all kinds, with their defaults."""
 
     value: float = 0.0
     """Operand of FILL, and of ADD and MUL without data."""

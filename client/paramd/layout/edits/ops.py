@@ -109,8 +109,7 @@ def ops_of(
     """The operations of one call of `mesh.edit`.
 
     `forms`: operands by the words of kinds; None: not given. Raises UsageError unless exactly one
-    form
-    is given and its operand suits it.
+    form is given and its operand suits it.
     """
     patterns = each_pattern(patterns)
     given = {name: operand for name, operand in forms.items() if operand is not None}
@@ -164,12 +163,7 @@ def _bounds(word: str, given: Any) -> tuple[float | None, float | None]:
 
 
 def check_op(op: pb.EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
-    """Check an operation on a parameter of `dtype`.
-
-    Raises UsageError if the dtype does not support it, an operand is missing or out of range, or
-    its
-    kind is unknown to this version.
-    """
+    """Check an operation on a parameter of `dtype`; UsageError: unsupported, or a bad operand."""
     if int(op.kind) not in KINDS:
         raise UsageError(
             f"ops: kind {op.kind} of {op.fqn[:200]!r}; expected one of {', '.join(BY_WORD)}"

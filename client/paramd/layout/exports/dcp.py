@@ -281,10 +281,7 @@ def chunk_boxes(piece: Piece, shape: tuple[int, ...], dtype: str) -> Iterator[Bo
 
 
 def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
-    """Split a box, in row-major order, into boxes of at most `max_bytes` each.
-
-    Each is contiguous in the box's own row-major bytes.
-    """
+    """Split a box, in row-major order, into contiguous boxes of at most `max_bytes`."""
     whole = Landing(
         begin_bytes=0,
         sizes=box.sizes,

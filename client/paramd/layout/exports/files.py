@@ -195,8 +195,7 @@ TorchFiles = Callable[[Mapping[str, Any]], dict[str, bytes]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
     """A file format: `plan` lays out files and entries, `Entry.frame` adds bytes around the data,
-    `finish`
-    makes the small files beside them once all are written.
+    `finish` makes the small files beside them once all are written.
     """
 
     name: str

@@ -41,8 +41,7 @@ class OptimizerTable:
     """Parameter groups: settings, and the fqns of their parameters under "params"."""
     replicas: Mapping[str, int] = field(default_factory=dict)
     """fqn -> the replica that has its state, where it is not the one that parameters are of: an
-    optimizer may keep each state on one rank (ZeroRedundancyOptimizer).
-    """
+    optimizer may keep each state on one rank (ZeroRedundancyOptimizer)."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -54,7 +53,7 @@ class OptimizerTable:
         return iter(self.states[key].items())
 
     def of(self, names: Collection[str]) -> OptimizerTable:
-        """The part of it that is of these parameters."""
+        """The part for these parameters."""
         states = {
             key: {fqn: dtype for fqn, dtype in found.items() if fqn in names}
             for key, found in self.states.items()

@@ -37,8 +37,7 @@ class ExportPlan:
     """By state key; "" for parameters and buffers."""
     names: Mapping[str, str]
     """Names in the files by name in the model, aliases included. A tied name that is not
-    written maps to the one that is.
-    """
+    written maps to the one that is."""
     optimizer: OptimizerTable | None
 
     @property
@@ -59,7 +58,7 @@ class ExportPlan:
 
     @property
     def parts(self) -> dict[str, list[dict[str, Any]]]:
-        """By fqn, what a tensor is written as when that is several, or of another shape."""
+        """By fqn, the parts of a tensor written as several, or in another shape."""
         if self.settings.names.rules or FORMATS[self.settings.format].keeps_tied:
             return {}
         return {

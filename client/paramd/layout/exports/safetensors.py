@@ -74,8 +74,7 @@ def encode_header(
     """The length and the JSON header, padded so that the data starts aligned.
 
     `size_bytes`: padded to at least this size, a multiple of 8. Raises UsageError for a duplicate
-    or
-    reserved name, an unsupported dtype, or a header too long.
+    or reserved name, an unsupported dtype, or a header too long.
     """
     twice = [name for name, times in Counter(s.name for s in specs).items() if times > 1]
     if twice or any(spec.name == METADATA_KEY for spec in specs):
@@ -146,9 +145,7 @@ def shard_files(
 
 def shard_name(base: str, number: int, count: int) -> str:
     """Name of shard `number` (from 1) of `count`."""
-    if count == 1:
-        return f"{base}{SUFFIX}"
-    return f"{base}-{number:05d}-of-{count:05d}{SUFFIX}"
+    return f"{base}{SUFFIX}" if count == 1 else f"{base}-{number:05d}-of-{count:05d}{SUFFIX}"
 
 
 def _model_items(
@@ -206,10 +203,7 @@ def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
 def _assign(
     shards: Sequence[Sequence[_Item]], loads: dict[int, int], pieces: Mapping[str, Sequence[Piece]]
 ) -> list[int]:
-    """A writer for each shard, balancing bytes; of `pieces`, those of the writer cost half.
-
-    `loads` is each writer's load so far, and is updated.
-    """
+    """A writer per shard, balancing bytes (its own pieces cost half); updates `loads`."""
     ranks = [min(loads)] * len(shards)
     sizes = [sum(item.size_bytes for item in shard) for shard in shards]
     for number in sorted(range(len(shards)), key=lambda n: -sizes[n]):

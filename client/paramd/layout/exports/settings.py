@@ -29,10 +29,7 @@ _SIZE = re.compile(r"(?P<count>[0-9]{1,18}(?:\.[0-9]{1,6})?) ?(?P<unit>[A-Za-z]{
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as "5GB" (decimal, as in Hugging Face) or "2GiB".
-
-    Raises UsageError if malformed, or less than one byte.
-    """
+    """Bytes of a size such as "5GB" (decimal, as in Hugging Face) or "2GiB"; else UsageError."""
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found["unit"].upper()) if found is not None else None
     if found is None or unit is None:
@@ -85,11 +82,7 @@ class NameMap:
 
     @classmethod
     def of(cls, table: Mapping[str, str]) -> NameMap:
-        """The map of a JSON object such as {"old.*": "new.*"}.
-
-        Raises UsageError if it is no mapping of names to names, too long, or has a malformed
-        pattern.
-        """
+        """The map of a JSON object such as {"old.*": "new.*"}; UsageError if malformed."""
         if len(table) > MAX_NAME_RULES:
             raise UsageError(f"{len(table):,} names; expected at most {MAX_NAME_RULES:,}")
         for source, target in table.items():
@@ -98,11 +91,7 @@ class NameMap:
         return cls(tuple(NameRule(source, target) for source, target in table.items()))
 
     def apply(self, names: Iterable[str]) -> dict[str, str]:
-        """The new name of each name.
-
-        Raises UsageError if a rule matches no name, ConflictError if two names would become the
-        same.
-        """
+        """The new name of each name; UsageError: an unused rule, ConflictError: duplicates."""
         names = list(names)
         exact = {rule.source: rule for rule in self.rules}
         exact = {name: exact[name] for name in names if name in exact}
@@ -151,8 +140,7 @@ class ExportSettings:
     """One of `FORMATS`."""
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     """Most bytes of tensors in one safetensors file, at least 1; a larger tensor gets its own
-    file. dcp has one file per rank.
-    """
+    file. dcp has one file per rank."""
     dtype: str | None = None
     """One of `CAST_DTYPES`, to which tensors of those dtypes are cast; None casts nothing."""
     parameters: bool = True

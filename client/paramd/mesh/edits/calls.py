@@ -29,7 +29,7 @@ _WAIT_S: Final = 3.0
 log = logging.getLogger("paramd")
 
 _ANSWER_S: Final = 5.0
-"""For an answer to arrive that was waited for as long as its caller allowed."""
+"""Extra seconds for an answer that takes as long as its caller allowed."""
 
 _RENEW_TIMEOUT_S: Final = 5.0
 _FIRST_LOOK_S: Final = 0.01
@@ -240,11 +240,7 @@ class Pause(Hold):
 
 
 def check_applied(edit: Edit) -> Edit:
-    """Return the edit if it was applied.
-
-    Raises ConflictError if it was aborted, on all ranks, or its incarnation ended; DeadlineError if
-    it has not ended.
-    """
+    """Return the edit; ConflictError unless it was applied, DeadlineError if it has not ended."""
     if edit.state is EditState.APPLIED:
         return edit
     if edit.state is EditState.ABORTED:

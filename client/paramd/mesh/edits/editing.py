@@ -257,10 +257,7 @@ class Changes:
     def __init__(
         self, found: Summoned, selection: Selection, *, mode: Mode, room: Mapping[str, Tensor]
     ) -> None:
-        """Record the current contents of `found`: digests, and in delta mode copies.
-
-        `room` takes the copies, by name; the others are allocated.
-        """
+        """Record the contents: digests, and in delta mode copies, in `room` if it has the name."""
         self._found = found
         self._names = set(found)
         self._known: dict[str, _Known] = {}
@@ -276,10 +273,7 @@ class Changes:
             )
 
     def ops(self) -> list[OpSpec]:
-        """The operations that write the changes, in layout order. Call once.
-
-        Raises UsageError if names were added or removed, or a shape or dtype changed.
-        """
+        """The operations that write the changes; call once. UsageError: changed names or shapes."""
         if strange := sorted(self._names.symmetric_difference(self._found)):
             raise UsageError(
                 f"{strange[0]!r} was added to or removed from the summoned tensors; change tensors "
@@ -315,7 +309,7 @@ class Changes:
 
 
 async def selected(reach: SidecarFinder, patterns: Sequence[Pattern]) -> Selection:
-    """What `patterns` select of the current layout."""
+    """The selection of `patterns` in the current layout."""
 
     async def attempt(sidecars: Sidecars) -> Selection:
         return select(await reach.index(sidecars), patterns)
@@ -361,10 +355,7 @@ async def make_edit(
     *,
     wait: bool = True,
 ) -> Edit:
-    """Create an edit, upload its operands, commit it and, with `wait`, wait for its end.
-
-    Raises as `AsyncMesh.edit`.
-    """
+    """Create an edit, upload, commit and, with `wait`, await it. Raises as `AsyncMesh.edit`."""
     check_transport(sending.transport)
     deadline_s = sending.deadline_s
     with_data = any(op.data for op in ops)

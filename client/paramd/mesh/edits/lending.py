@@ -26,8 +26,7 @@ MAX_LENT: Final = 7
 
 _MAX_KEPT: Final = 2
 """Memories kept for another use: a block of writing often begins while the tensors of the one
-before it still exist.
-"""
+before it still exist."""
 
 _ANSWER_S: Final = 30.0
 
@@ -130,10 +129,7 @@ class Lender:
         self._lock = threading.Lock()
 
     def lend(self, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
-        """A buffer in lent memory, of arbitrary content, lent again once unused.
-
-        Raises ExhaustedError if the machine does not have that much memory.
-        """
+        """A buffer in lent memory, lent again once unused; ExhaustedError without memory."""
         with self._lock:
             memory = self._unused(size_bytes)
             if memory is None:

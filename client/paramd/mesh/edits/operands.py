@@ -126,10 +126,7 @@ def lent_memories(operands: Operands) -> list[LentMemory]:
 
 
 def parts(operands: Operands, rank: RankEdit, offset_bytes: int = 0) -> Iterator[memoryview]:
-    """A rank's data from `offset_bytes` on, in parts of at most `CHUNK_BYTES`.
-
-    A part is valid until the next one is requested.
-    """
+    """Parts of a rank's data from `offset_bytes` on, each valid until the next is requested."""
     at = 0
     for item in rank.items:
         if item.data_begin < 0:

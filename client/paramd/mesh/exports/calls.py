@@ -90,8 +90,7 @@ class ExportInfo(Document):
     """Removed by the schedule's retention."""
     missing: tuple[str, ...]
     """Names in the model's state dict that are no tensors and so not in the export, such as extra
-    state; at most 1,000. Empty in lists.
-    """
+    state; at most 1,000. Empty in lists."""
 
     @property
     def raw(self) -> Mapping[str, Any]:
@@ -359,10 +358,7 @@ class ExportFiles:
         self._destination = destination
 
     async def manifest(self) -> Mapping[str, Any]:
-        """The export's manifest.
-
-        Raises NotFoundError if there is no export, ParamdError if its manifest is unreadable.
-        """
+        """The export's manifest; NotFoundError without one, ParamdError if it is unreadable."""
         try:
             found = json.loads(await self.read(MANIFEST))
             if not isinstance(found, dict) or found["paramd_export"] != 1:
@@ -392,8 +388,7 @@ class ExportFiles:
         """All parameters and buffers, by their names in the files.
 
         Raises UsageError for other formats than safetensors, DataLossError if a file does not match
-        the
-        manifest's checksum.
+        the manifest's checksum.
         """
         if manifest["format"] != SAFETENSORS.name:
             raise UsageError(
@@ -425,10 +420,7 @@ class ExportFiles:
         return found
 
     async def values(self, layout: Layout, moved: Moved) -> tuple[dict[str, torch.Tensor], str]:
-        """The value of every parameter of a layout, and a note that names their source.
-
-        Raises as `tensors` and `values_of`.
-        """
+        """All parameters' values, and a note on their source. As `tensors` and `values_of`."""
         manifest = await self.manifest()
         tensors = await self.tensors(manifest, moved)
         said = f"restored {self._destination}, step {manifest['step']} of {manifest['job']}"
@@ -478,8 +470,8 @@ def values_of(
     """The value of every parameter of a layout.
 
     `tensors` are by their names in the files; `renamed` maps names in the model to names in the
-    files,
-    where they differ. Raises NotFoundError for a missing parameter, UsageError if a shape differs.
+    files, where they differ. Raises NotFoundError for a missing parameter, UsageError if a shape
+    differs.
     """
     found: dict[str, torch.Tensor] = {}
     for one in layout.tensors:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 IDENTITY: Final = "paramd_part"
-"""Entry of a partial file's metadata: what its bytes are of, as JSON."""
+"""Entry of a partial file's metadata: the state of its bytes, as JSON."""
 
 
 def is_resumable(path: Path) -> bool:
@@ -105,11 +105,7 @@ class PartialFile:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open and lock the file for the block.
-
-        Raises ConflictError if another process downloads to this path, or a partial file is not
-        ours.
-        """
+        """Open and lock the file for the block; ConflictError if it is in use, or not ours."""
         import fcntl
 
         self._file = _open_ours(self._part)
@@ -138,7 +134,7 @@ class PartialFile:
         self.append(memoryview(header))
 
     def go_on(self, begin: int) -> None:
-        """Keep what is before `begin`, and append from there on."""
+        """Keep the bytes before `begin`, and append from there on."""
         os.ftruncate(self._file, begin)
         os.lseek(self._file, begin, os.SEEK_SET)
 
@@ -244,9 +240,9 @@ class FileLayout:
     """The file's layout at one state."""
 
     header: bytes
-    """While it is partial; names the state."""
+    """Header of the partial file; names the state."""
     final_header: bytes
-    """Equally long."""
+    """Header of the complete file; equally long."""
     order: Sequence[int]
     """Indexes in the plan, in file order."""
     ends: Sequence[int]

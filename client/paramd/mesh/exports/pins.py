@@ -93,8 +93,7 @@ def decode_plan(message: export_pb2.ExportPlan, layout: Layout) -> ExportPlan:
     """Rebuild the plan of a message from the layout.
 
     Raises UsageError as `decode_settings`, ConflictError if the digests differ: the sender's
-    version
-    plans differently.
+    version plans differently.
     """
     table = OptimizerTable.from_json(message.optimizer) if message.optimizer else None
     plan = plan_export(layout, decode_settings(message), table)
@@ -114,7 +113,7 @@ class PinnedExport:
     pinned: Pinned
     """The parameters."""
     pins: Sequence[export_pb2.ExportPin]
-    """All of them."""
+    """All pins."""
 
 
 class _Beside:
@@ -164,8 +163,7 @@ async def pin_with_optimizer(
     """Pin what `plan` reads and the optimizer's state; return the plan extended by it.
 
     `sidecars` and `plan` (made without the optimizer) are of one mesh; `deadline_s` is on the
-    monotonic
-    clock. Raises as `pin_states`.
+    monotonic clock. Raises as `pin_states`.
     """
 
     def wanted(table: OptimizerTable) -> Mapping[str, Spans]:

@@ -6,8 +6,7 @@ digests are unchanged since the last frame are not read again, unless the user h
 With deltas, only the changed elements of changed tensors are sent. Each rank's snapshot then has a
 mirror here, byte for byte. A refresh asks the rank for the changes since the mirror's step, changes
 the mirror in place, and compares every range with the rank's digest of it. Ranges that do not
-match,
-or whose base the rank no longer has, are read whole. Users get tensors made from mirrors, so
+match, or whose base the rank no longer has, are read whole. Users get tensors made from mirrors, so
 writing to one cannot spoil the next frame.
 """
 
@@ -61,7 +60,7 @@ class Refreshed:
     """The result of a refresh."""
 
     changed: tuple[int, ...]
-    """Indexes of the plan's tensors that differ from what was shown last."""
+    """Indexes of the plan's tensors that differ from the last frame."""
     sent_bytes: int
     """Bytes that came from the ranks: changes, digests, and ranges read whole."""
     changed_bytes: int
@@ -81,7 +80,7 @@ class RankMirror:
     wanted: list[bytes] = field(default_factory=list)
     """The rank's digests."""
     shown: list[bytes] = field(default_factory=list)
-    """When tensors were last made of them."""
+    """Digests when tensors were last made of the ranges."""
     base: StateName | None = None
     """The state of all that is here; None before the first refresh, or after a failed one."""
 
@@ -156,7 +155,7 @@ class Mirrors:
         Raises DataLossError if a range read whole does not match the rank's digest, else as
         `Transfer.read_parts`. Bytes that have come are kept for the next refresh.
         """
-        # None goes on into the next refresh when another one fails.
+        # No read continues into the next refresh when another one fails.
         answers = await all_ended([self._ask(reading, one) for one in self._mirrors.values()])
         asked = dict(zip(self._mirrors, answers, strict=True))
         sent_bytes = sum(found[1] for found in asked.values())
@@ -271,8 +270,7 @@ class _Handed:
 
     The user may write to them. A version counter would miss writes through `.data` or NumPy. So a
     digest of each is kept, and compared before it is returned again; it takes a sixth of the time
-    of
-    a copy into fresh memory, and no memory.
+    of a copy into fresh memory, and no memory.
     """
 
     def __init__(self, transfer: Transfer, names: Sequence[tuple[str, ...]]) -> None:
@@ -343,10 +341,7 @@ class FollowSteps:
         held.release()
 
     async def read(self, sidecars: Sidecars, at: At, dropped: int, held: PinnedStep) -> ParamFrame:
-        """The frame: changed tensors read, the others those of the last frame.
-
-        Others that the user has written to are made again.
-        """
+        """The frame: changed tensors read, others kept, those that the user wrote to made again."""
         reading = held.reading(self._wanted.transport)
         if self._mirrors is not None:
             found = await self._mirrors.refresh(reading)

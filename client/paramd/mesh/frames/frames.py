@@ -78,14 +78,14 @@ class PartialGroups:
     """The known groups of Partial gradients, by index into `GradPlan.asked`.
 
     Frames are requested ahead, so a frame may follow a plan that was made with less knowledge.
-    Whether
-    it may be read therefore depends on its own plan and its own notes, never on what is known now.
+    Whether it may be read therefore depends on its own plan and its own notes, never on what is
+    known now.
     """
 
     probing: set[int] = field(default_factory=set)
     """Known to be Partial; the next frame reads all holders to find their groups."""
     groups: dict[int, Mapping[int, int]] = field(default_factory=dict)
-    """By rank that holds a part, its group."""
+    """The group of each rank that holds a part."""
 
     def update(self, found: GradPlan, notes: Sequence[GradNote]) -> bool:
         """Take in a frame's notes; False if they contradict its plan: it is not to be read then."""
@@ -125,10 +125,7 @@ class PartialGroups:
 def ask_for(
     index: NameIndex, patterns: Sequence[Pattern], rows: int | None
 ) -> tuple[GradSelection, ...]:
-    """The gradients that match.
-
-    Raises NotFoundError as `select`; UsageError as `select`, or if `rows` is out of range.
-    """
+    """The gradients that match. Raises as `select`; UsageError if `rows` is out of range, too."""
     if rows is not None and not 1 <= rows <= MAX_ROWS:
         raise UsageError(f"rows: {rows}; expected 1 to {MAX_ROWS:,}")
     return tuple(_asked(item, rows) for item in select(index, patterns, with_buffers=False))
@@ -150,10 +147,7 @@ def _asked(item: SelectedTensor, rows: int | None) -> GradSelection:
 def make_plan(
     layout: Layout, asked: Sequence[GradSelection], learnt: PartialGroups, *, costs: Costs | None
 ) -> GradPlan:
-    """Plan the reads of `asked`, given what is known about Partial gradients.
-
-    Raises UnreachableError as `plan_read`.
-    """
+    """Plan the reads of `asked`, by what is known of Partial gradients. As `plan_read`."""
     plain: list[SelectedTensor] = []
     summed: list[SelectedTensor] = []
     numbers: list[range] = []
@@ -267,7 +261,7 @@ class GradFrame(Frame[Value]):
     read_s: float = 0.0
     """Seconds it took to read the frame after all ranks had captured it."""
     parts: InitVar[Mapping[str, Sequence[Part]] | None] = None
-    """Of each gradient; for statistics only."""
+    """Parts of each gradient; for statistics only."""
     bad_ranks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Ranks that hold NaN or infinities, by name; for statistics only."""
 

@@ -82,9 +82,9 @@ class _Asking:
 
     plan: GradPlan
     requests: Mapping[int, pb.PinSnapshotRequest]
-    """For what is read as it is; of one rank at least, if only for the step, if there is no sum."""
+    """For gradients read as they are; without sums to one rank at least, for the step."""
     sums: Mapping[int, pb.PinSnapshotRequest]
-    """For what is summed here."""
+    """For gradients that are summed here."""
     items: Items
 
 
@@ -231,10 +231,7 @@ class GradSteps:
         return values, said
 
     async def _summed(self, held: _Held) -> dict[int, torch.Tensor]:
-        """Partial gradients, summed in rank order so that the result is deterministic.
-
-        The sum is rounded once, to the wanted dtype, or to the gradient's own.
-        """
+        """Partial gradients, summed in rank order: deterministic. The sum is rounded once."""
         from paramd.mesh.frames.grad_tensors import Sums, read_tensors
 
         await self._transfer.load_torch()

@@ -121,10 +121,11 @@ class StepStream(Generic[Held, Result]):
         every: int,
         keep_all: bool = False,
     ) -> None:
-        """Args:
-        read: makes a frame of (sidecars, at, dropped, held); None drops the step.
-        every: steps are multiples of this.
-        keep_all: yield outdated captures too, for readers that want every frame.
+        """
+        Args:
+            read: makes a frame of (sidecars, at, dropped, held); None drops the step.
+            every: steps are multiples of this.
+            keep_all: yield outdated captures too, for readers that want every frame.
         """
         self._reach = reach
         self._steps = steps
@@ -148,9 +149,8 @@ class StepStream(Generic[Held, Result]):
         """The next frame.
 
         Raises StreamOverError if the training has detached or the stream was closed, ConflictError
-        for a
-        new incarnation, a trainer that ended or a torn rank, and UnreachableError if a rank did not
-        respond for `OUTAGE_S`.
+        for a new incarnation, a trainer that ended or a torn rank, and UnreachableError if a rank
+        did not respond for `OUTAGE_S`.
         """
         while not self._over:
             await self._ask_ahead()

@@ -25,7 +25,7 @@ class TensorDiff:
     norm: float
     """Norm of b - a."""
     relative: float
-    """That divided by the norm of a; infinite where a is all zeros and b is not."""
+    """The norm divided by that of a; infinite where a is all zeros and b is not."""
     norm_a: float
     norm_b: float
     cosine: float
@@ -41,8 +41,7 @@ class TensorDiff:
     """Why it was not compared: only one state has it, or the shapes differ."""
     cells: tuple[tuple[float, ...], ...] = ()
     """A heat map, if one was requested: the mean of b - a in each cell, NaN where it is not finite.
-    Rows of the grid are rows of the tensor; dims beyond the second count as columns.
-    """
+    Rows of the grid are rows of the tensor; dims beyond the second count as columns."""
 
 
 class Diff(Table[TensorDiff]):
@@ -74,7 +73,7 @@ class Diff(Table[TensorDiff]):
 
 
 def order(row: TensorDiff) -> tuple[bool, float, str]:
-    """Of the rows of a `Diff`."""
+    """Sort key of the rows of a `Diff`."""
     relative = row.relative if not math.isnan(row.relative) else math.inf
     return bool(row.problem), -relative, row.name
 

@@ -144,7 +144,7 @@ def stored_state(path: Path, patterns: Sequence[Pattern]) -> State:
 
 
 def matching(found: Mapping[str, Value], patterns: Sequence[Pattern]) -> dict[str, Value]:
-    """What matches, in order."""
+    """The matching items, in order."""
     names, mask = Names(list(found)), 0
     for pattern in each_pattern(patterns):
         mask |= names.resolve(pattern)[0]
@@ -213,7 +213,7 @@ async def compute_diff(
 
 
 def check_order(a: Source, b: Source) -> None:
-    """Raises UsageError for what is no source, or for steps that come in the wrong order."""
+    """Raise UsageError for an invalid source, or steps in the wrong order."""
     for name, one in (("a", a), ("b", b)):
         if isinstance(one, bool) or one is None or (isinstance(one, int) and one < 0):
             raise UsageError(

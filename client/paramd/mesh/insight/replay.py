@@ -33,7 +33,7 @@ FEW = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayRow:
-    """One tensor of an update that was made again."""
+    """One tensor of a repeated update."""
 
     name: str
     """Name of the parameter; of several that share one flat parameter, all of them."""
@@ -42,17 +42,17 @@ class ReplayRow:
     numel: int
     """Elements on this rank."""
     differing: int
-    """Elements that the update left other than the arithmetic makes them."""
+    """Elements that differ from the recomputed ones."""
     element: int
     """The first of them, counted in this rank's memory; -1 for none."""
     bits: tuple[int, ...]
     """The bits that differ, 0 the lowest."""
     refused: str
-    """Why it was not made again; empty: it was."""
+    """Why it was not repeated; empty: it was."""
 
 
 class Replay(Table[ReplayRow]):
-    """An update of one rank, made again: what differs first."""
+    """A repeated update of one rank; differing tensors first."""
 
     columns = (
         ("name", lambda row: row.name),
@@ -183,7 +183,7 @@ async def _one(
 
 
 def spans_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> list[tuple[int, int]]:
-    """The bytes of all optimizers' parameters on a rank that have a piece of what is chosen."""
+    """The bytes of all optimizers' parameters on a rank that have a chosen piece."""
     return joined(
         {(param["begin"], param["end"]) for param, _ in _params_of(facts, rank, chosen)}, 0
     )

@@ -38,7 +38,7 @@ class Alert(Document):
     slow-rank, stuck, stall-budget, layout-mismatch, certificate or logged-number; docs/alerts.md
     says more."""
     subject: str
-    """What it concerns: a rank, a tensor, the mesh."""
+    """The subject: a rank, a tensor, the mesh."""
     severity: str
     """warning or critical."""
     state: str
@@ -268,8 +268,7 @@ class RankLog(Document):
     rank: int
     error: str
     """Why its sidecar did not answer, so that only logs on the control plane's host are here;
-    empty when it did.
-    """
+    empty when it did."""
     logs: tuple[LogTail, ...]
     """The sidecar's first."""
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MAX_K = 32
 SPARE = 4
-"""Columns of a block beyond the k that are asked for."""
+"""Columns of a block beyond the requested k."""
 
 EXACT_BELOW = 128
 """Shorter sides up to this length are exhausted."""
@@ -121,10 +121,7 @@ async def compute_spectrum(
 
 
 async def spectrum_of(reading: Reading, plan: ReadPlan, *, k: int) -> Spectrum:
-    """The spectrum of a plan's only tensor while it is pinned.
-
-    Raises UsageError unless that is exactly one matrix of floating-point numbers.
-    """
+    """The spectrum of a plan's only tensor, pinned; UsageError unless it is a matrix of floats."""
     check_matrix(plan)
     tensor = plan.tensors[0]
     shards = _Shards(reading, plan, matrix_of(tensor.shape))

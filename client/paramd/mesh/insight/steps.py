@@ -46,7 +46,7 @@ class Facts:
 
     @classmethod
     def parse(cls, data: bytes) -> Facts:
-        """Raises DataLossError: not what a sidecar sends."""
+        """Raises DataLossError if it is no sidecar's report."""
         try:
             found = json.loads(zlib.decompressobj().decompress(data, MAX_FACTS_BYTES))
             return cls(
@@ -58,9 +58,7 @@ class Facts:
     def param_at(self, arena_byte: int) -> Mapping[str, Any] | None:
         """The optimizer's parameter that has this byte of the arena."""
         index = bisect_right(self.params, arena_byte, key=lambda one: one["begin"]) - 1
-        if index < 0 or arena_byte >= self.params[index]["end"]:
-            return None
-        return self.params[index]
+        return None if index < 0 or arena_byte >= self.params[index]["end"] else self.params[index]
 
     def group_of(self, param: Mapping[str, Any]) -> Mapping[str, Any]:
         """The hyper-parameters of a parameter."""
@@ -86,8 +84,7 @@ async def hold(
     parameters of the same spans.
 
     Raises AbortedError if a rank missed the step, ConflictError if it does not keep its state in
-    shared
-    memory, NotFoundError if its optimizer has no such state, else as `hold_step`.
+    shared memory, NotFoundError if its optimizer has no such state, else as `hold_step`.
     """
     more: dict[str, Any] = {"source": pb.SOURCE_GRADIENTS} if key is None else {}
     if key:
@@ -126,8 +123,7 @@ async def pin_step(
     """Pin a step to come on all ranks; `stack` releases it.
 
     Raises ConflictError if the step is past or training ended before it, DeadlineError if it did
-    not
-    come in time, else as `hold_step`.
+    not come in time, else as `hold_step`.
     """
     spans = {read.rank: read.spans for read in plan.ranks}
     try:

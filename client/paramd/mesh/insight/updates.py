@@ -67,7 +67,7 @@ class UpdateRow(Document):
     """The norm divided by the root of the number of elements."""
     max_abs: Finite
     weight_norm: Finite
-    """Before it."""
+    """Norm of the weight before the update."""
     ratio: Finite
     """norm / weight_norm; NaN for a weight of zeros."""
     changed: int

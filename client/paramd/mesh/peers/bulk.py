@@ -88,11 +88,7 @@ class BulkStream:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def window(self) -> streams.Window:
-        """The next window's header. Blocks.
-
-        Raises ParamdError for a reported error or a malformed header; EOFError or OSError: broken
-        off.
-        """
+        """The next window's header. Blocks. ParamdError: reported or malformed; else broken off."""
         window = streams.read_window(self.exactly(streams.WINDOW_HEADER_BYTES))
         if window.kind == streams.FAILED:
             raise streams.error_of(window.xxh3, self.exactly(window.size))

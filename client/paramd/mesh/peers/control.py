@@ -35,7 +35,7 @@ from paramd.security.tls import IF_MOVED, ClientTls, Pems, https_context, not_ac
 REST_TIMEOUT_S = 5.0
 """Default timeout of one REST request."""
 STARTING_S = 20.0
-"""That of the first ones, at least: a control plane is announced before it has loaded its parts."""
+"""Least timeout of the first ones: a control plane is announced before its parts are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,7 @@ class JobDocument:
     """For mtls:// addresses; None when there are none."""
 
     def peer(self, rank: int) -> PeerAddress:
-        """Addresses of the sidecar of `rank`.
-
-        Raises RankUnreachableError if it has not joined, has left, or listens on another host's
-        loopback.
-        """
+        """The sidecar's addresses; RankUnreachableError: absent, or on another host's loopback."""
         if rank not in self.peers:
             raise RankUnreachableError(
                 rank,

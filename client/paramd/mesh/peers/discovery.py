@@ -41,7 +41,7 @@ TICKET_MARGIN_S = 60.0
 """A ticket is renewed this long before it expires, or a third of its lifetime if shorter."""
 
 AGAIN_S = 0.2
-"""Between two tries of a request."""
+"""Seconds between two tries of a request."""
 
 PAGE = 200
 """Items of a list in one response."""
@@ -120,8 +120,7 @@ class SidecarFinder:
         """Read the job's document.
 
         Raises UnreachableError, DeniedError or NotFoundError; UsageError if no job was named and
-        there
-        is not exactly one.
+        there is not exactly one.
         """
         if self._job is None:
             jobs = await self._directory.jobs()
@@ -317,7 +316,7 @@ def _identity(document: JobDocument) -> tuple[int, str]:
 
 
 def segment(name: str) -> str:
-    """Whatever a caller gives as a name or an id, as one segment of a path."""
+    """A caller's name or id as one segment of a path."""
     return quote(name, safe="")
 
 

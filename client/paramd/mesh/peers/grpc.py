@@ -126,10 +126,7 @@ def no_way(rank: int, address: str, host: str, here: str) -> str:
 
 
 def check_way(rank: int, address: str, host: str) -> None:
-    """Raise RankUnreachableError if `no_way` gives a reason.
-
-    Without this check the call would reach an unrelated process on this host's loopback.
-    """
+    """Raise RankUnreachableError if `no_way` gives a reason, or a stranger would answer."""
     if reason := no_way(rank, address, host, host_id()):
         raise RankUnreachableError(rank, reason)
 
@@ -262,8 +259,7 @@ Result = TypeVar("Result")
 _open: weakref.WeakSet[Channels] = weakref.WeakSet()
 _parents: list[Channels] = []
 """Channels that were open when this process was forked: gRPC's threads, which all other calls
-need, are the parent's.
-"""
+need, are the parent's."""
 os.register_at_fork(after_in_child=lambda: _parents.extend(_open))
 
 
@@ -304,10 +300,7 @@ class Channels:
         self._retired: list[grpc.aio.Channel] = []
         self._stream_tls: tuple[tuple[int, ...], ssl.SSLContext] | None = None
         self.without_streams: dict[str, float] = {}
-        """Addresses of sidecars whose port for streams could not be reached, each with the time of
-        the
-        next attempt, on the monotonic clock.
-        """
+        """Addresses whose port for streams failed: time of the next try, on the monotonic clock."""
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` ("host:port", or "grpcs://host:port"). No connection yet.
@@ -415,8 +408,7 @@ class Channels:
         """The chunks of a snapshot. Closing the iterator cancels the call.
 
         Raises gRPC's errors: the caller decides whether and where to resume. Raises as
-        `Asked.check`
-        before the first chunk.
+        `Asked.check` before the first chunk.
         """
         call = self.channel(asked.address).unary_stream(
             "/paramd.v1.SidecarService/ReadSnapshot",
@@ -519,10 +511,7 @@ async def ended(futures: Iterable[asyncio.Future[Any]]) -> None:
 async def all_ended(
     work: Iterable[Awaitable[Result]], undo: Callable[[Result], object] = lambda result: None
 ) -> list[Result]:
-    """Run all concurrently; if one fails, cancel the others and `undo` finished ones.
-
-    Returns, or raises, once all have ended.
-    """
+    """Run all concurrently; after a failure cancel the rest, `undo` finished ones; await all."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

@@ -53,7 +53,7 @@ class RankPin:
     rank: int
     snapshot_id: str
     state: StateName
-    """Of the bytes."""
+    """State of the bytes."""
     size_bytes: int
     lease_s: float
     iteration: int = -1
@@ -89,7 +89,7 @@ class Pinned:
     """Snapshots of all needed ranks at one state."""
 
     state: StateName
-    """Of all of them."""
+    """State of all of them."""
     pins: Mapping[int, RankPin]
     unsettled: bool = False
     """On some rank training has not continued since the update that made its step."""
@@ -130,10 +130,7 @@ class PinKind:
 
 
 def one_step(pins: Sequence[RankPin]) -> StateName | None:
-    """The state that all pins share, or None.
-
-    Raises ConflictError if ranks made the same step in different iterations.
-    """
+    """The state that all pins share, or None; ConflictError: one step, several iterations."""
     found = {pin.state for pin in pins}
     if len(found) != 1:
         return None

@@ -35,8 +35,7 @@ MOMENT_S = 0.25
 
 REST_NS = 20_000_000
 """After this long at rest, in nanoseconds, a rank is assumed to wait for data or to evaluate:
-snapshots can be made of a resting state, live reads cannot.
-"""
+snapshots can be made of a resting state, live reads cannot."""
 
 _LOOK_S = 100e-6
 _BYTES_PER_S = 4e9
@@ -75,10 +74,7 @@ class LivePage:
 
 
 class LiveRank:
-    """Spans of one rank's arena, readable at the offsets of their concatenation.
-
-    Takes over both descriptors, even on failure.
-    """
+    """Spans of one rank's arena, by offsets of their concatenation. Owns both descriptors."""
 
     def __init__(
         self, rank: int, page: int, arena: int, arena_bytes: int, spans: Sequence[tuple[int, int]]
@@ -104,10 +100,7 @@ class LiveRank:
         self._ends = list(accumulate(end - begin for begin, end in spans))
 
     def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
-        """Copy bytes of the spans to `address`. Thread-safe; releases the GIL.
-
-        Raises OvertakenError if the state is over.
-        """
+        """Copy bytes to `address`, thread-safe, without the GIL. OvertakenError: outdated state."""
         target = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
         done = 0
         while done < size_bytes:

@@ -110,10 +110,7 @@ class Pinner:
         unsettled: bool = False,
         mark: str = "",
     ) -> Pinned:
-        """Snapshots of `spans` at one step; the caller renews and releases their leases.
-
-        Args, Raises: as `pinned`.
-        """
+        """Snapshots of `spans` at one step, leased until the caller releases them. As `pinned`."""
         how = PinKind(with_buffers=with_buffers, unsettled=unsettled, mark=mark)
         reason = ""
         backoff_s = _FIRST_BACKOFF_S

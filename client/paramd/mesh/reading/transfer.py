@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from paramd.mesh.reading.assemble import SnapshotView, Targets
 
 REACH_S: Final = 8.0
-"""For a sidecar to try the other hosts, which takes 3 s where one does not answer."""
+"""Time limit, in seconds, for a sidecar to try the other hosts: 3 s without an answer."""
 
 # A sidecar responds within milliseconds; a stopped one must be detected soon.
 _ANSWER_S = 1.5
@@ -124,7 +124,7 @@ class Reach:
     to: int
     """The first rank of the other host; -1 for the control plane."""
     address: str
-    """That was dialled."""
+    """The dialled address."""
     reason: str
     """Why there was no answer; empty when there was one."""
     took_s: float
@@ -166,8 +166,7 @@ class SharedSnapshot:
         """Get the memory from the sidecar. Blocks, for a few seconds at most.
 
         Raises UnreachableError if the right sidecar does not respond at the socket, DeniedError if
-        it
-        refused the ticket, NotFoundError if the lease ended.
+        it refused the ticket, NotFoundError if the lease ended.
         """
         connection = handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S)
         try:
@@ -231,10 +230,7 @@ class SharedSnapshot:
 
 
 def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveRank:
-    """Get page and arena of a rank from its sidecar. Blocks, for a few seconds at most.
-
-    Raises ParamdError if its sidecar does not respond, or refused.
-    """
+    """A rank's page and arena from its sidecar; blocks for seconds. ParamdError: refused."""
     message = {
         "op": "live",
         "ticket": document.ticket,
@@ -331,10 +327,7 @@ class Transfer:
         self._copiers.shutdown()
 
     async def load_torch(self) -> None:
-        """Import torch off the event loop, as the first import takes seconds.
-
-        Raises UsageError if torch cannot be imported.
-        """
+        """Import torch off the event loop, since that takes seconds; UsageError without torch."""
         if "paramd.mesh.reading.assemble" in sys.modules:
             return
         try:
@@ -488,10 +481,7 @@ class Transfer:
             await all_ended(works)
 
     async def view(self, reading: Reading, chosen: Chosen, stack: AsyncExitStack) -> SnapshotView:
-        """Shards in the sidecars' memory, released when `stack` exits.
-
-        Raises UnreachableError if a needed rank is not on this host.
-        """
+        """Shards in the sidecars' memory until `stack` exits; UnreachableError: another host."""
         from paramd.mesh.reading.assemble import SnapshotView
 
         shared = await self._share(replace(reading, transport="same-host"), stack)

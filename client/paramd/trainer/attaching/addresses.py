@@ -39,7 +39,7 @@ _DISCARD_PORT = 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostView:
-    """What a rank sees of its host. Absent values are empty."""
+    """A rank's view of its host. Absent values are empty."""
 
     host_id: str
     hostname: str
@@ -85,10 +85,7 @@ def look(settings: AttachSettings, environment: Mapping[str, str] = os.environ) 
 
 
 def needs_own_tls(views: Sequence[HostView]) -> bool:
-    """Whether the ranks are on several hosts and paramd has to provide TLS.
-
-    Raises UsageError if the operator gave TLS files to some ranks only.
-    """
+    """Whether several hosts need paramd's TLS; UsageError if only some ranks have TLS files."""
     if all(same_network(view.host_id, views[0].host_id) for view in views):
         return False
     without = [rank for rank, view in enumerate(views) if not view.own_files]
@@ -161,10 +158,7 @@ Together = Callable[[Callable[[], dict[str, Any]]], list[dict[str, Any]]]
 
 
 def meet(together: Together, rank: int, settings: AttachSettings) -> Meeting | None:
-    """Agree on all ranks' addresses; None if paramd makes no certificates. Collective.
-
-    Raises UsageError as `needs_own_tls` and `choose`, on any rank.
-    """
+    """All ranks' addresses, or None without own TLS. Collective. As `needs_own_tls`, `choose`."""
     views = [HostView(**told) for told in together(lambda: asdict(look(settings)))]
     if not needs_own_tls(views):
         return None

@@ -114,8 +114,7 @@ class Attachment:
         self._tracking: Tracking | None = None
         self.resumed = resumed
         """The state from which this training resumed (`step`, `how`, `lost_steps`, `reason`); None
-        after a fresh start.
-        """
+        after a fresh start."""
         self.job = identity.job
         self.incarnation = identity.incarnation
         self.rank = identity.rank

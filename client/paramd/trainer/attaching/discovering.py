@@ -232,9 +232,7 @@ class Discovering:
             # A warning, because most scripts set up no logging and would not show an info.
             tell = log.info if choice.how == "fresh" and not choice.lost_steps else log.warning
             tell("paramd: job %r %s", self._job, succession.said())
-        if choice.how == "fresh":
-            return found
-        return replace(found, first_step=choice.mark.step)
+        return found if choice.how == "fresh" else replace(found, first_step=choice.mark.step)
 
     def identify(self) -> Identity:
         """Rank 0 obtains the next incarnation, the job's keys, and a ticket for each rank."""

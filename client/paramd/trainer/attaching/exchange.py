@@ -202,7 +202,9 @@ class Exchange:
             room = max(room, -size)
         if size <= SHORT_BYTES:
             return begin
-        return begin + self._broadcast(torch.frombuffer(_rest(told, size), dtype=torch.uint8))
+        # Ranks without the rest receive it.
+        rest = bytearray(told[SHORT_BYTES:]) if told else bytearray(size - SHORT_BYTES)
+        return begin + self._broadcast(torch.frombuffer(rest, dtype=torch.uint8))
 
     def _at_first(self, data: bytes, room: int) -> list[tuple[int, bytes]]:
         """Size and the first `room` bytes of all ranks' data, on rank 0; empty on the others."""
@@ -272,11 +274,6 @@ def _unframed(frame: bytes) -> tuple[int, bytes]:
     """The size, and the part of the data that was framed."""
     size: int = _SIZE.unpack_from(frame)[0]
     return size, frame[_SIZE.size : _SIZE.size + max(size, 0)]
-
-
-def _rest(told: bytes, size: int) -> bytearray:
-    """The bytes that do not fit into a frame; on the other ranks, a buffer for them."""
-    return bytearray(told[SHORT_BYTES:]) if told else bytearray(size - SHORT_BYTES)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -246,7 +246,7 @@ class Stages(Discovering):
         )
 
     def _take_over(self, sidecar: SidecarLink, identity: Identity, found: Found) -> None:
-        """Hand the sidecar the memory that a predecessor left, if training resumes in it."""
+        """Hand the sidecar an earlier trainer's memory, if training resumes in it."""
         succession = self._succession
         if succession is None or succession.resumed is None:
             return

@@ -1,1 +1,1 @@
-"""What happens between two updates: rounds, edits, holds, moments, gradients."""
+"""The work between two updates: rounds, edits, holds, moments, gradients."""

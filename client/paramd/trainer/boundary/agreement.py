@@ -203,10 +203,7 @@ class Agreement:
         return True
 
     def collect(self) -> Round | None:
-        """Count a boundary and collect the round in flight, if any.
-
-        After AgreementLost this object must not be used.
-        """
+        """Count a boundary and collect the round in flight, if any; AgreementLost is final."""
         self._boundary += 1
         return self._collected() if self._work is not None else None
 
@@ -319,9 +316,7 @@ class Agreement:
 
 def idle_interval(step_time_ns: int, round_ns: int = IDLE_ROUND_NS) -> int:
     """Boundaries between rounds when nothing is pending; 1 while the step time is unknown."""
-    if step_time_ns <= 0:
-        return 1
-    return min(MAX_INTERVAL, max(1, round_ns // step_time_ns))
+    return 1 if step_time_ns <= 0 else min(MAX_INTERVAL, max(1, round_ns // step_time_ns))
 
 
 def quiet_interval(step_time_ns: int) -> int:

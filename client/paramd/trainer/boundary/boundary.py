@@ -63,8 +63,7 @@ LOOK_S = 0.1
 
 SOON_S, SOON_FOR_S = 0.005, 1.0
 """Poll interval after LOOK_WANTED was raised, and its duration, in seconds: readers of a resting
-state come in bursts.
-"""
+state come in bursts."""
 
 LEFT_AT_REST = (
     "parameters were replaced after the last update, and training has not gone on since; they are "
@@ -115,11 +114,12 @@ class Boundary:
         always_strict: str = "",
         after_edit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Args:
-        order: as of `TrainerGate`.
-        settles: called with the step at every proven boundary, while SEQ is odd; must not
-            raise.
-        always_strict: the parts of the model that change parameters outside updates.
+        """
+        Args:
+            order: as of `TrainerGate`.
+            settles: called with the step at every proven boundary, while SEQ is odd; must not
+                raise.
+            always_strict: the parts of the model that change parameters outside updates.
         """
         self._page = page
         self._words = page.words

@@ -116,9 +116,10 @@ class Editor:
         mirror: MirroredHome | None = None,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """Args:
-        mirror: the home of the parameters when they are not in the arena.
-        finish: waits until a device has done what training queued.
+        """
+        Args:
+            mirror: the home of the parameters when they are not in the arena.
+            finish: waits until a device has done what training queued.
         """
         self._finish = finish
         self._words = page.words
@@ -269,8 +270,7 @@ class Editor:
         """Populate the page tables of the spans that are not known to be present.
 
         So applying neither pays for first touches nor fails on one. Raises ExhaustedError if a
-        range
-        is not reserved and the machine is out of memory.
+        range is not reserved and the machine is out of memory.
         """
         # Read before faulting in: a hole punched meanwhile changes the count and voids the result.
         holes, (seen, known) = self._words[Word.EDIT_HOLES], self._present

@@ -266,9 +266,7 @@ def _copy_local(
             target.copy_(piece, non_blocking=divisor == 1)
             if divisor != 1:
                 target.div_(divisor)
-    if group == 0:
-        return []
-    return [Note(begin, 0, group) for begin in _begins(source)]
+    return [] if group == 0 else [Note(begin, 0, group) for begin in _begins(source)]
 
 
 def _copy_slices(source: Source, whole: torch.Tensor, room: Room) -> list[Note]:

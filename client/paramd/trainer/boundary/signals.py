@@ -61,10 +61,7 @@ STAGES = "torch.distributed.pipelining.stage"
 
 
 class Followed(Collection[torch.optim.Optimizer]):
-    """The optimizers over a model's parameters, held weakly.
-
-    Those given to `attach` come first, then others in order of their first step.
-    """
+    """The optimizers over a model, held weakly: given ones first, others by their first step."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = (
@@ -156,8 +153,7 @@ class Signals:
         """The backward of one of its forwards has begun.
 
         `within`: the backward in which that forward ran, or -1. Reentrant checkpointing computes
-        the
-        forward again there, and runs a separate backward for it.
+        the forward again there, and runs a separate backward for it.
         """
         self._silent = 0
         if id(module) not in self._staged:
@@ -387,7 +383,7 @@ class BackwardUpdate:
             _at_the_end(partial(self._last, thread, now))
             self._running[thread] = now, _depth()
         except RuntimeError:
-            # Compiled autograd may take no callbacks; then each step is an update of its own.
+            # Compiled autograd may take no callbacks; then each step is a separate update.
             self._running.pop(thread, None)
 
     def begins(self) -> bool:
@@ -402,7 +398,7 @@ class BackwardUpdate:
         return True
 
     def _last(self, thread: int, now: int) -> None:
-        # FSDP reduces the root's gradients in a callback of its own, which may be after this.
+        # FSDP reduces the root's gradients in another callback, which may be after this.
         _at_the_end(partial(self._over, thread, now))
 
     def _over(self, thread: int, now: int) -> None:

@@ -37,9 +37,10 @@ class StandIns:
         digest: Callable[[], int],
         say: Callable[..., None],
     ) -> None:
-        """Args:
-        digest: of the samples as they are now; constant where the arena is a mirror.
-        say: publishes why the parameters are not served.
+        """
+        Args:
+            digest: of the samples as they are now; constant where the arena is a mirror.
+            say: publishes why the parameters are not served.
         """
         self._words = page.words
         self._gate = gate

@@ -199,10 +199,8 @@ class ControlLink:
         """Start it, and keep it up from now on even if this first start fails.
 
         `resumes`: training resumes from memory and waits only until the addresses are known;
-        clients
-        wait for the rest, and exports are not listed. Raises UnreachableError if it did not come
-        up;
-        its log has the reason.
+        clients wait for the rest, and exports are not listed. Raises UnreachableError if it did not
+        come up; its log has the reason.
         """
         try:
             pidfd = self._start(resumes=resumes)

@@ -92,10 +92,7 @@ class Insight:
         return message, [theirs.detach(), os.dup(self._dump)]
 
     def log(self, step: int, numbers: Mapping[str, float | torch.Tensor]) -> None:
-        """Queue numbers of a step for the sidecar; never blocks. UsageError: a name or value is
-        invalid,
-        and none is kept.
-        """
+        """Queue numbers for the sidecar; never blocks. UsageError: one is invalid, none kept."""
         checked = checked_numbers(numbers)
         self._pending.append(_Entry(step, now_s(), checked, _computed(checked)))
         if self._idle:

@@ -174,8 +174,7 @@ class SidecarLink:
         self.descriptors: Descriptors | None = None
         self.continues = (0, 0, -1)
         """Lineage, the lineage it becomes, and the step up to which the sidecar keeps standing
-        snapshots; 0 drops them all.
-        """
+        snapshots; 0 drops them all."""
         own = identity.own_tls
         self._pems = own.pems if own is not None else None
         self.insight = Insight()
@@ -183,11 +182,7 @@ class SidecarLink:
         self.address = ""
 
     def open(self) -> None:
-        """Reach or start a sidecar and attach to it.
-
-        Raises ConflictError if the sidecar there belongs to a live trainer, ParamdError if none
-        starts.
-        """
+        """Reach or start a sidecar and attach to it; ConflictError if its trainer is alive."""
         self._attach(self._reach())
 
     def own_descriptors(self) -> Descriptors:

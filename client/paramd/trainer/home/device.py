@@ -97,10 +97,11 @@ class DeviceState(MappedBytes):
         allocations: Sequence[Allocation],
         add: Callable[[int], object],
     ) -> None:
-        """Args:
-        size_bytes: maximum size; takes addresses alone.
-        allocations: the existing memory; `add` appends to it.
-        add: has the sidecar make more, of at least this many bytes.
+        """
+        Args:
+            size_bytes: maximum size; takes addresses alone.
+            allocations: the existing memory; `add` appends to it.
+            add: has the sidecar make more, of at least this many bytes.
         """
         super().__init__(
             Addresses(device.driver, device.device, size_bytes), device=place, size_bytes=size_bytes
@@ -117,17 +118,13 @@ class DeviceState(MappedBytes):
         """Whether a state tensor is on this device.
 
         With the simulated driver, tensors that have dimensions count as on the device, and the
-        rest,
-        such as counts of steps, as in host memory: torch's own default.
+        rest, such as counts of steps, as in host memory: torch's own default.
         """
         simulated = self._device.type == "cpu"
         return tensor.device == self._device and not (simulated and tensor.dim() == 0)
 
     def reserve(self, begin: int, end: int) -> None:
-        """Have memory up to `end`. Raises ExhaustedError if the device has no more,
-        UnreachableError
-        if no sidecar answers.
-        """
+        """Have memory up to `end`; ExhaustedError: none left, UnreachableError: no sidecar."""
         self._map_new()
         mapped = self._mapped
         while mapped.mapped_bytes < end:
@@ -212,11 +209,7 @@ class DeviceHome(ParameterStorage):
     device: TrainerDevice
 
     def __init__(self, model: nn.Module, device: TrainerDevice, place: torch.device) -> None:
-        """
-        Args:
-            device: where the parameters are.
-            place: the same for torch; the processor with the simulated driver.
-        """
+        """`place` is the parameters' device for torch; the processor with the simulated driver."""
         self.device = device
         self._place = place
         self._align_bytes = align_bytes(place)

@@ -138,8 +138,8 @@ class MirroredHome(ParameterStorage):
         """Copy what an agreed capture wants into the arena, buffers included.
 
         First waits, within the stall budget, for a sidecar still copying from it; all of this
-        counts
-        as a stall. Raises ConflictError if a tensor's layout changed: this rank misses the request.
+        counts as a stall. Raises ConflictError if a tensor's layout changed: this rank misses the
+        request.
         """
         if request.argument == 0:
             return
@@ -253,10 +253,7 @@ class DeviceCopies:
         self._pinned = size_bytes > 0 and _register(address, size_bytes)
 
     def to_host(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Fill each target, in host memory, from its source on any device.
-
-        Ordered after everything the training has queued on its current streams.
-        """
+        """Fill host targets from sources on any device, after all work on current streams."""
         used: dict[torch.device, torch.Stream] = {}
         for target, source in zip(targets, sources, strict=True):
             if source.device.type == "cpu":

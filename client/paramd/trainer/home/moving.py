@@ -399,10 +399,7 @@ class BufferCopies:
         self._targets = [_target(arena, shard, begin) for shard, begin in placed]
 
     def refresh(self) -> None:
-        """Copy all buffers as they are now.
-
-        Raises BufferChangedError if a shape changed, or a dtype to one that does not fit.
-        """
+        """Copy all buffers; BufferChangedError: another shape, or a dtype that does not fit."""
         with torch.no_grad():
             # One by one: `_foreach_copy_` takes no mixture of devices.
             for live, target in self._pairs():

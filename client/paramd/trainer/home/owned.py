@@ -237,10 +237,7 @@ class ParameterStorage:
         self._move(arena, filled=True)
 
     def adopt(self, arena: Memory) -> None:
-        """As `move_in`, but parameters and buffers take their values from `arena`.
-
-        Their own are dropped, and no parameter's bytes are touched.
-        """
+        """As `move_in`, but with the values in `arena`; no parameter's bytes are touched."""
         self._move(arena, filled=False)
 
     def _move(self, arena: Memory, *, filled: bool) -> None:
@@ -340,8 +337,7 @@ class ParameterStorage:
         names.
 
         Only inside an update, since it writes the arena. Raises ConflictError, with nothing done,
-        if
-        names, shape, dtype, strides or placement changed, parameters newly share memory, or
+        if names, shape, dtype, strides or placement changed, parameters newly share memory, or
         something else still uses the memory a parameter left.
         """
         assert self._watch is not None, "move_in comes first"
@@ -377,10 +373,7 @@ class ParameterStorage:
         ]
 
     def gathered(self) -> bool:
-        """Whether `fully_shard` has unsharded parameters in use, as after `unshard()`.
-
-        The next forward would not see writes to the shards.
-        """
+        """Whether `fully_shard` has unsharded parameters in use, which miss writes to shards."""
         return fsdp.has_gathered(self._model.modules())
 
     def restore_buffers(self) -> None:
@@ -389,18 +382,12 @@ class ParameterStorage:
         self._buffers.restore()
 
     def copy_buffers(self) -> None:
-        """Copy all persistent buffers into the arena, as they are now.
-
-        Raises ConflictError if a shape changed, or a dtype to one that does not fit.
-        """
+        """Copy all persistent buffers into the arena; ConflictError if one no longer fits."""
         assert self._buffers is not None, "move_in comes first"
         self._buffers.refresh()
 
     def move_out(self) -> None:
-        """Point all tensors at private memory with the same bytes. Idempotent.
-
-        Afterwards no tensor known to Python uses the arena.
-        """
+        """Move all tensors that Python knows to private memory, same bytes. Idempotent."""
         self._close_watch()
         inside = Ranges(moving.storage_range(base) for base in self._bases)
         if not inside.items:

@@ -68,10 +68,7 @@ def unflatten(
 
 
 def matching(spec: DTensorSpec, local: torch.Tensor) -> DTensorSpec:
-    """The spec for this local tensor, whose dtype may have changed since.
-
-    Raises UsageError if the tensor does not have this rank's local shape.
-    """
+    """The spec for a local tensor, perhaps of another dtype; UsageError: not this rank's shape."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

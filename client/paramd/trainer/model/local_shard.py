@@ -53,10 +53,7 @@ def of_class(value: object, module_name: str, class_name: str) -> bool:
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules in tree order, each with its name prefix ("" or "blocks.0.").
-
-    A module registered twice appears twice, as in a state dict.
-    """
+    """All modules in tree order with name prefixes, repeated as in a state dict."""
     wrappers = [
         (cls, inner)
         for module_name, class_name, inner in _WRAPPERS

@@ -58,8 +58,7 @@ class Partitions(Protocol):
 
     def unlisted(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
         """The partitions that none of this optimizer's groups lists between two steps, each with
-        the
-        index of its group.
+        the index of its group.
         """
 
     def refresh(self) -> None:

@@ -119,10 +119,7 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def dense_parts(fqn: str, boxes: list[tuple[Box, torch.Tensor]]) -> list[tuple[Box, torch.Tensor]]:
-    """Cut boxes whose memory has gaps into dense ones.
-
-    Raises ConflictError if elements share memory, or too many parts would be needed.
-    """
+    """Cut boxes with gaps into dense ones; ConflictError: shared memory, or too many parts."""
     parts: list[tuple[Box, torch.Tensor]] = []
     for box, view in boxes:
         for part in _dense(box, view):

@@ -43,10 +43,7 @@ MOST_DEPTH = 100
 
 
 def encode(value: object, *, name: str = "") -> bytes:
-    """`value` as bytes. `name` begins the path in errors.
-
-    Raises UsageError for a part that has no form, with its path and type.
-    """
+    """`value` as bytes; UsageError names the path, from `name` on, of a part without a form."""
     blobs = bytearray()
     text = json.dumps(_encoded(value, name, blobs, MOST_DEPTH), separators=(",", ":")).encode()
     return _SIZE.pack(len(text)) + text + bytes(blobs)

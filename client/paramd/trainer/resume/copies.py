@@ -107,10 +107,7 @@ def _sources(
 
 
 def left_behind(socket_path: Path, rank: int, hosts: Sequence[str]) -> dict[int, Path]:
-    """Sockets of sidecars here whose ranks are on other hosts now, by rank.
-
-    Only the first rank of a host looks after them.
-    """
+    """Sockets, by rank, of sidecars here whose ranks moved away; the host's first rank has them."""
     here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     found = {}
     if rank == here[0]:
@@ -159,10 +156,7 @@ class Copies:
     def prepare(
         self, mark: Mark, found: Mapping[int, int], offers: Sequence[RankOffer]
     ) -> list[Damaged]:
-        """Map and check the copies that this rank gives, and make room for the one that it gets.
-
-        Returns the copies found damaged.
-        """
+        """Map and check copies to give, and make room for the one to get; return damaged ones."""
         damaged = []
         for rank, holder in found.items():
             if holder == self._rank:
@@ -180,11 +174,7 @@ class Copies:
     def exchange(
         self, found: Mapping[int, int], group: dist.ProcessGroup | None
     ) -> tuple[dict[str, Any], memoryview] | None:
-        """Send and receive; all ranks of `found` call it. Returns what this rank received, if
-        anything.
-
-        Raises DataLossError if it differs from what was sent.
-        """
+        """Send and receive, on all ranks of `found`; DataLossError if this rank's copy differs."""
         got = None
         # In the same order on all ranks, so that none waits for one that waits for it.
         for rank, holder in sorted(found.items()):

@@ -109,8 +109,7 @@ class Exported:
         """Check that the export is complete and of this model; return a digest of its description.
 
         `share`: this rank's number among those of its host and their count; together they compare
-        the
-        checksums of all files. Raises ParamdError or OSError, with the reason, if it cannot be
+        the checksums of all files. Raises ParamdError or OSError, with the reason, if it cannot be
         used.
         """
         if self.offered.format != SAFETENSORS.name:

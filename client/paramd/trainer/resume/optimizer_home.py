@@ -57,9 +57,10 @@ class Places:
     """The places of one memory. Training thread only."""
 
     def __init__(self, memory: SparseMemory | DeviceState, *, first: int, align_bytes: int) -> None:
-        """Args:
-        first: the place of the memory's first byte.
-        align_bytes: torch's alignment there; addresses keep their values modulo this.
+        """
+        Args:
+            first: the place of the memory's first byte.
+            align_bytes: torch's alignment there; addresses keep their values modulo this.
         """
         self.memory = memory
         self.first = first
@@ -145,10 +146,11 @@ class OptimizerHome:
         *,
         resumable: bool = True,
     ) -> None:
-        """Args:
-        optimizers: of the model; `followed` replaces them.
-        device: memory on the parameters' device; None: they are in host memory.
-        resumable: resuming needs all state; otherwise state of no parameter is left alone.
+        """
+        Args:
+            optimizers: of the model; `followed` replaces them.
+            device: memory on the parameters' device; None: they are in host memory.
+            resumable: resuming needs all state; otherwise state of no parameter is left alone.
         """
         self._resumable = resumable
         self.followed: Collection[torch.optim.Optimizer] | None = None
@@ -219,10 +221,7 @@ class OptimizerHome:
         return [self._expected[i] for i in self._others]
 
     def adopt(self, table: dict[str, Any], others: Sequence[Any]) -> None:
-        """Give the optimizers the state in this memory, from an earlier trainer or a rollback.
-
-        The optimizers must have the table's signature.
-        """
+        """Give the optimizers, of the table's signature, the state in this memory."""
         self._lodged.clear()
         for places, used_bytes in zip(self.places, table["used_bytes"], strict=True):
             places.begin_again(used_bytes)

@@ -59,12 +59,10 @@ class Resumed:
     """Updates that are done: the next one is `step + 1`."""
     how: str
     """"live": nothing was lost; "snapshot": from a standing snapshot; "export": from an export,
-    which has parameters, perhaps the optimizers' state, and nothing else.
-    """
+    which has parameters, perhaps the optimizers' state, and nothing else."""
     lost_steps: int
     """Steps that some rank had made and that are repeated, as far as they are known: if memory is
-    gone, only the steps that sidecars still report.
-    """
+    gone, only the steps that sidecars still report."""
     reason: str
 
 
@@ -101,9 +99,10 @@ class Succession:
         hosts: Sequence[str],
         device: str = "",
     ) -> None:
-        """Args:
-        hosts: each rank's `host_id`.
-        device: UUID of the device where the parameters are, in hex; empty: in host memory.
+        """
+        Args:
+            hosts: each rank's `host_id`.
+            device: UUID of the device where the parameters are, in hex; empty: in host memory.
         """
         self._device = device
         self._job, self._rank, self._world_size = job, rank, world_size
@@ -212,7 +211,7 @@ class Succession:
         return []
 
     def damage(self) -> str:
-        """What is wrong with the chosen state's bytes; empty if nothing is known to be."""
+        """Known damage of the chosen state's bytes; empty if none."""
         state, choice = self._chosen, self._choice
         if state is None or choice is None:
             return ""
@@ -463,10 +462,7 @@ def _damaged(answers: Sequence[dict[str, Any]]) -> list[copies.Damaged]:
 def give_back(
     record: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer], keep: Mapping[str, Any]
 ) -> None:
-    """Restore kept objects and parameter groups from a record.
-
-    Raises ConflictError if a kept object does not take its state.
-    """
+    """Restore kept objects and parameter groups; ConflictError if an object refuses its state."""
     kept = _kept(record)
     for name, thing in keep.items():
         try:

@@ -183,8 +183,7 @@ class FullTensors:
         """Write edited tensors to all shards. Collective if only the first rank has them.
 
         `edited`: full tensors of any dtype and device; tensors left out keep their values. If only
-        the
-        first rank has full tensors, its choice holds for all.
+        the first rank has full tensors, its choice holds for all.
         """
         same = {
             name: value.detach().to(self._locals[name].dtype).contiguous()

@@ -46,10 +46,7 @@ class Arguments:
 
 
 def timeout_from(timeout_s: float | None) -> float:
-    """The longest wait for other ranks: the argument, else the environment, else 60 s.
-
-    Raises UsageError unless it is a number above 0.
-    """
+    """Longest wait: the argument, else the environment, else 60 s; UsageError unless above 0."""
     name, value = "timeout_s", timeout_s
     if value is None:
         name, text = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE)
@@ -83,10 +80,7 @@ def check_not_compiling() -> None:
 
 
 def check_idle(module: nn.Module) -> None:
-    """Raise ConflictError if this thread is in a backward, or in a forward of `module`, of a part
-    of
-    it or of a module containing it.
-    """
+    """Raise ConflictError in a backward, or in a forward of `module`, a part or a parent of it."""
     if torch._C._current_graph_task_id() != -1:
         raise ConflictError(
             "summon_full_params was called inside backward; call it between two steps"

@@ -223,10 +223,7 @@ class Call:
             self._swap.put(place, param)
 
     def _value(self, holding: LocalParam) -> torch.Tensor:
-        """The parameter's value now; an assignment in any one of its places counts.
-
-        Raises UsageError if it was removed, or its shape changed.
-        """
+        """The value now, assigned in any of its places; UsageError: removed, or another shape."""
         name, ours = holding.names[0], self._params[holding.names[0]]
         value: torch.Tensor = ours
         for place in holding.places:

@@ -1245,7 +1245,7 @@ export interface components {
             step: number;
             /**
              * Subject
-             * @description What it concerns: a rank, a tensor, the mesh.
+             * @description The subject: a rank, a tensor, the mesh.
              */
             subject: string;
         };
@@ -1567,7 +1567,7 @@ export interface components {
             created_s: number;
             /**
              * Dry Run
-             * @description It only computes `before` and `after`: it changes nothing and ends as ABORTED.
+             * @description Whether it only computes `before` and `after`: it changes nothing and ends as ABORTED.
              */
             dry_run: boolean;
             /**
@@ -1575,7 +1575,7 @@ export interface components {
              * @description None until it ends.
              */
             ended_s: number | null;
-            /** @description What it sets instead of parameters; else None. */
+            /** @description The hyper-parameters that it sets instead of parameters; else None. */
             hyperparameters: components["schemas"]["Hyperparameters"] | null;
             /** Id */
             id: string;
@@ -1592,7 +1592,7 @@ export interface components {
             ops: components["schemas"]["EditOp"][];
             /**
              * Reason
-             * @description Why it is ABORTED or LOST; else empty.
+             * @description Reason for ABORTED or LOST; else empty.
              */
             reason: string;
             /** @description The state it puts back; of an undo, the one it leaves. Else None. */
@@ -1627,7 +1627,7 @@ export interface components {
             undone_by: string | null;
             /**
              * Warning
-             * @description What a trainer had to say about it; else empty.
+             * @description A trainer's warning about it; else empty.
              */
             warning: string;
         };
@@ -1804,7 +1804,7 @@ export interface components {
             job: string;
             /**
              * Missing
-             * @description Names in the model's state dict of what is no tensor and so not in the export, such as extra
+             * @description Names in the model's state dict that are no tensors and so not in the export, such as extra
              *     state; at most 1,000. Empty in lists.
              */
             missing: string[];
@@ -2112,12 +2112,12 @@ export interface components {
         };
         /**
          * Hold
-         * @description Whether training is held at a boundary.
+         * @description Whether training is paused at a boundary.
          */
         Hold: {
             /**
              * Holder
-             * @description Who holds it: the token's name and a unique suffix; empty without a hold.
+             * @description Name of the token that paused training, and a unique suffix; empty without a hold.
              * @default
              */
             holder: string;
@@ -2140,7 +2140,7 @@ export interface components {
             step: number;
             /**
              * Steps Left
-             * @description Boundaries it may still pass before it is held again.
+             * @description Boundaries it may still pass before it pauses again.
              * @default 0
              */
             steps_left: number;
@@ -2572,7 +2572,7 @@ export interface components {
             reason: string;
             /**
              * Size Bytes
-             * @description Of all ranks.
+             * @description Bytes on all ranks.
              */
             size_bytes: number;
             /** Step */
@@ -3012,7 +3012,7 @@ export interface components {
         };
         /**
          * RankActivity
-         * @description What one rank is doing. None where a number is unknown.
+         * @description The activity of one rank. None where a number is unknown.
          */
         RankActivity: {
             /**
@@ -3028,7 +3028,7 @@ export interface components {
             boundary_age_s: number | null;
             /**
              * Collectives
-             * @description The latest, those that are not over first; only of ranks that are overdue.
+             * @description The latest, unfinished ones first; only of ranks that are overdue.
              */
             collectives: components["schemas"]["Collective"][];
             /** Collectives Missing */
@@ -3042,7 +3042,7 @@ export interface components {
             doing: string;
             /**
              * Error
-             * @description Why its sidecar tells nothing; empty when it does.
+             * @description Why its sidecar does not answer; empty when it does.
              */
             error: string;
             /** Host Available Bytes */
@@ -3087,7 +3087,7 @@ export interface components {
             seen_for_s: number | null;
             /**
              * Source
-             * @description How the stacks were had: "trainer" or "faulthandler"; empty: there are none.
+             * @description Source of the stacks: "trainer" or "faulthandler"; empty: no stacks.
              */
             source: string;
             /** Step */
@@ -3232,12 +3232,12 @@ export interface components {
         };
         /**
          * RankLog
-         * @description The end of one rank's logs, as they were when asked. Prints as their lines.
+         * @description The end of one rank's logs at the time of the call. Prints as their lines.
          */
         RankLog: {
             /**
              * Error
-             * @description Why its sidecar told nothing, so that only what lies on the control plane's host is here;
+             * @description Why its sidecar did not answer, so that only logs on the control plane's host are here;
              *     empty when it did.
              */
             error: string;
@@ -3655,7 +3655,7 @@ export interface components {
             condition: number | null;
             /**
              * Condition Exact
-             * @description Whether it is exact; else it is at least this.
+             * @description Whether it is exact; otherwise it is a lower bound.
              */
             condition_exact: boolean;
             /** Dead Column Count */
@@ -4002,7 +4002,7 @@ export interface components {
         };
         /**
          * UpdateRow
-         * @description What one update did to one parameter.
+         * @description The changes of one parameter by one update.
          */
         UpdateRow: {
             /**
@@ -4032,7 +4032,7 @@ export interface components {
             nonfinite: number;
             /**
              * Norm
-             * @description Of the update.
+             * @description Norm of the update.
              */
             norm: number | null;
             /** Numel */
@@ -4044,7 +4044,7 @@ export interface components {
             ratio: number | null;
             /**
              * Rms
-             * @description The same divided by the root of the number of elements.
+             * @description The norm divided by the root of the number of elements.
              */
             rms: number | null;
             /**
@@ -4054,7 +4054,7 @@ export interface components {
             step: number;
             /**
              * Weight Norm
-             * @description Before it.
+             * @description Norm of the weight before the update.
              */
             weight_norm: number | null;
         };

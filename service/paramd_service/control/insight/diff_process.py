@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paramd.errors import CODES, NotFoundError, ParamdError
 from paramd.mesh.insight.diff import compute_diff
@@ -22,9 +22,6 @@ from paramd.mesh.peers.control import JobDocument, parse_job
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.reading.transfer import Transfer
 from paramd_service import core_dumps
-
-if TYPE_CHECKING:
-    pass
 
 CELLS = 64
 """Most rows and columns of a heat map."""

@@ -116,14 +116,11 @@ def exit_text(pid: int) -> str:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if not pid or status[0] not in "ZX":
             return ""
-        code = int(status[49])
-        return f"exited with code {code >> 8}" if code >> 8 else _killed_text(code & 0x7F)
+        code, number = int(status[49]) >> 8, int(status[49]) & 0x7F
+        killed = number and not code
+        return f"killed by {signal.Signals(number).name}" if killed else f"exited with code {code}"
     except (OSError, IndexError, ValueError):
         return ""
-
-
-def _killed_text(number: int) -> str:
-    return f"killed by {signal.Signals(number).name}" if number else "exited with code 0"
 
 
 class Ownership(Enum):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from paramd.errors import AbortedError, ConflictError, DeadlineError
 from paramd.mesh.reading.stream import Reading
 from paramd.state import At
-from paramd_service.control.alerts.book import Covered, Observe
+from paramd_service.control.alerts.book import Observe
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import ReplicaGroup, drift_findings, groups_of, spans_of
 from paramd_service.control.alerts.sampling import DigestRound, digests_of
@@ -145,7 +145,8 @@ class BitRounds:
         self._ahead = AHEAD
         self._number += 1
         findings = drift_findings(found.differences, found.places, found.step)
-        self.observe(findings, _covers(part.names))
+        names = part.names
+        self.observe(findings, lambda a: a.rule == Rule.REPLICA_DRIFT and a.subject in names)
         return True
 
     async def _keys(self, sidecars: Sidecars, ranks: Sequence[int], now: At) -> list[str]:
@@ -175,7 +176,3 @@ class BitRounds:
             held = await hold(stack, sidecars, spans, part.key, at, deadline_s)
             reading = Reading(sidecars, held.pinned, deadline_s)
             return await digests_of(reach, reading, spans, part.groups)
-
-
-def _covers(names: frozenset[str]) -> Covered:
-    return lambda alert: alert.rule == Rule.REPLICA_DRIFT and alert.subject in names

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paramd.errors import CODES, NotFoundError, ParamdError
 from paramd.mesh.insight.diff import compute_diff
@@ -22,9 +22,6 @@ from paramd.mesh.peers.control import JobDocument, parse_job
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.reading.transfer import Transfer
 from paramd_service import core_dumps
-
-if TYPE_CHECKING:
-    from paramd.mesh.insight.compare import Diff
 
 CELLS = 64
 """Most rows and columns of a heat map."""
@@ -79,17 +76,13 @@ async def compare(asked: Mapping[str, Any]) -> dict[str, Any]:
         for finder in finders.values():
             await finder.close()
         transfer.close()
-    return _document(found)
+    return {"a": found.a, "b": found.b, "rows": [asdict(row) for row in found]}
 
 
 def _state(given: Mapping[str, str], finders: Mapping[str, SidecarFinder]) -> Any:
     if "job" in given:
         return finders[given["job"]]
     return Path(given["path"]) if "path" in given else given["text"]
-
-
-def _document(found: Diff) -> dict[str, Any]:
-    return {"a": found.a, "b": found.b, "rows": [asdict(row) for row in found]}
 
 
 def main() -> None:

@@ -68,7 +68,8 @@ def verdict_of(ranks: Sequence[Evidence], before: Sequence[Sequence[Evidence]] =
         return _running(here, before)
     # A rank that waits for an overdue one will soon be overdue, too.
     waiting = [one for one in here if one.waits]
-    causes = [*_gone(gone), *_stopped(stopped), *_busy(busy)]
+    causes = _alike(gone, lambda one: one.gone, lambda who, why, _: f"{who}: {why}")
+    causes += [*_stopped(stopped), *_busy(busy)]
     if not waiting:
         return _sentence("; ".join(causes))
     if causes:
@@ -143,10 +144,6 @@ def _alone(look: Sequence[Evidence]) -> Evidence | None:
 
 
 _WILFUL = frozenset({"checkpoint", "debugger"})
-
-
-def _gone(found: Sequence[Evidence]) -> list[str]:
-    return _alike(found, lambda one: one.gone, lambda who, why, _: f"{who}: {why}")
 
 
 def _stopped(found: Sequence[Evidence]) -> list[str]:

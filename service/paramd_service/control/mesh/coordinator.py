@@ -336,7 +336,7 @@ class Coordinator:
         return view
 
     def _next_number(self, view: MeshView) -> int:
-        # A predecessor's numbers show only in the reports; sidecars refuse one used before.
+        # Numbers of an earlier control plane show only in reports; sidecars refuse one used before.
         self._last_boundary = max(self._last_boundary, view.highest_boundary) + 1
         return self._last_boundary
 

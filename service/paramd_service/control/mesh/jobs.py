@@ -307,7 +307,8 @@ class Jobs:
                 f"job {bootstrap.job!r} is in incarnation {older.number}; "
                 f"{bootstrap.incarnation} is over"
             )
-        self._make_room(owner, bootstrap)
+        while (crowd := self._crowd(owner, bootstrap)) is not None:
+            self._evict_one(crowd)
         mesh = Incarnation(bootstrap, self.terms, publish=self._publish, owner=owner)
         if older is not None:
             self._end(
@@ -506,10 +507,6 @@ class Jobs:
             private_key=site.private_key(job, incarnation),
             token=site.token,
         )
-
-    def _make_room(self, owner: str | None, new: Bootstrap) -> None:
-        while (crowd := self._crowd(owner, new)) is not None:
-            self._evict_one(crowd)
 
     def _crowd(self, owner: str | None, new: Bootstrap) -> list[Incarnation] | None:
         """The jobs of which one must be evicted for a new job of this token; None if none must."""

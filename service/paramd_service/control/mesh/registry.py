@@ -46,7 +46,7 @@ class Membership(Enum):
     GONE = "gone"
     """Its stream ended without a goodbye: it was killed, or its host is gone."""
     LEFT = "left"
-    """It said goodbye: the trainer detached."""
+    """Its stream ended after a goodbye: the trainer detached."""
 
 
 class State(Enum):

@@ -74,7 +74,8 @@ class OwnDirectory:
         mine = self._mine
         if job != mine.job:
             raise NotFoundError(f"job {job[:64]!r} is not served here; only {mine.job!r} is")
-        now_s = clock.now_s()
+        now_s, peers = clock.now_s(), list(self._registry.peers())
+        of_job = any(is_of_job(peer.address) for peer in peers)
         ticket = mine.signer.mint(
             job=mine.job,
             incarnation=mine.incarnation,
@@ -88,18 +89,14 @@ class OwnDirectory:
             world_size=mine.world_size,
             control_address=self._control_address(),
             layout_digest=self._registry.view().layout_digest,
-            peers={peer.rank: peer for peer in self._registry.peers()},
+            peers={peer.rank: peer for peer in peers},
             ticket=ticket,
             ticket_expires_s=now_s + TICKET_TTL_S,
-            tls=mine.certificates.own() if _of_job(self._registry) else None,
+            tls=mine.certificates.own() if of_job else None,
         )
 
     async def close(self) -> None:
         """No-op: nothing is open."""
-
-
-def _of_job(registry: Registry) -> bool:
-    return any(is_of_job(peer.address) for peer in registry.peers())
 
 
 class OwnFinder:

@@ -209,10 +209,7 @@ class StatsSource:
         """Histogram of one tensor with `bins` equal bins: (table with the counts, bin edges).
 
         A bound left out is the smallest or largest finite element at that step; the last bin then
-        includes the largest one.
-
-        Raises: as `get`.
-        """
+        includes the largest one. Raises as `get`."""
         from paramd.mesh.reading.reductions import compute_stats
 
         async def work(reading: Reading, plan: ReadPlan) -> tuple[StatsTable, list[float]]:

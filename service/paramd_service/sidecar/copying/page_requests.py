@@ -172,7 +172,8 @@ class PageRequests:
             return Outcome(-1, apart)
         if agreed > number:
             # The trainer may have acted and moved on: too late to copy that boundary.
-            return self._passed(boundary)
+            edited = self._edited(number) if boundary.action == EDIT else None
+            return edited or Outcome(-1, "a later request was already agreed")
         if number not in (words[Word.READY], promised):
             return Outcome(-1, "another request took its place")
         return None
@@ -185,10 +186,6 @@ class PageRequests:
             return self._capture(boundary, announced)
         history = words[Word.REWOUND]
         return Outcome(words[Word.AGREED_STEP], "", edits=words[Word.EDITS], history=history)
-
-    def _passed(self, boundary: Boundary) -> Outcome:
-        edited = self._edited(boundary.number) if boundary.action == EDIT else None
-        return edited if edited is not None else Outcome(-1, "a later request was already agreed")
 
     def _edited(self, number: int) -> Outcome | None:
         words = self._words

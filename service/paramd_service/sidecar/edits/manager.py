@@ -108,7 +108,7 @@ class Opener:
         await self._loop.run_in_executor(None, self._threads.shutdown)
 
     async def plan(self, entry: Entry) -> None:
-        """Set `ops` and `edit`. Raises UsageError, NotFoundError: does not fit the layout."""
+        """Set `ops` and `edit`. Raises UsageError, NotFoundError if they do not fit the layout."""
         if entry.edit is not None:
             return
         if notes.has_note(entry.manifest):

@@ -231,7 +231,7 @@ class Lent:
 
     @property
     def entry(self) -> Entry:
-        """Raises UsageError: none is staged."""
+        """The staged edit. Raises UsageError if there is none."""
         if self._entry is None:
             raise UsageError("take: no edit yet; send stage first")
         return self._entry

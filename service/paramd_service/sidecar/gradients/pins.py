@@ -224,8 +224,8 @@ def _placed(
     spans: tuple[tuple[int, int], ...], reduction: bytes
 ) -> tuple[list[tuple[int, pb.StatsItem]], bool]:
     """(first arena byte, item) of each item of a `Reduction`, and whether it wants exponents.
-    Cached: a reader requests the same in every update. Raises UsageError: an item is not within a
-    span."""
+    Cached: a reader requests the same in every update. Raises UsageError if an item is not within
+    a span."""
     from paramd_service.sidecar.statistics.reduce import item_bytes
 
     places, wanted, found = Places(spans), pb.Reduction.FromString(reduction), []

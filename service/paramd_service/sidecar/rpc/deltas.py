@@ -148,7 +148,7 @@ def _compare(
 
 
 def _checked(items: Sequence[pb.DeltaItem], size_bytes: int) -> tuple[Item, ...]:
-    """The items as tuples. Raises UsageError: too many, or one does not fit the snapshot."""
+    """The items as tuples. Raises UsageError if too many, or if one exceeds the snapshot."""
     if len(items) > MAX_ITEMS:
         raise UsageError(f"items: {len(items):,}; expected at most {MAX_ITEMS:,}")
     found = tuple((item.begin_bytes, item.end_bytes, item.element_bytes) for item in items)

@@ -24,7 +24,8 @@ MAX_REDUCTION_ITEMS = 20_000
 
 def calls(rank: RankSidecar) -> CallTable:
     return {
-        "PinSnapshot": Call(unary=partial(_pin, rank), heavy=_works_at_once),
+        # Waits for a later step have their own bound and must not crowd out other calls.
+        "PinSnapshot": Call(unary=partial(_pin, rank), heavy=lambda asked: asked.at_step == 0),
         "ReachBoundary": Call(unary=partial(_reach, rank)),
         "WithdrawBoundary": Call(unary=partial(_withdraw, rank)),
         "RenewHold": Call(unary=partial(_renew_hold, rank)),
@@ -106,11 +107,6 @@ def check_hold_lease(lease_ms: int) -> float:
     if not 1 <= lease_ms <= 1000 * MAX_LEASE_S:
         raise UsageError(f"lease_ms: {lease_ms}; expected 1 to {1000 * MAX_LEASE_S:.0f}")
     return lease_ms / 1000
-
-
-def _works_at_once(request: pb.PinSnapshotRequest) -> bool:
-    # Waits for a later step have their own bound and must not crowd out other calls.
-    return request.at_step == 0
 
 
 async def _pin(rank: RankSidecar, request: pb.PinSnapshotRequest, timeout_s: float) -> Message:

@@ -400,7 +400,8 @@ class SidecarServicer:
         store.filled(request.snapshot_id)
 
     async def _renew(self, request: pb.RenewSnapshotRequest, _timeout_s: float) -> Message:
-        lease_s = self._lease_s(request.lease_ms)
+        config = self._rank.config
+        lease_s = auth.granted_lease_s(request.lease_ms, config.default_lease_s, config.max_lease_s)
         self._rank.pins.store.renew(request.snapshot_id, lease_s, admission.CALLER.get())
         return pb.RenewSnapshotResponse(
             header=messages.header(self._rank), lease_ms=int(lease_s * 1000)
@@ -460,10 +461,6 @@ class SidecarServicer:
     async def _metrics(self, _request: pb.GetMetricsRequest, _timeout_s: float) -> Message:
         header = messages.header(self._rank)
         return pb.GetMetricsResponse(header=header, text=sidecar_metrics(self._rank))
-
-    def _lease_s(self, lease_ms: int) -> float:
-        config = self._rank.config
-        return auth.granted_lease_s(lease_ms, config.default_lease_s, config.max_lease_s)
 
 
 _ON_THREAD: dict[str, SnapshotWork] = {

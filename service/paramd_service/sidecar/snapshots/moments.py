@@ -48,7 +48,7 @@ trainer is asked to record it, and to wait for the copy."""
 WAITS = 2 * MISSES
 """Boundaries for which the trainer is then asked. More than MISSES, since each rank counts its own
 misses: a rank that began to count later asks its trainer, too, before the first one stops. With
-fewer, two ranks could ask by turns for ever, and all of them are needed at one boundary."""
+fewer, two ranks could ask in turn forever, and all of them are needed at one boundary."""
 READ_BYTES = 64 << 10
 """Bytes fetched at once for numbers that are on a device."""
 

@@ -79,7 +79,9 @@ def _one(
         return flat.as_strided(param["shape"], param["strides"])
 
     weight = tensor(captured.before[""]).requires_grad_()
-    optimizer = OPTIMIZERS[name]([{**_arguments(group), "params": [weight]}])
+    # Torch's types, from the recorded ones.
+    given = {key: tuple(one) if isinstance(one, list) else one for key, one in group.items()}
+    optimizer = OPTIMIZERS[name]([{**given, "params": [weight]}])
     state: dict[str, Any] = {key: tensor(captured.before[key]) for key in param["keys"]}
     for key, value in param["scalars"].items():
         state[key] = torch.tensor(float(value), dtype=torch.float32)
@@ -113,13 +115,6 @@ def _why_not(
     if absent:
         return f"its state {absent[0]!r} was not captured"
     return ""
-
-
-def _arguments(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded group with torch's types."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in group.items()
-    }
 
 
 def _compared(begin: int, key: str, ours: torch.Tensor, theirs: torch.Tensor) -> pb.ReplayedTensor:

@@ -94,15 +94,3 @@ async def test_alerts_are_listed_and_followed(
                     async with joined(control, one):
                         over = [("stale-rank", "resolved", [1])]
                         await until(lambda: rows(out)[1:] == over)
-
-
-def test_what_has_no_end_is_no_json_document() -> None:
-    with control_plane("--no-watch") as control:
-        refused = subprocess.run(
-            command(control, "-w", "-o", "json"),
-            env=environment(),
-            capture_output=True,
-            check=False,
-        )
-        assert refused.returncode == 2
-        assert b"jsonl" in refused.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import sqlite3
@@ -28,12 +27,10 @@ from paramd.errors import ConflictError, NotFoundError, UsageError
 from paramd.mesh.insight.reports import Alert
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.api.choice import NormHistory
-from paramd_service.control.exports.schedules import Cadence, cadence_of
 from paramd_service.control.records.audit import Action, Audit
 from paramd_service.control.store.alerts import AlertStore, State
 from paramd_service.control.store.edits import EditRow, EditStore
 from paramd_service.control.store.engine import StoreAddress, StoreError, make_engine, parse_store
-from paramd_service.control.store.exports import ExportStore
 from paramd_service.control.store.history import (
     KEEP_S,
     MAX_POINTS,
@@ -128,38 +125,6 @@ async def go_back(store: Store, revision: str) -> None:
     await execute(store, f"UPDATE alembic_version SET version_num = '{revision}'")
 
 
-async def test_schedules_by_time_have_ended_and_say_so_and_those_by_steps_go_on(
-    address: StoreAddress,
-) -> None:
-    async with started(address) as store:
-        await execute(store, "ALTER TABLE export_schedules ADD COLUMN last_s DOUBLE PRECISION")
-        # As 0.1.0 wrote them.
-        for name, steps, every_s, deleted_s in (
-            ("a", "null", "600.0", "NULL"), ("b", "50", "null", "NULL"), ("c", "null", "5.0", "9"),
-        ):  # fmt: skip
-            cadence = f'"every_steps": {steps}, "every_s": {every_s}, "keep_last": 2'
-            statement = (
-                "INSERT INTO export_schedules (id, job, actor, request, cadence, last_step, "
-                f"last_s, skipped_count, created_s, deleted_s) VALUES ('{name}', 'run', 'ops', "
-                f"""'{{"destination": "all/{name}", "format": "dcp"}}', """
-                f"'{{{cadence}, \"keep_every\": null}}', 40, 7.0, 0, 1.0, {deleted_s})"
-            )
-            # A colon begins a parameter of `text`.
-            await execute(store, statement.replace(":", "\\:"))
-        await execute(store, "ALTER TABLE tokens DROP COLUMN jobs")
-        await execute(store, "UPDATE alembic_version SET version_num = '0007'")
-    async with started(address) as store:
-        exports = ExportStore(store)
-        (kept,) = await exports.schedules("run")
-        assert kept.id == "b"
-        assert kept.last_step == 40
-        assert cadence_of(kept) == Cadence(every_steps=50, keep_last=2)
-        (told,) = await exports.page("run", limit=9)
-        assert (told.destination, told.schedule, told.state) == ("all/a", "a", "CANCELLED")
-        assert "every 600 s" in told.reason
-        assert await exports.unfinished("run") == []
-
-
 def _old_points(series_id: int, resolution_s: int, begin_s: int, end_s: int) -> str:
     """Points of the number n at second n, and of one NaN in each that sums up more than one."""
     width_s = max(resolution_s, 1)
@@ -221,48 +186,6 @@ async def test_points_of_three_resolutions_become_one_list_and_the_audit_stays(
             assert (now[-1].max, now[-1].step) == (end_s + 49, end_s + 49)
         assert await Audit(store).page("run", order="oldest", limit=9) == before
         assert len(before) == 1
-
-
-async def test_alerts_and_the_rest_are_kept_when_silences_go(address: StoreAddress) -> None:
-    """Alerts as an older paramd wrote them: acknowledged, over, and one twice."""
-    detail = {
-        "id": "run-2-1-abc", "subject": "w", "fqn": "w", "ranks": [1, 2], "seen_count": 7,
-        "acknowledged_by": "ann", "acknowledged_s": 11.0, "note": "known",
-    }  # fmt: skip
-    token = TokenRow(name="ci", digest="a" * 64, role="viewer", created_s=1.5)
-    async with started(address) as store:
-        await TokenStore(store).create(token)
-        await go_back(store, "0005")
-        await execute(store, "INSERT INTO alert_silences (id, job) VALUES ('s', 'run')")
-        for number, resolved_s in ((3, "NULL"), (5, "12.5"), (7, "NULL")):
-            named = detail | ({"id": "run-2-2-abd"} if number == 7 else {})
-            await execute(
-                store,
-                "INSERT INTO alerts (id, job, incarnation, rank, step, rule, severity, text, "
-                f"detail, raised_s, updated_s, resolved_s) VALUES ({number}, 'run', 2, -1, 9, "
-                f"'replica-drift', 'critical', 'ranks differ', '{json.dumps(named)}', 10.0, 12.0, "
-                f"{resolved_s})",
-            )
-    async with started(address) as store:
-        alerts = AlertStore(store)
-        (last, new), (first, old) = await alerts.page("run", limit=9, incarnation=2)
-        assert last > first
-        assert (new.id, new.state) == ("run-2-2-abd", "firing")
-        expected = Alert(
-            id="run-2-1-abc", job="run", incarnation=2, rule="replica-drift", subject="w",
-            severity="critical", state="resolved", reason="ranks differ", ranks=(1, 2), name="w",
-            step=9, first_seen_s=10.0, last_seen_s=12.0, resolved_s=12.5,
-        )  # fmt: skip
-        assert old == expected
-        # A later alert comes after those that were there.
-        await alerts.save([replace(expected, id="run-2-3-abe")])
-        assert [alert.id[6] for _, alert in await alerts.page("run", limit=9, incarnation=2)] == [
-            "3",
-            "2",
-            "1",
-        ]
-        assert await TokenStore(store).get("ci") == token
-        assert await store.read(_difference) == []
 
 
 def test_the_newest_migration_is_the_one_the_schema_names() -> None:
@@ -455,40 +378,6 @@ async def test_series_are_apart_and_the_same_moment_counts_once(address: StoreAd
         for n, series in enumerate([LOSS, *others]):
             points = await history.read(series, begin_s=0, end_s=100)
             assert [point.mean for point in points] == [float(n)]
-
-
-async def test_series_are_listed_by_name_and_rank_in_pages(address: StoreAddress) -> None:
-    async with started(address) as store:
-        history = MetricHistory(store)
-        wanted = [
-            SeriesKey(job="run", incarnation=2, name="Norm:w"),
-            SeriesKey(job="run", incarnation=2, name="norm:layers.0.weight"),
-            SeriesKey(job="run", incarnation=2, name="norm:layers_0"),
-            SeriesKey(job="run", incarnation=2, name="norm:é%_'"),
-            SeriesKey(job="run", incarnation=2, name="step_time_s"),
-            *(SeriesKey(job="run", incarnation=2, rank=n, name="step_time_s") for n in (0, 2, 10)),
-        ]
-        others = [
-            SeriesKey(job="run", incarnation=1, name="norm:w"),
-            SeriesKey(job="b", incarnation=2, name="norm:w"),
-        ]
-        assert await history.series("run", 2) == []
-        history.offer(
-            Sample(series=series, time_s=50.0, value=1.0)
-            for series in reversed([*wanted, *others, *wanted])
-        )
-        await history.flush()
-        assert await history.series("run", 2) == wanted
-        for size in (1, 3, len(wanted)):
-            paged: list[SeriesKey] = []
-            after: tuple[str, int] | None = None
-            while page := await history.series("run", 2, after=after, limit=size):
-                assert len(page) <= size
-                paged += page
-                after = (page[-1].name, page[-1].rank)
-            assert paged == wanted
-        assert await history.series("run", 1) == others[:1]
-        assert await history.series("none", 2) == []
 
 
 async def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(

@@ -13,11 +13,13 @@ import pytest
 from paramd.places import running_jobs
 from tests.integration.client_job import wait_for
 from tests.launch import ROOT, Ranks, start_ranks
+from tests.longer import sample
 
 DOCS = ROOT / "docs"
 PAGES = sorted((DOCS / "integrations").glob("*.md"))
 # Ray's is a change to a script that its own test runs (scenes/test_ray.py).
 EXAMPLES = [path for path in PAGES if path.stem not in ("index", "ray")]
+CHOSEN = [path for path in EXAMPLES if path.stem in ("fsdp", "transformers")]
 BEFORE = {
     # It allocates on CUDA devices alone.
     "megatron": f"import sys\nsys.path.append({str(ROOT)!r})\n"
@@ -75,7 +77,7 @@ def wait_until_trained(ranks: Ranks) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("page", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", sample(EXAMPLES, CHOSEN), ids=lambda path: path.stem)
 def test_an_integration_trains_and_is_read(
     page: Path, tmp_path: Path, private_state_dir: Path
 ) -> None:

@@ -95,22 +95,6 @@ def test_a_window_is_read_as_it_was_written(one: Window) -> None:
     assert streams.read_window(one.packed()) == one
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"),
-    [
-        (DATA, 0),
-        (DATA, streams.WINDOW_BYTES + 1),
-        (LAST, 1),
-        (FAILED, streams.MAX_TEXT_BYTES + 1),
-        (3, 0),
-        (2**32 - 1, 0),
-    ],
-)
-def test_a_window_of_a_wrong_size_or_kind_is_refused(kind: int, size: int) -> None:
-    with pytest.raises(DataLossError, match=f"a window of kind {kind} with {size:,} bytes"):
-        streams.read_window(Window(kind, 0, size).packed())
-
-
 def test_secrets_are_not_shown() -> None:
     from paramd.mesh.peers.sidecars import StreamOffer
     from paramd.v1 import common_pb2

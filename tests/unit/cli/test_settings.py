@@ -125,17 +125,6 @@ def facts(found: Settings) -> tuple[str | None, ...]:
 LAB_FACTS = (LAB, "lab-job", "token-of-lab", "lab.pem")
 
 
-def test_a_flag_wins_over_the_variable_and_that_over_the_file(
-    own_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert load().context_name is None
-    own_file.write_text('context = "local"\n' + own_file.read_text())
-    assert (load().context_name, load().url) == ("local", LOCAL)
-    monkeypatch.setenv("PARAMD_CONTEXT", "lab")
-    assert facts(load()) == LAB_FACTS
-    assert load(context_name="local").url == LOCAL
-
-
 @pytest.mark.usefixtures("own_file")
 def test_what_a_context_says_stands_where_it_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARAMD_JOB", "environment")

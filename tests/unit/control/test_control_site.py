@@ -21,13 +21,11 @@ from paramd.errors import (
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import Role, Signer
 from paramd.v1 import common_pb2
-from paramd_service.control.api import rank_text
-from paramd_service.control.api.models import RankList
 from paramd_service.control.base.site import IncarnationNotes, Site, next_generation, open_site
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.origin import Origin
-from paramd_service.control.mesh.registry import Membership, State
+from paramd_service.control.mesh.registry import State
 from tests.unit.control.reports import join_request
 
 TERMS = ControlIdentity(generation=5)
@@ -154,33 +152,6 @@ async def test_the_list_of_incarnations_survives_and_passes_over_what_is_cut() -
     assert second == over
     numbers = [json.loads(line)["incarnation"] for line in path.read_text().splitlines()[:3]]
     assert numbers == [1, 2, 2]
-
-
-async def test_the_ranks_document_is_what_the_model_says() -> None:
-    mesh = await Jobs(TERMS, site=SITE).register("run", world_size=3)
-    hostile = 'quote " \\ <b>\u2028\n'
-    mesh.registry.join(
-        join_request(
-            1,
-            incarnation=1,
-            world_size=3,
-            phase=common_pb2.PHASE_STALLED,
-            phase_reason=hostile,
-            alerts=[hostile],
-        ),
-        HERE,
-    )
-    mesh.registry.join(join_request(2, incarnation=1, world_size=3, phase=77), HERE)
-    found = RankList.model_validate_json(
-        "".join(rank_text.chunks(mesh.registry, world_size=3, incarnation=1, stall_budget_s=0.005)),
-        strict=True,
-    )
-    assert found.stall_budget_s == 0.005
-    assert [rank.phase for rank in found.ranks] == ["unspecified", "stalled", "unspecified"]
-    assert (found.ranks[1].reason, found.ranks[1].alerts) == (hostile, [hostile])
-    assert (found.ranks[0].step, found.ranks[0].boundary_age_ns) == (-1, -1)
-    assert found.ranks[0].membership == Membership.MISSING.value
-    await mesh.close()
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.stats import EMPTY, Stats, summarize
@@ -54,23 +50,6 @@ def test_a_table_finds_rows_by_name_and_its_slices_are_tables() -> None:
         table["c"]
     assert len(repr(table[0])) < 200
     assert "float32" in repr(table[0])
-
-
-def test_a_table_is_pickled_with_what_its_rows_are_of() -> None:
-    found = pickle.loads(pickle.dumps(stats()))  # noqa: S301 (ours)
-    assert (found, found.step, found["a"].norm) == (stats(), 7, 2.0)
-
-
-def test_what_was_summoned_is_saved_with_tied_names(tmp_path: Path) -> None:
-    one = torch.arange(4.0)
-    found = Summoned({"w": one, "tied": one}, job="j", incarnation=1, step=2, seconds=0, bytes=8)
-    found.save(tmp_path / "x.safetensors")
-    loaded = load_file(tmp_path / "x.safetensors")
-    assert set(loaded) == {"w", "tied"}
-    assert torch.equal(loaded["tied"], one)
-    assert found.numpy()["w"].sum() == 6
-    with pytest.raises(UsageError, match="writeback=True"), found:
-        pass
 
 
 def test_a_pause_is_a_hold_whose_block_resumes() -> None:

@@ -21,6 +21,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
@@ -99,7 +100,8 @@ def main() -> None:
         raise RuntimeError(f"{tasks} threads: what they hold would be held for ever in a fork")
     # Not gc.freeze() as well: attach() looks whether there is something that it cannot see.
     gc.collect()
-    connection.send(READY)
+    with suppress(BrokenPipeError):  # closed meanwhile, as `serve` sees
+        connection.send(READY)
     request = serve(connection)
     while request is not None:
         become(request)

@@ -75,19 +75,6 @@ def test_params_are_filtered_by_facts_and_statistics(job: Job, capsys: Capture) 
     assert "at character 1, 'numl': expected one of" in err
 
 
-def test_params_are_listed_in_every_format(job: Job, capsys: Capture) -> None:
-    assert answer(capsys, "params", "-o", "name")[0].split() == NAMES
-    listed = document(capsys, "params")
-    assert (listed["job"], listed["incarnation"]) == (JOB, 1)
-    found = {row["name"]: row for row in listed["params"]}
-    assert found["rows"]["shape"] == [5, 4]
-    assert found["rows"]["aliases"] == ["tied"]
-    lines = answer(capsys, "params", "r*", "s*", "-o", "jsonl")[0].splitlines()
-    assert [json.loads(line)["name"] for line in lines] == ["rows", "scalar"]
-    table = answer(capsys, "params", "--buffers")[0].splitlines()
-    assert [line.split()[0] for line in table] == ["NAME", *NAMES, "running"]
-
-
 def test_the_statistics_table_has_a_total_and_histograms(job: Job, capsys: Capture) -> None:
     out, err = answer(capsys, "stats", "rows", "flat", "--histogram")
     lines = out.splitlines()

@@ -218,7 +218,8 @@ def test_what_people_type_first_runs_or_names_what_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("params",), ("stats", "*"), ("edits",), ("audit",), ("grads", "*", "-n", "1")]
+    "command",
+    [("params",), ("stats", "*"), ("edits",), ("audit",), ("alerts",), ("grads", "*", "-n", "1")],
 )
 def test_tables_fit_a_terminal_of_80_columns(command: tuple[str, ...]) -> None:
     # Each line once: some are drawn again.

@@ -17,9 +17,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
-from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, text
 
 from paramd.clock import now_s
@@ -38,8 +36,7 @@ from paramd_service.control.store.history import (
     Sample,
     SeriesKey,
 )
-from paramd_service.control.store.migrate import MIGRATIONS
-from paramd_service.control.store.schema import REVISION, metadata
+from paramd_service.control.store.schema import metadata
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore
 from tests.integration.store_process import execute, fresh_address, started
@@ -91,8 +88,8 @@ OLD_POINTS = """CREATE TABLE metric_points (series_id BIGINT NOT NULL,
     CONSTRAINT pk_metric_points PRIMARY KEY (series_id, resolution_s, time_ms))"""
 
 
-async def go_back(store: Store, revision: str) -> None:
-    """Makes of a new, empty store one of `revision`, "0003" or "0005"."""
+async def go_back(store: Store) -> None:
+    """Makes of a new, empty store one of revision 0005."""
     await execute(store, "ALTER TABLE export_schedules ADD COLUMN last_s DOUBLE PRECISION")
     await execute(store, "ALTER TABLE tokens DROP COLUMN jobs")
     await execute(store, "DROP TABLE metric_points")
@@ -111,18 +108,13 @@ async def go_back(store: Store, revision: str) -> None:
         "CONSTRAINT pk_alerts PRIMARY KEY (id))",
     )
     await execute(store, "CREATE INDEX ix_alerts_job ON alerts (job, id)")
-    if revision == "0003":
-        for table in ("alerts", "metric_series", "exports", "edits"):
-            await execute(store, f"ALTER TABLE {table} RENAME COLUMN incarnation TO epoch")
-        await execute(store, "ALTER TABLE export_schedules RENAME COLUMN cadence TO rhythm")
-    else:
-        await execute(
-            store,
-            "CREATE TABLE alert_silences (id VARCHAR(32) NOT NULL, job VARCHAR(64) NOT NULL, "
-            "CONSTRAINT pk_alert_silences PRIMARY KEY (id))",
-        )
-        await execute(store, "CREATE INDEX ix_alert_silences_job ON alert_silences (job)")
-    await execute(store, f"UPDATE alembic_version SET version_num = '{revision}'")
+    await execute(
+        store,
+        "CREATE TABLE alert_silences (id VARCHAR(32) NOT NULL, job VARCHAR(64) NOT NULL, "
+        "CONSTRAINT pk_alert_silences PRIMARY KEY (id))",
+    )
+    await execute(store, "CREATE INDEX ix_alert_silences_job ON alert_silences (job)")
+    await execute(store, "UPDATE alembic_version SET version_num = '0005'")
 
 
 def _old_points(series_id: int, resolution_s: int, begin_s: int, end_s: int) -> str:
@@ -151,7 +143,7 @@ async def test_points_of_three_resolutions_become_one_list_and_the_audit_stays(
             )
         await Audit(store).event(Action(actor="ops", role="admin", method="m", job="run"))
         before = await Audit(store).page("run", order="oldest", limit=9)
-        await go_back(store, "0005")
+        await go_back(store)
         # Ten minutes to 6000, minutes to 6600 and samples to 6700; each also as finer ones had it.
         for resolution_s, begin_s, end_s in ((600, 3600, 6600), (60, 5400, 6660), (0, 6570, 6700)):
             await execute(store, _old_points(1, resolution_s, begin_s, end_s))
@@ -186,12 +178,6 @@ async def test_points_of_three_resolutions_become_one_list_and_the_audit_stays(
             assert (now[-1].max, now[-1].step) == (end_s + 49, end_s + 49)
         assert await Audit(store).page("run", order="oldest", limit=9) == before
         assert len(before) == 1
-
-
-def test_the_newest_migration_is_the_one_the_schema_names() -> None:
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
-    assert ScriptDirectory.from_config(config).get_heads() == [REVISION]
 
 
 async def test_two_that_start_at_once_migrate_once(address: StoreAddress) -> None:
@@ -239,26 +225,6 @@ async def test_tokens_are_found_by_digest_and_revoked_once(address: StoreAddress
         assert (await tokens.revoke("b", now_s=9.0)).revoked_s == 7.0
         with pytest.raises(NotFoundError, match="'x' does not exist"):
             await tokens.revoke("x", now_s=9.0)
-
-
-async def test_tokens_that_have_ended_are_those_of_a_time(address: StoreAddress) -> None:
-    async with started(address) as store:
-        tokens = TokenStore(store)
-        rows = {
-            "expired": {"expires_s": 50.0},
-            "expired-long-ago": {"expires_s": 10.0},
-            "revoked": {"expires_s": 45.0, "revoked_s": 40.0},
-            "revoked-long-ago": {"expires_s": 55.0, "revoked_s": 5.0},
-            "good": {"expires_s": 61.0},
-            "for-ever": {},
-        }
-        for n, (name, times_s) in enumerate(rows.items()):
-            row = TokenRow(name=name, digest=str(n) * 64, role="reader", created_s=1.0)
-            await tokens.create(replace(row, **times_s))
-        found = await tokens.ended(since_s=10.0, now_s=60.0, limit=9)
-        assert [(row.name, row.ended_s) for row in found] == [("revoked", 40.0), ("expired", 50.0)]
-        found = await tokens.ended(since_s=10.0, now_s=60.0, limit=1)
-        assert [row.name for row in found] == ["expired"], "the latest, when there are too many"
 
 
 async def test_alerts_are_raised_resolved_and_paged(address: StoreAddress) -> None:

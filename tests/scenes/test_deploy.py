@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from paramd_service.control.alerts.config import Rule
 from paramd_service.control.base.config import ControlConfig
 from paramd_service.control.base.site import read_token
 from tests.integration.control_process import site_plane
-from tests.launch import ROOT, free_port
+from tests.launch import ROOT
 from tests.needs import program
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
@@ -214,35 +213,3 @@ def test_the_alertmanager_has_a_way_for_every_rule() -> None:
         loud = severity == "critical" or rule in ("non-finite", "replica-drift")
         labels = [f"alertname={name}", f"severity={severity}", f"rule={rule}", "job=run"]
         assert amtool(*test, *labels).strip() == ("pager" if loud else "chat"), labels
-
-
-@pytest.fixture
-def alertmanager(tmp_path: Path) -> Iterator[str]:
-    """A real one with our configuration; its URL."""
-    url = f"http://127.0.0.1:{free_port()}"
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                program("prometheus-alertmanager"), "--config.file", ALERTMANAGER,
-                "--storage.path", tmp_path / "data", "--cluster.listen-address=",
-                "--web.listen-address", url.removeprefix("http://"),
-            ],
-            stdout=log, stderr=log,
-        )  # fmt: skip
-    try:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not _answers(f"{url}/-/ready"):
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < deadline_s, (tmp_path / "log").read_text()
-            time.sleep(0.05)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(PATIENCE_S)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx2.get(url, trust_env=False).status_code == 200
-    except httpx2.HTTPError:
-        return False

@@ -46,13 +46,21 @@ def lines_of(text: str) -> list[str]:
     return [line for line in typed if not line.startswith(STARTS)]
 
 
+def command_of(line: str) -> list[str]:
+    """A typed line; with bash where it is more than a command and its arguments."""
+    words = shlex.split(line)
+    if words[0] == "paramd" and not re.search(r"[|&;<>$`]", line):
+        return [sys.executable, "-m", "paramd.cli", *words[1:]]
+    ours = f'paramd() {{ {shlex.quote(sys.executable)} -m paramd.cli "$@"; }}'
+    return ["bash", "-c", f"{ours}\n{line}"]
+
+
 def run(kind: str, text: str, folder: Path) -> str:
     """Runs a block as a reader would; returns what it prints."""
     if kind == "python":
         commands = [[sys.executable, "-c", text]]
     else:
-        ours = f'paramd() {{ {shlex.quote(sys.executable)} -m paramd.cli "$@"; }}'
-        commands = [["bash", "-c", f"{ours}\n{line}"] for line in lines_of(text)]
+        commands = [command_of(line) for line in lines_of(text)]
     said = ""
     for command in commands:
         done = subprocess.run(

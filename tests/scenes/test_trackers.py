@@ -134,25 +134,6 @@ def test_a_tracker_keeps_all_of_it_offline(
         assert name.encode() in kept, name
 
 
-def test_prometheus_reads_the_file_that_is_written(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    from prometheus_client.parser import text_string_to_metric_families
-
-    finished(logged("prometheus", tmp_path, environment, *ALSO))
-    (path,) = tmp_path.glob(f"{JOB}-*.prom")
-    families = {one.name: one for one in text_string_to_metric_families(path.read_text())}
-    norms = {one.labels["name"]: one.value for one in families["paramd_log_norm"].samples}
-    assert set(norms) == {NAME, "total"}
-    assert norms["total"] == pytest.approx(norms[NAME])
-    assert families["paramd_log_grad_norm"].samples[0].labels["job"] == path.stem
-    assert families["paramd_log_step"].samples[0].value > 0
-    magnitudes = [one for one in families["paramd_log_magnitude"].samples if "le" in one.labels]
-    counts = [one.value for one in magnitudes if one.labels["name"] == NAME]
-    assert counts == sorted(counts)
-    assert counts[-1] > 0
-
-
 def test_attach_logs_to_a_tracker_until_it_detaches(
     tmp_path: Path, private_state_dir: Path, environment: dict[str, str]
 ) -> None:

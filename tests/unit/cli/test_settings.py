@@ -159,24 +159,6 @@ def test_tokens_and_cas_of_other_places_are_not_for_a_context() -> None:
     assert facts(load(context_name="local")) == (LOCAL, None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("table", "complaint"),
-    [
-        ('[contexts.x]\njob = "a"', "url is missing"),
-        ('[contexts.x]\nurl = ""', "non-empty"),
-        ('[contexts.x]\nurl = "http://a"\ntoken = "s3cr3t"', "does not belong here"),
-        ('[contexts.x]\nurl = "http://a"\nport = 3', "unknown key 'port'"),
-        ('[contexts]\nx = "http://a"', "must be a table"),
-        ('contexts = "x"', "unknown key 'contexts'"),
-    ],
-)
-def test_a_malformed_context_is_named(own_file: Path, table: str, complaint: str) -> None:
-    own_file.write_text(table)
-    with pytest.raises(UsageError, match=complaint) as caught:
-        load(context_name="x")
-    assert "s3cr3t" not in str(caught.value)
-
-
 @pytest.mark.usefixtures("own_file")
 def test_list_marks_the_one_in_force_and_show_never_shows_a_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -57,22 +57,6 @@ def plan(*words: OpSpec, **fields: Any) -> Any:
     return plan_edit(NameIndex(layout()), spec, edit_id=ID, incarnation=1, layout_digest="d")
 
 
-def test_a_plan_tells_names_sizes_and_the_share_of_the_model() -> None:
-    found = plan(OpSpec(pattern="*", op="mul", value=0.5), reset_moments=True)
-    assert [op.fqn for op in found.manifest.ops] == ["bias", "weight"]
-    assert found.manifest.reset_moments
-    assert found.manifest.undoable
-    assert (found.size_bytes, found.share) == (48, 1.0)
-    (told,) = found.documents
-    assert (told["names"], told["name_count"], told["numel"]) == (["bias", "weight"], 2, 12)
-    again = plan(OpSpec(pattern="*", op="mul", value=0.5), reset_moments=True)
-    assert found.digest == again.digest
-    other = plan(OpSpec(pattern="*", op="mul", value=0.5))
-    assert found.digest != other.digest
-    part = plan(OpSpec(pattern="weight[0:1]", op="fill", value=0.0))
-    assert part.share == pytest.approx(2 / 12)
-
-
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paramd.errors import NotFoundError, UsageError
+from paramd.errors import NotFoundError
 from paramd.layout.stats import EMPTY, Stats, summarize
 from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
-from paramd.mesh.edits.calls import Hold, HoldState, Pause, Undo
 from paramd.mesh.results import ParamInfo, Params, StatsTable, Summoned, TensorStats
 
 HOSTILE = "<script>alert(1)</script>"
@@ -50,13 +49,3 @@ def test_a_table_finds_rows_by_name_and_its_slices_are_tables() -> None:
         table["c"]
     assert len(repr(table[0])) < 200
     assert "float32" in repr(table[0])
-
-
-def test_a_pause_is_a_hold_whose_block_resumes() -> None:
-    ended: list[bool] = []
-    hold = Hold(state=HoldState.HELD, step=3, lease_left_s=30.0)
-    with Pause.of(hold, lambda: ended.append(True)) as pause:
-        assert (pause.held, pause.step, isinstance(pause, Hold)) == (True, 3, True)
-    assert ended == [True]
-    with pytest.raises(UsageError, match=r"mesh\.undo\(edit\)"):
-        Undo(possible=True, reason="")()

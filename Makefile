@@ -203,7 +203,7 @@ test-long: $(TESTS) ## tests that watch for minutes instead of seconds (about 50
 	PARAMD_TESTS_LONG=1 PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -o timeout=1200 $(LONGER)
 
 # Tests over many cases, of which `make test` takes a sample.
-OVER_ALL = $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' tests/multiprocess/test_*.py tests/scenes/test_*.py tests/sequences/test_*.py)
+OVER_ALL = $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' tests/integration/test_*.py tests/multiprocess/test_*.py tests/scenes/test_*.py tests/sequences/test_*.py)
 
 campaigns: $(INTEGRATIONS) ## the tests that `make test` takes a sample of, over all their cases
 	PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=300 $(OVER_ALL)

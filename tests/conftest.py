@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import costs, launch, leaks
+from tests import costs, launch, leaks, warm
 
 LEAK_TIMEOUT_S = 5.0
 
@@ -20,6 +20,7 @@ settings.load_profile("paramd")
 
 def pytest_configure(config: pytest.Config) -> None:
     leaks.adopt_orphans()
+    warm.read_docstrings_once()
     config.pluginmanager.register(costs.Durations(config))
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tests.launch import ROOT
 from tests.needs import missing, program
+from tests.warm import ENTER
 
 NETWORK = "10.77.0"
 SECOND = "10.78.0"
@@ -64,7 +65,7 @@ class Host:
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """What to run outside so that `arguments` run there."""
-        return [program("nsenter"), "-t", str(self.pid), "-n", "-u", "-m", "-p", "--", *arguments]
+        return [program("nsenter"), "-t", str(self.pid), *ENTER, *arguments]
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """Of a program there."""

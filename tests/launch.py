@@ -264,7 +264,7 @@ def warm_start() -> WarmStart:
 def warm_services() -> WarmStart:
     """The same for the sidecars and control planes that a test starts itself."""
     warm = WarmStart("service")
-    start_children_with(warm)
+    start_children_with(service=warm, ranks=warm_start())
     return warm
 
 

@@ -12,13 +12,14 @@ parent: it waits for it, kills and stops it as any child.
     process.wait()
 
 `start_children_with` lets `subprocess.Popen` do so for the modules in `WARM`, in the test's
-process and in its ranks; nothing that starts a process has to know. What is started in any other
-way starts cold: a script, `-c`, another interpreter, behind `ip netns exec`, or when
-PARAMD_TESTS_COLD is set.
+process and in what it started; nothing that starts a process has to know. So does what a `Host`
+(`hosts.py`) runs: the fork enters its namespaces. What is started in any other way starts cold: a
+script, `-c` elsewhere than on such a host, another interpreter, or when PARAMD_TESTS_COLD is set.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -37,13 +38,20 @@ from typing import Any
 POLL_S = 0.01
 ROOT = Path(__file__).resolve().parent.parent
 
-WARM = frozenset({
-    "paramd_service.control",
-    "paramd_service.sidecar",
-    "tests.integration.fake_trainer",
-    "tests.integration.site_trainer",
-})  # fmt: skip
-"""Modules that start warm by `python -m`."""
+WARM = {
+    "paramd_service.control": "service",
+    "paramd_service.sidecar": "service",
+    "tests.integration.fake_trainer": "service",
+    "paramd.cli": "ranks",
+    "paramd.examples.train_gpt": "ranks",
+    "tests.integration.far_trainer": "ranks",
+    "tests.integration.site_trainer": "ranks",
+    "torch.distributed.run": "ranks",
+}
+"""Modules that start warm by `python -m`, from the process that has imported this."""
+
+ENTER = ("-n", "-u", "-m", "-p", "--")
+"""What `nsenter -t PID` is told to run a program on a host of `hosts.py`."""
 
 FIXED = (
     "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONDEVMODE", "PYTHONHASHSEED", "PYTHONHOME",
@@ -88,13 +96,15 @@ class Forker:
         cwd: str = "",
         new_session: bool = True,
         starts_others: bool = False,
+        host: int = 0,
     ) -> int:
         """Runs a module as `python -m` does; returns the process id.
 
         Args:
-            arguments: the module's name and its own arguments.
+            arguments: the module's name, or "-c" and the code, and its own arguments.
             descriptors: its stdin, stdout and stderr.
             starts_others: it, too, can start its children warm.
+            host: a process whose namespaces it is to be in, if not in ours.
         """
         limits = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS,
                   resource.RLIMIT_CORE)  # fmt: skip
@@ -106,6 +116,7 @@ class Forker:
             "limits": [resource.getrlimit(limit) for limit in limits],
             "new_session": new_session,
             "starts_others": starts_others,
+            "host": host,
         }
         with self._lock:
             socket.send_fds(self._connection, [json.dumps(told).encode()], descriptors)
@@ -217,23 +228,28 @@ _cold_start: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _parameters = inspect.signature(_cold_start)
 
 
-def start_children_with(forker: Forker) -> None:
-    """From now on `subprocess.Popen` lets `forker` start what is in `WARM`."""
+def start_children_with(service: Forker, ranks: Forker) -> None:
+    """From now on `subprocess.Popen` lets these start what is in `WARM`."""
+    forkers = {"service": service, "ranks": ranks}
 
     def start(self: Any, *values: Any) -> None:
         asked = _parameters.bind(self, *values).arguments
         environment = asked["env"] if asked["env"] is not None else dict(os.environ)
-        is_cold = environment.get("PARAMD_TESTS_COLD") == "1"
-        if is_cold or not (_is_plain(asked, environment) and forker.is_ours and forker.is_ready):
+        arguments, host = _of_python(asked["args"])
+        purpose = _purpose(arguments, host) if _is_plain(asked, environment) else None
+        forker = forkers[purpose] if purpose is not None else None
+        if forker is None or not (forker.is_ours and forker.is_ready):
             _cold_start(self, *values)
             return
         asked_for = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
         self.pid = forker.fork(
-            [os.fsdecode(word) for word in asked["args"][2:]],
+            arguments,
             environment,
             [number if given == -1 else given for number, given in enumerate(asked_for)],
             cwd=str(asked["cwd"] or ""),
             new_session=asked["start_new_session"],
+            starts_others=purpose == "ranks",
+            host=host,
         )
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -242,17 +258,44 @@ def start_children_with(forker: Forker) -> None:
     subprocess.Popen._execute_child = start  # type: ignore[attr-defined]
 
 
-def _is_plain(asked: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
-    command = asked["args"]
+def _of_python(command: Any) -> tuple[list[str], int]:
+    """What our interpreter is to run, as `Forker.fork` takes it, and on which host, if any."""
     if isinstance(command, str | bytes | os.PathLike):
-        return False
+        return [], 0
+    words, host = [os.fsdecode(word) for word in command], 0
+    if tuple(words[3:8]) == ENTER:
+        host, words = int(words[2]), words[8:]
+    if words[0] != sys.executable:
+        return [], host
+    # As unbuffered as all that start warm.
+    options = [word for word in words[1:3] if word == "-u"]
+    rest = words[1 + len(options) :]
+    return (rest[1:] if rest[:1] == ["-m"] else rest), host
+
+
+def _purpose(arguments: Sequence[str], host: int) -> str | None:
+    """Which of the warm processes is to run this, if any."""
+    if host and arguments[:1] == ["-c"]:
+        return "ranks"
+    return WARM.get(arguments[0]) if arguments else None
+
+
+def _is_plain(asked: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
     return (
-        list(command[:2]) == [sys.executable, "-m"]
-        and command[2] in WARM
+        environment.get("PARAMD_TESTS_COLD") != "1"
         and asked["executable"] in (None, sys.executable)
         and all(asked.get(name, value) == value for name, value in PLAIN.items())
         and all(_fixed(environment, name) == _fixed(os.environ, name) for name in FIXED)
     )
+
+
+def read_docstrings_once() -> None:
+    """pydantic parses a module for the docstrings of each class in it, whenever an app is built:
+    four fifths of what that takes."""
+    from pydantic._internal import _fields
+
+    cached: Any = functools.cache(_fields.extract_docstrings_from_cls)
+    _fields.extract_docstrings_from_cls = cached
 
 
 def _fixed(environment: Mapping[str, str], name: str) -> list[str]:

@@ -21,25 +21,47 @@ import runpy
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 from tests import leaks, warm
 
-SERVICE = ("paramd.cli.main", "paramd_service.sidecar.main", "paramd_service.control.main")
+SERVICE = (
+    "paramd.cli.main",
+    "paramd_service.sidecar.main",
+    "paramd_service.control.main",
+    # What those import only once they serve.
+    "paramd_service.control.control_plane",
+    "paramd_service.sidecar.rpc.export_service",
+    "paramd_service.sidecar.rpc.peers",
+    "cryptography.hazmat.primitives.asymmetric.ed25519",
+    "anyio._backends._asyncio",
+    "httpcore2",
+    "jwt",
+    "uvicorn.protocols.http.h11_impl",
+)
 MODULES = {
     # Without torch: what a sidecar loads, and has in memory, is for tests to see.
     "service": SERVICE,
     "ranks": (
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
+        # What torchrun is made of.
+        "torch.distributed.launcher.api",
+        "torch.distributed.elastic.rendezvous.registry",
         # An optimizer's first step imports it.
         "torch._dynamo",
         "safetensors.torch",
         "psutil",
         "pytest",
-        "paramd.trainer.attaching.attachment",
+        "paramd.trainer.attaching.attach",
+        "paramd.trainer.attaching.discovering",
+        "paramd.trainer.resume.exported",
         "paramd.mesh.connect",
+        "paramd.mesh.reading.assemble",
+        "rich.table",
         *SERVICE,
     ),
 }
@@ -52,6 +74,9 @@ READY = b"ready"
 
 HELPER = "tests.warm_server of"
 """How the process that forks a rank's children calls itself."""
+
+SPACES = 0x00020000 | 0x04000000 | 0x20000000 | 0x40000000
+"""CLONE_NEWNS, _NEWUTS, _NEWPID, _NEWNET: those of a host."""
 
 LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS, resource.RLIMIT_CORE)
 
@@ -69,19 +94,38 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in MODULES[sys.argv[2]]:
         importlib.import_module(name)
+    build_a_control_planes_app()
     tasks = len(os.listdir("/proc/self/task"))
     if tasks != 1:
         raise RuntimeError(f"{tasks} threads: what they hold would be held for ever in a fork")
     # Not gc.freeze() as well: attach() looks whether there is something that it cannot see.
     gc.collect()
-    connection.send(READY)
+    with suppress(BrokenPipeError):  # closed meanwhile, as `serve` sees
+        connection.send(READY)
     request = serve(connection)
     while request is not None:
         become(request)
         child = serve_children() if request.told["starts_others"] else None
         if child is None:
-            runpy.run_module(request.told["arguments"][0], run_name="__main__", alter_sys=True)
+            run(request.told["arguments"])
         request = child
+
+
+def build_a_control_planes_app() -> None:
+    """So that no control plane has to read the docstrings of its answers."""
+    from paramd_service.control.api.app import build_app
+    from paramd_service.control.api.services import Services
+
+    warm.read_docstrings_once()
+    build_app(MagicMock(spec=Services))
+
+
+def run(arguments: Sequence[str]) -> None:
+    """As the interpreter would, in `__main__`."""
+    if arguments[0] == "-c":
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102
+    else:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 def serve(connection: socket.socket) -> Request | None:
@@ -97,11 +141,14 @@ def serve(connection: socket.socket) -> Request | None:
             read_end, write_end = os.pipe()
             child = os.fork()
             if child == 0:
+                request = Request(json.loads(data), descriptors)
+                if request.told["host"]:
+                    enter(request.told["host"])
                 process = os.fork()
                 if process == 0:
                     os.close(read_end)
                     os.close(write_end)
-                    return Request(json.loads(data), descriptors)
+                    return request
                 os.write(write_end, str(process).encode())
                 os._exit(0)
             os.close(write_end)
@@ -111,6 +158,14 @@ def serve(connection: socket.socket) -> Request | None:
             # From here on the adopter is its parent.
             connection.send(os.read(read_end, 32))
             os.close(read_end)
+
+
+def enter(host: int) -> None:
+    """Moves this process into another's namespaces; of process ids, what it forks from then on."""
+    descriptor = os.pidfd_open(host)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, SPACES):
+        raise OSError(ctypes.get_errno(), f"cannot enter the namespaces of process {host}")
+    os.close(descriptor)
 
 
 def become(request: Request) -> None:
@@ -131,11 +186,15 @@ def become(request: Request) -> None:
     os.environ.clear()
     os.environ.update(told["env"])
     sys.argv = list(told["arguments"])
+    is_code = sys.argv[0] == "-c"
+    if is_code:
+        del sys.argv[1]
     if told["env"].get("PYTHONSAFEPATH"):
         del sys.path[0]
     else:
         sys.path[0] = told["cwd"]
-    show([sys.executable, "-m", *told["arguments"]], told["env"])
+    module = () if is_code else ("-m",)
+    show([sys.executable, *module, *told["arguments"]], told["env"])
 
 
 def serve_children() -> Request | None:
@@ -152,7 +211,8 @@ def serve_children() -> Request | None:
     if os.fork():
         theirs.close()
         leaks.adopt_orphans()
-        warm.start_children_with(warm.Forker(ours))
+        forker = warm.Forker(ours)
+        warm.start_children_with(service=forker, ranks=forker)
         return None
     ours.close()
     # Whoever reads the parent's output is to see its end.

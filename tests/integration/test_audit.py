@@ -173,15 +173,6 @@ async def test_when_the_audit_cannot_be_written_mutations_are_refused_and_reads_
     assert (await check(address, "run")).good
 
 
-async def test_an_event_that_cannot_be_recorded_is_logged_and_raises_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with alone(tmp_path) as audit:
-        with no_file_grows_beyond(1):
-            await audit.event(CREATE)
-    assert "not in the audit: token.create by ops" in caplog.text
-
-
 async def test_an_outcome_that_cannot_be_recorded_does_not_undo_the_effect(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

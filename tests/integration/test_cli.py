@@ -75,25 +75,6 @@ def test_params_are_filtered_by_facts_and_statistics(job: Job, capsys: Capture) 
     assert "at character 1, 'numl': expected one of" in err
 
 
-def test_params_are_listed_in_every_format(job: Job, capsys: Capture) -> None:
-    assert answer(capsys, "params", "-o", "name")[0].split() == NAMES
-    listed = document(capsys, "params")
-    assert (listed["job"], listed["incarnation"]) == (JOB, 1)
-    found = {row["name"]: row for row in listed["params"]}
-    assert found["rows"]["shape"] == [5, 4]
-    assert found["rows"]["aliases"] == ["tied"]
-    lines = answer(capsys, "params", "r*", "s*", "-o", "jsonl")[0].splitlines()
-    assert [json.loads(line)["name"] for line in lines] == ["rows", "scalar"]
-    table = answer(capsys, "params", "--buffers")[0].splitlines()
-    assert [line.split()[0] for line in table] == ["NAME", *NAMES, "running"]
-
-
-def test_an_unknown_name_is_not_found_and_a_near_one_is_offered(job: Job, capsys: Capture) -> None:
-    out, err = answer(capsys, "params", "rowz", code=4)
-    assert out == ""
-    assert "rows" in err
-
-
 def test_the_statistics_table_has_a_total_and_histograms(job: Job, capsys: Capture) -> None:
     out, err = answer(capsys, "stats", "rows", "flat", "--histogram")
     lines = out.splitlines()
@@ -122,16 +103,6 @@ def test_summon_writes_what_the_safetensors_library_reads(
             "paramd_step": "0",
             "tied": "rows",
         }
-
-
-def test_summon_takes_slices_and_casts(
-    whole: dict[str, torch.Tensor], tmp_path: Path, capsys: Capture
-) -> None:
-    path = tmp_path / "part.safetensors"
-    answer(capsys, "summon", "columns[1:3]", "--dtype", "bfloat16", "-o", str(path))
-    assert torch.equal(load_file(path)["columns"], whole["columns"][1:3].bfloat16())
-    answer(capsys, "summon", "columns", "--dtype", "floaty", "-o", str(path), "--force", code=2)
-    assert load_file(path)["columns"].shape == (2, 5)
 
 
 def test_summon_replaces_a_file_only_by_force(job: Job, tmp_path: Path, capsys: Capture) -> None:
@@ -167,13 +138,6 @@ def test_a_wrong_token_is_denied_and_not_shown(
     assert "not-the-right-token" not in err
 
 
-def test_a_job_that_the_control_plane_does_not_know_is_not_found(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.setenv("PARAMD_TOKEN", job.token)
-    answer(capsys, "status", "--url", job.url, "--job", "another", code=4)
-
-
 def test_data_and_messages_stay_apart_in_a_real_shell(job: Job) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "paramd.cli", "params", "rows", "-o", "json"],
@@ -203,12 +167,6 @@ def test_a_reader_that_goes_away_costs_no_traceback(job: Job) -> None:
         os.close(writer)
     assert found.returncode == 141
     assert "Error" not in found.stderr
-
-
-def test_the_doctor_finds_the_job_well(job: Job, capsys: Capture) -> None:
-    found = {row["check"]: row for row in document(capsys, "doctor")["checks"]}
-    assert found[f"job {JOB}"]["verdict"] == "ok"
-    assert "2 ranks" in found[f"job {JOB}"]["detail"]
 
 
 def test_a_rank_without_its_sidecar_is_shown_and_makes_the_answer_partial(

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from paramd.cli.main import main
 from paramd.places import running_jobs
 from tests.integration.client_job import wait_for
-from tests.launch import ROOT, run_ranks
+from tests.launch import ROOT
 
 DEADLINE_S = 110.0
 
@@ -106,17 +106,6 @@ def test_a_training_that_cannot_start_fails_the_demo_with_its_last_lines(
     err = capsys.readouterr().err
     assert "PARAMD_STALL_BUDGET_MS must be a number" in err
     assert err.splitlines()[-1].startswith("paramd: the training exited with code 1")
-
-
-def test_the_example_trains_the_same_with_and_without_paramd() -> None:
-    def losses(*more: str) -> list[str]:
-        arguments = ["--steps", "8", "--every", "1", "--job", "same", *more]
-        first = run_ranks("paramd.examples.train_gpt", 2, args=arguments, timeout_s=100)[0]
-        return [line for line in first.stdout.splitlines() if line.startswith("step ")]
-
-    with_paramd = losses()
-    assert len(with_paramd) == 8
-    assert with_paramd == losses("--no-attach")
 
 
 def test_the_example_in_the_repository_is_the_one_in_the_package() -> None:

@@ -105,11 +105,9 @@ def test_the_ids_that_are_printed_are_taken_everywhere() -> None:
 
 
 @pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("attempt", [0, 3])
-def test_ctrl_c_ends_grads_without_a_word(attempt: int, twice: bool) -> None:
+def test_ctrl_c_ends_grads_without_a_word(twice: bool) -> None:
     process = begun("grads", "*", "-o", "jsonl")
     assert json.loads(read_line(process))["job"] == JOB
-    time.sleep(0.02 * attempt)
     assert interrupted(process, twice=twice) == ""
 
 
@@ -220,7 +218,8 @@ def test_what_people_type_first_runs_or_names_what_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("params",), ("stats", "*"), ("edits",), ("audit",), ("grads", "*", "-n", "1")]
+    "command",
+    [("params",), ("stats", "*"), ("edits",), ("audit",), ("alerts",), ("grads", "*", "-n", "1")],
 )
 def test_tables_fit_a_terminal_of_80_columns(command: tuple[str, ...]) -> None:
     # Each line once: some are drawn again.
@@ -228,11 +227,3 @@ def test_tables_fit_a_terminal_of_80_columns(command: tuple[str, ...]) -> None:
     assert max(map(len, lines)) <= 80, lines
     names = [line.split()[0] for line in lines if line.startswith("layers.")]
     assert len(set(names)) == len(names)
-
-
-def test_the_audit_is_text_for_people() -> None:
-    ran("edit", "layers.0.up.bias", "--mul", "1.5")
-    out, _ = ran("audit", "-n", "5")
-    assert "ops: mul 1.5 layers.0.up.bias" in out
-    for repr_ in ("{'", "['", "None", "False", "[]"):
-        assert repr_ not in out

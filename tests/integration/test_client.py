@@ -137,15 +137,6 @@ def test_a_tensor_that_does_not_fit_is_refused(
         mesh.summon("rows", into=into)
 
 
-def test_unknown_names_offer_similar_ones(mesh: Mesh) -> None:
-    with pytest.raises(NotFoundError, match="column"):
-        mesh.summon("colums")
-    with pytest.raises(NotFoundError, match="buffers=True"):
-        mesh.summon("running")
-    with pytest.raises(UsageError, match="no pattern"):
-        mesh.summon()
-
-
 @pytest.mark.parametrize(
     "read",
     [
@@ -268,16 +259,6 @@ async def test_the_async_mesh_answers_the_same(job: Job, whole: dict[str, torch.
     await mesh.close()
     assert torch.equal(one["rows"], whole["rows"])
     assert torch.equal(other["flat"], whole["flat"])
-
-
-def test_the_state_dir_tells_where_the_job_is(
-    job: Job, state: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch, whole: object
-) -> None:
-    directory = job.ranks[0].socket_path.parent.parent
-    monkeypatch.setenv("PARAMD_STATE_DIR", str(directory))
-    for arguments in ((), ("client-test",)):
-        with paramd.connect(*arguments) as mesh:
-            assert mesh.summon("scalar").step == 0
 
 
 def test_a_wrong_token_and_a_wrong_url_say_what_to_do(job: Job) -> None:

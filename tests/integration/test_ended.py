@@ -91,13 +91,6 @@ def test_an_ended_job_is_its_owners_alone(past: str, state: Path, capsys: Captur
         assert "chmod 700" in err
 
 
-def test_an_unknown_job_is_not_found(capsys: Capture, state: Path) -> None:
-    for command in ("status", "edits", "audit", "params", "alerts"):
-        _, err = answer(capsys, command, "--job", "never", code=4)
-        assert "'never' is not known here" in err
-    assert not (state / "never").exists()
-
-
 def test_a_killed_job_says_that_nobody_noted_its_end(capsys: Capture) -> None:
     with running_job(layout()) as job:
         job.update()

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from paramd.layout.exports.settings import ExportSettings, NameMap
 from paramd.v1 import export_pb2
 from tests.integration.export_mesh import StillMesh, Tensors, raw, still_mesh
-from tests.integration.sidecar_process import wait_until
 
 DCP = ExportSettings(format="dcp")
 
@@ -175,25 +174,6 @@ def test_a_file_that_was_changed_is_not_finished(mesh: StillMesh, tmp_path: Path
     assert not (tmp_path / "key").exists()
     mesh.drop(target)
     mesh.release()
-    assert os.listdir(tmp_path) == []
-
-
-def test_causes_are_told_and_leave_nothing(mesh: StillMesh, tmp_path: Path) -> None:
-    _, message = mesh.pin(ExportSettings())
-    not_found, exhausted = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "does not exist" in refused(not_found, mesh.begin, mesh.target(tmp_path / "gone", "key"))
-    small = export_pb2.BeginExportRequest(target=mesh.target(tmp_path, "key"), size_bytes=1 << 60)
-    assert "free" in refused(exhausted, mesh.call, 0, "BeginExport", small)
-    other = message.__class__.FromString(message.SerializeToString())
-    other.digest = b"x" * 32
-    target = mesh.target(tmp_path, "key")
-    mesh.begin(target)
-    refused(grpc.StatusCode.FAILED_PRECONDITION, mesh.write, 0, target, other, 0)
-    mesh.release()
-    assert "lease" in refused(not_found, mesh.write, 0, target, message, 0)
-    hidden = tmp_path / f".key.{target.export_id}.part"
-    wait_until(lambda: not list(hidden.iterdir()), "the partial file goes")
-    mesh.drop(target)
     assert os.listdir(tmp_path) == []
 
 

@@ -6,7 +6,6 @@ and run with what cron and a kubelet would give them.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -16,10 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
-from paramd.security import authority
 from tests.integration.client_job import JOB
 from tests.integration.export_job import ExportingJob, exporting_job
 from tests.launch import ROOT
@@ -94,31 +91,3 @@ def test_the_manuals_crontab_line_exports_a_running_job(site: ExportingJob, tmp_
     check_exported(site, "my-run")
     assert site.job.token not in line
     assert "checkpoints/my-run/step-" in (home / "paramd-export.log").read_text()
-
-
-def test_the_cronjobs_container_exports_a_running_job(site: ExportingJob, tmp_path: Path) -> None:
-    manifest = yaml.safe_load((ROOT / "deploy/kubernetes/export-cronjob.yaml").read_text())
-    pod = manifest["spec"]["jobTemplate"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert "command" not in container, "the image's entrypoint is paramd"
-    (mount,) = container["volumeMounts"]
-    secrets = tmp_path / "secrets"
-    secrets.mkdir()
-    (secrets / "token").write_text(site.job.token)
-    (secrets / "token").chmod(0o440)
-    authority.write(tmp_path / "certs", names=["site.example"], days=30)
-    (tmp_path / "certs/ca.pem").rename(secrets / "ca.crt")
-    environment = {one["name"]: one["value"] for one in container["env"]}
-    assert set(environment) == {"PARAMD_URL", "PARAMD_JOB", "PARAMD_TLS_CA"}
-    environment |= {"PARAMD_URL": site.job.url, "PARAMD_JOB": JOB, "PATH": "/usr/bin:/bin"}
-
-    def here(text: str) -> str:
-        return text.replace(mount["mountPath"], str(secrets))
-
-    environment = {name: here(value) for name, value in environment.items()}
-    arguments = [here(one).replace("my-run", "by-pod") for one in container["args"]]
-    empty = tmp_path / "root"
-    empty.mkdir()
-    run([PARAMD, *arguments], environment, empty)
-    check_exported(site, "by-pod")
-    assert os.listdir(empty) == [], "its root is read-only"

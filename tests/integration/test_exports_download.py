@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.errors import UnreachableError
 from paramd.memory.control_page import Word
 from paramd.mesh.exports import download
 from paramd.mesh.mesh import Mesh
@@ -168,22 +168,6 @@ def test_a_snapshot_that_is_no_more_or_another_request_begins_anew(
     assert any("has expired" in text for text in told), told
     assert found.resumed_bytes == 0
     assert set(load_file(path)) == set(parameters(site))
-
-
-def test_a_taken_name_and_a_second_download_are_refused(mesh: Mesh, tmp_path: Path) -> None:
-    path = tmp_path / "all.safetensors"
-
-    def second(done_bytes: int, size_bytes: int) -> None:
-        from paramd.mesh.exports.download import PartialFile
-
-        with pytest.raises(ConflictError), PartialFile(path).opened():
-            pass
-
-    mesh.download(path, "rows", moved=second)
-    with pytest.raises(ConflictError):
-        mesh.download(path, "rows")
-    with pytest.raises(UsageError):
-        mesh.download(tmp_path / "no" / "x.safetensors", "rows")
 
 
 def test_a_dead_sidecar_ends_it_after_some_patience_and_keeps_what_came(

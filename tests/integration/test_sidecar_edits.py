@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import mmap
 import os
 import socket
 import tempfile
@@ -23,7 +22,7 @@ from paramd.errors import DataLossError, NotFoundError, UsageError
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.types import Box
 from paramd.memory import handover
-from paramd.memory.descriptors import LentMemory, SparseMemory, lent_memory
+from paramd.memory.descriptors import LentMemory, lent_memory
 from paramd.mesh.edits.lending import Lender, Loan, Sender
 from paramd.mesh.peers.bulk import BulkStream
 from paramd.mesh.peers.sidecars import StreamOffer
@@ -197,21 +196,6 @@ def test_a_stream_that_breaks_off_goes_on_where_it_was(shared: Editing) -> None:
     one.call("DropEdit", pb.DropEditRequest(edit_id=f"{0x92:032x}"))
 
 
-def test_what_is_wrong_with_an_upload_is_told_over_its_stream(shared: Editing) -> None:
-    one, bad = shared, matrix(23)
-    bad[700, 3] = float("inf")
-    one.stage(one.manifest(0x93), token_id="ann")
-    denied = grpc.StatusCode.PERMISSION_DENIED
-    refused(denied, "another token", upload, one, 0x93, bytes_of(bad), token_id="bob")
-    request = pb.GrantStreamRequest(edit_id=f"{0x93:032x}")
-    refused(denied, "may not", one.call, "GrantStream", request, Role.READER)
-    with pytest.raises(UsageError, match="holds NaN or infinite"):
-        upload(one, 0x93, bytes_of(bad), token_id="ann")
-    refused(grpc.StatusCode.NOT_FOUND, "is unknown on this rank", one.progress, 0x93)
-    unknown = grpc.StatusCode.NOT_FOUND
-    refused(unknown, "is unknown", one.call, "GrantStream", request, Role.EDITOR)
-
-
 def test_uploads_of_two_edits_do_not_mix(shared: Editing) -> None:
     one = shared
     for n in (0, 1):
@@ -311,25 +295,6 @@ def test_memory_that_could_kill_its_reader_is_refused(shared: Editing, kind: str
             assert handover.receive(connection)[0]["memory"] == number
         handover.send(connection, lend, [memory.descriptor])
         assert handover.receive(connection)[0]["code"] == "RESOURCE_EXHAUSTED"
-
-
-def test_a_hole_in_lent_memory_reads_as_zeros(shared: Editing) -> None:
-    one = shared
-    one.stage(one.manifest(0x68))
-    memory = LentMemory(W_BYTES)
-    memory[:] = b"\x01" * W_BYTES
-    SparseMemory(memory.descriptor).release(0, mmap.PAGESIZE * (W_BYTES // mmap.PAGESIZE))
-    loan = Loan(one.peer)
-    try:
-        loan.lend(memory, ticket(Role.EDITOR))
-        loan.stage(ticket(Role.EDITOR), f"{0x68:032x}")
-        Sender(loan, 0, lambda _: None).send([memoryview(memory)])
-    finally:
-        loan.close()
-    progress = one.progress(0x68)
-    assert progress.data_digests == [xxhash.xxh3_128_digest(memory[:])]
-    assert not any(memory[: mmap.PAGESIZE])
-    one.call("DropEdit", pb.DropEditRequest(edit_id=f"{0x68:032x}"))
 
 
 def test_a_loan_serves_again_and_one_that_broke_is_replaced(shared: Editing) -> None:

@@ -13,8 +13,6 @@ from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer
 from tests.integration.sidecar_process import Client, client_of, values_of
 
-ARENA_BYTES = 1 << 20
-
 
 def capture(
     client: Client, number: int, *snapshot_ids: str, timeout_s: float = 5.0
@@ -101,30 +99,3 @@ def test_a_request_that_can_never_be_agreed_ends_at_once(
         assert time.monotonic() - begin_s < 30.0
         assert trainer.page[Word.READY] == 0
     trainer.finish()
-
-
-def test_buffers_that_cannot_be_copied_are_refused_with_the_trainers_words(
-    trainer: FakeTrainer,
-) -> None:
-    trainer.settings.buffers_refused = "buffer 'cache' was float32 [4]"
-    trainer.start()
-    with client_of(trainer, Role.CONTROL) as client:
-        prepared = client.pin(at_boundary=True, with_buffers=True)
-        with pytest.raises(grpc.RpcError) as refused:
-            capture(client, 7, prepared.snapshot_id, timeout_s=60.0)
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert "buffer 'cache' was float32 [4]" in refused.value.details()
-        trainer.settings.buffers_refused = ""
-        again = client.pin(at_boundary=True, with_buffers=True)
-        assert capture(client, 8, again.snapshot_id).captured
-    trainer.finish()
-
-
-def test_a_read_resumes_at_any_offset(trainer: FakeTrainer, client: Client) -> None:
-    trainer.update()
-    pin = client.pin((16, 64), (1024, ARENA_BYTES))
-    whole = client.read(pin.snapshot_id)
-    assert len(whole) == pin.size_bytes == 48 + ARENA_BYTES - 1024
-    assert client.read(pin.snapshot_id, 1001) == whole[1001:]
-    assert client.read(pin.snapshot_id, 40, 16) == whole[40:56]
-    assert client.read(pin.snapshot_id, pin.size_bytes) == b""

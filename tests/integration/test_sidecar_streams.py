@@ -17,7 +17,7 @@ import pytest
 
 from paramd import streams
 from paramd.cli.main import main
-from paramd.errors import DataLossError, DeniedError, NotFoundError, ParamdError, UsageError
+from paramd.errors import DeniedError, NotFoundError, ParamdError, UsageError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.security.tickets import Role
 from paramd.streams import DATA, FAILED, LAST, Opening
@@ -207,18 +207,6 @@ def test_who_does_not_know_the_secret_is_refused_and_leaves_the_grant_good(clien
         assert len(stream.accepted().read()) == 100
 
 
-def test_what_is_no_opening_is_refused(client: Client) -> None:
-    grant = granted(client, client.pin().snapshot_id)
-    for sealed in (
-        bytes(streams.OPENING_BYTES),
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".ljust(200, b"x"),
-    ):
-        forged = sealed[: streams.OPENING_BYTES]
-        assert isinstance(refusal(Stream(grant, 0, 1, sealed=forged)), DataLossError)
-    with closing(Stream(grant, 0, 1)) as stream:
-        assert len(stream.accepted().read()) == 1
-
-
 def test_a_range_outside_of_the_snapshot_is_refused(client: Client) -> None:
     pin = client.pin()
     for begin, end in (0, ARENA_BYTES + 1), (ARENA_BYTES + 1, ARENA_BYTES + 1), (0, 2**64 - 1):
@@ -345,25 +333,6 @@ def test_a_thousand_strangers_stop_nobody_and_leave_nothing(
     wait_until(lambda: sidecar_.num_fds() <= before + 3, "descriptors are given back")
     assert sidecar_.memory_info().rss - before_rss < MOST_GROWTH_BYTES
     assert len(whole(client, pin.snapshot_id)) == ARENA_BYTES
-
-
-def test_a_stranger_without_words_is_closed_soon(client: Client) -> None:
-    port = granted(client, client.pin().snapshot_id).port
-    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as one:
-        begin_s = time.monotonic()
-        assert one.recv(1) == b""
-        assert time.monotonic() - begin_s < 5
-
-
-def test_an_opening_in_many_parts_is_understood(client: Client) -> None:
-    grant = granted(client, client.pin().snapshot_id)
-    sealed = Opening(grant.grant_id, 0, 10).sealed(grant.secret)
-    with closing(Stream(grant, 0, 10, sealed=b"")) as stream:
-        stream.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for number in range(len(sealed)):
-            stream.socket.sendall(sealed[number : number + 1])
-        stream.sealed = sealed
-        assert len(stream.accepted().read()) == 10
 
 
 def test_unused_grants_are_bounded_and_forgotten(client: Client, trainer: FakeTrainer) -> None:

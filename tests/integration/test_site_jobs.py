@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,6 +28,23 @@ from tests.integration.control_process import (
 )
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Control, Path]]:
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(folder))
+        with site_plane() as found:
+            yield found, folder
+
+
+@pytest.fixture
+def control(shared: tuple[Control, Path], monkeypatch: pytest.MonkeyPatch) -> Control:
+    """One site for all tests that leave it running; each has jobs of its own."""
+    found, folder = shared
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(folder))
+    return found
 
 
 @dataclass(frozen=True)
@@ -122,61 +140,60 @@ async def join(
             stream.cancel()
 
 
-async def test_jobs_of_a_site_are_kept_apart() -> None:
-    with site_plane() as control:
-        one, two = register(control, "one", 1), register(control, "two", 2)
-        assert (one.incarnation, two.incarnation) == (1, 1)
-        assert one.control_address == control.grpc_address
-        async with join(control.grpc_address, one, 0), join(control.grpc_address, two, 1):
-            jobs = {job["job"]: job for job in document(control, "")["jobs"]}
-            assert (jobs["one"]["state"], jobs["one"]["reason"]) == ("ok", "")
-            assert (jobs["two"]["state"], jobs["two"]["joined_count"]) == ("degraded", 1)
-            for foreign in (two, one):
-                other = one if foreign is two else two
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    async with join(control.grpc_address, other, 0, speaks_for=foreign):
-                        pass
-                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert control.get("/api/v1/jobs/three", site_token()).status_code == 404
-
-
-async def test_a_job_that_trains_keeps_its_name_and_one_that_ended_gets_a_new_incarnation() -> None:
-    with site_plane() as control:
-        first = register(control, "run", 2)
-        async with join(control.grpc_address, first, 0) as stream:
-            refused = post(control, job="run", world_size=2)
-            assert refused.status_code == 409
-            assert "is already training, in incarnation 1" in refused.json()["detail"]
-            await stream.write(report(first, 0, phase=common_pb2.PHASE_ORPHANED))
-            await until(lambda: document(control, "/run/ranks")["ranks"][0]["phase"] == "orphaned")
-            # The same job, restarted with another world size.
-            second = register(control, "run", 3)
-            assert second.incarnation == 2
+async def test_jobs_of_a_site_are_kept_apart(control: Control) -> None:
+    one, two = register(control, "one", 1), register(control, "two", 2)
+    assert (one.incarnation, two.incarnation) == (1, 1)
+    assert one.control_address == control.grpc_address
+    async with join(control.grpc_address, one, 0), join(control.grpc_address, two, 1):
+        jobs = {job["job"]: job for job in document(control, "")["jobs"]}
+        assert (jobs["one"]["state"], jobs["one"]["reason"]) == ("ok", "")
+        assert (jobs["two"]["state"], jobs["two"]["joined_count"]) == ("degraded", 1)
+        for foreign in (two, one):
+            other = one if foreign is two else two
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stream.read()
+                async with join(control.grpc_address, other, 0, speaks_for=foreign):
+                    pass
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert "incarnation 2 has begun" in (caught.value.details() or "")
+    assert control.get("/api/v1/jobs/three", site_token()).status_code == 404
+
+
+async def test_a_job_that_trains_keeps_its_name_and_one_that_ended_gets_a_new_incarnation(
+    control: Control,
+) -> None:
+    first = register(control, "again", 2)
+    async with join(control.grpc_address, first, 0) as stream:
+        refused = post(control, job="again", world_size=2)
+        assert refused.status_code == 409
+        assert "is already training, in incarnation 1" in refused.json()["detail"]
+        await stream.write(report(first, 0, phase=common_pb2.PHASE_ORPHANED))
+        await until(lambda: document(control, "/again/ranks")["ranks"][0]["phase"] == "orphaned")
+        # The same job, restarted with another world size.
+        second = register(control, "again", 3)
+        assert second.incarnation == 2
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async with join(control.grpc_address, first, 0):
-                pass
+            await stream.read()
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        incarnations = document(control, "/run/incarnations")["incarnations"]
-        assert [(e["incarnation"], e["world_size"]) for e in incarnations] == [(1, 2), (2, 3)]
-        assert "incarnation 2 has begun" in incarnations[0]["reason"]
-        assert incarnations[0]["step"] == 7
-        assert (incarnations[1]["ended_s"], document(control, "/run")["world_size"]) == (None, 3)
+        assert "incarnation 2 has begun" in (caught.value.details() or "")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with join(control.grpc_address, first, 0):
+            pass
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    incarnations = document(control, "/again/incarnations")["incarnations"]
+    assert [(e["incarnation"], e["world_size"]) for e in incarnations] == [(1, 2), (2, 3)]
+    assert "incarnation 2 has begun" in incarnations[0]["reason"]
+    assert incarnations[0]["step"] == 7
+    assert (incarnations[1]["ended_s"], document(control, "/again")["world_size"]) == (None, 3)
 
 
-async def test_an_incarnation_is_over_when_all_ranks_have_detached_and_the_site_goes_on() -> None:
-    with site_plane() as control:
-        first = register(control, "run", 1)
-        async with join(control.grpc_address, first, 0, leaving=True):
-            await until(
-                lambda: document(control, "/run/incarnations")["incarnations"][0]["ended_s"]
-            )
-        found = document(control, "/run")
-        assert (found["state"], found["reason"][:27]) == ("ended", "all 1 ranks have detached; ")
-        assert register(control, "run", 1, incarnation_floor=40).incarnation == 41
+async def test_an_incarnation_is_over_when_all_ranks_have_detached_and_the_site_goes_on(
+    control: Control,
+) -> None:
+    first = register(control, "over", 1)
+    async with join(control.grpc_address, first, 0, leaving=True):
+        await until(lambda: document(control, "/over/incarnations")["incarnations"][0]["ended_s"])
+    found = document(control, "/over")
+    assert (found["state"], found["reason"][:27]) == ("ended", "all 1 ranks have detached; ")
+    assert register(control, "over", 1, incarnation_floor=40).incarnation == 41
 
 
 async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_incarnations() -> (
@@ -202,93 +219,89 @@ async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_in
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_ranks_end_with_the_token_that_registered_them() -> None:
-    with site_plane() as control:
-        mine, other = new_token(control, "mine"), new_token(control, "other")
-        incarnation = of_answer(post(control, mine, job="run", world_size=2))
-        taken = post(control, other, job="run", world_size=1)
-        assert (taken.status_code, "another token" in taken.json()["detail"]) == (403, True)
-        async with join(control.grpc_address, incarnation, 0) as stream:
-            gone = httpx2.delete(
-                f"{control.url}/api/v1/tokens/mine",
-                headers={"authorization": f"Bearer {site_token()}"},
-                trust_env=False,
-            )
-            assert gone.status_code == 200
-            # It is told of the revocation, too, before its own stream ends.
-            with suppress(grpc.aio.AioRpcError):
-                while await asyncio.wait_for(stream.read(), 10) is not grpc.aio.EOF:
-                    pass
-            assert "revoked or has expired" in (await stream.details() or "")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async with join(control.grpc_address, incarnation, 1):
+async def test_ranks_end_with_the_token_that_registered_them(control: Control) -> None:
+    mine, other = new_token(control, "mine"), new_token(control, "other")
+    incarnation = of_answer(post(control, mine, job="mine", world_size=2))
+    taken = post(control, other, job="mine", world_size=1)
+    assert (taken.status_code, "another token" in taken.json()["detail"]) == (403, True)
+    async with join(control.grpc_address, incarnation, 0) as stream:
+        gone = httpx2.delete(
+            f"{control.url}/api/v1/tokens/mine",
+            headers={"authorization": f"Bearer {site_token()}"},
+            trust_env=False,
+        )
+        assert gone.status_code == 200
+        # It is told of the revocation, too, before its own stream ends.
+        with suppress(grpc.aio.AioRpcError):
+            while await asyncio.wait_for(stream.read(), 10) is not grpc.aio.EOF:
                 pass
-        assert "revoked or has expired" in (caught.value.details() or "")
-        assert of_answer(post(control, other, job="run", world_size=1)).incarnation == 2
+        assert "revoked or has expired" in (await stream.details() or "")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with join(control.grpc_address, incarnation, 1):
+            pass
+    assert "revoked or has expired" in (caught.value.details() or "")
+    assert of_answer(post(control, other, job="mine", world_size=1)).incarnation == 2
 
 
-def test_a_token_for_some_jobs_sees_and_registers_no_other() -> None:
-    with site_plane() as control:
-        register(control, "b-one", 1)
-        tokens = {
-            role: new_token(control, f"a-{role}", role=role, jobs="a-*,shared")
-            for role in ("trainer", "viewer", "editor", "reader", "exporter")
-        }
-        assert post(control, tokens["trainer"], job="a-one", world_size=1).status_code == 201
-        for job in ("b-one", "b-two", "A-one", "shared2"):
-            assert post(control, tokens["trainer"], job=job, world_size=1).status_code == 404
-        described = control.get("/api/v1/openapi.json", site_token()).json()["paths"]
-        for role, token in tokens.items():
-            found = control.get("/api/v1/jobs", token).json()["jobs"]
-            assert [job["job"] for job in found] == ["a-one"]
-            assert "b-one" not in control.get("/api/v1/jobs/a-two", token).text
-            assert control.get("/metrics", token).status_code == 403
-            for path, operations in described.items():
-                for method in operations:
-                    if "{job}" not in path:
-                        continue
-                    url = control.url + path.replace("{job}", "b-one")
-                    headers = {"authorization": f"Bearer {token}"}
-                    answer = httpx2.request(method, url, headers=headers, trust_env=False)
-                    # Whatever the role, and before anything of the request is looked at.
-                    assert answer.status_code in (404, 422), (role, method, path)
-                    assert "your token is for (a-*,shared)" in answer.text, (role, method, path)
-        diff = "/api/v1/jobs/a-one/diff?a=now&b=job:b-one"
-        assert control.get(diff, tokens["reader"]).status_code == 404
+def test_a_token_for_some_jobs_sees_and_registers_no_other(control: Control) -> None:
+    register(control, "b-one", 1)
+    tokens = {
+        role: new_token(control, f"a-{role}", role=role, jobs="a-*,shared")
+        for role in ("trainer", "viewer", "editor", "reader", "exporter")
+    }
+    assert post(control, tokens["trainer"], job="a-one", world_size=1).status_code == 201
+    for job in ("b-one", "b-two", "A-one", "shared2"):
+        assert post(control, tokens["trainer"], job=job, world_size=1).status_code == 404
+    described = control.get("/api/v1/openapi.json", site_token()).json()["paths"]
+    operations = [(m, path) for path in described if "{job}" in path for m in described[path]]
+    for role, token in tokens.items():
+        found = control.get("/api/v1/jobs", token).json()["jobs"]
+        assert [job["job"] for job in found] == ["a-one"]
+        assert "b-one" not in control.get("/api/v1/jobs/a-two", token).text
+        assert control.get("/metrics", token).status_code == 403
+        headers = {"authorization": f"Bearer {token}"}
+        with httpx2.Client(base_url=control.url, headers=headers, trust_env=False) as client:
+            for method, path in operations:
+                answer = client.request(method, path.replace("{job}", "b-one"))
+                # Whatever the role, and before anything of the request is looked at.
+                assert answer.status_code in (404, 422), (role, method, path)
+                assert "your token is for (a-*,shared)" in answer.text, (role, method, path)
+    diff = "/api/v1/jobs/a-one/diff?a=now&b=job:b-one"
+    assert control.get(diff, tokens["reader"]).status_code == 404
 
 
-async def test_registrations_of_thousands_keep_nobody_waiting_and_end_with_their_callers() -> None:
-    with site_plane() as control:
-        crowd, other = new_token(control, "crowd"), new_token(control, "other")
-        host, port = control.url.removeprefix("http://").split(":")
-        writers = []
-        for number in range(6):
-            _, writer = await asyncio.open_connection(host, int(port))
-            body = json.dumps({"job": f"big{number}", "world_size": 65_536})
-            head = f"POST /api/v1/jobs HTTP/1.1\r\nhost: {host}:{port}\r\n"
-            head += f"authorization: Bearer {crowd}\r\ncontent-type: application/json\r\n"
-            writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-            writers.append(writer)
-        began_s = time.monotonic()
-        small = await asyncio.to_thread(post, control, other, job="small", world_size=8)
-        assert small.status_code == 201
-        assert time.monotonic() - began_s < WAITS_S, "as long as a training waits"
-        for writer in writers:
-            writer.close()
-            await writer.wait_closed()
-        again = await asyncio.to_thread(post, control, crowd, job="small", world_size=8)
-        assert again.status_code == 403, "a job is its token's"
-        known = [job["job"] for job in document(control, "")["jobs"]]
-        assert len(known) == 2, "its six would be more ranks than one token may have"
-        again = await asyncio.to_thread(post, control, crowd, job="mine", world_size=8)
-        assert again.status_code == 201, "the six have ended with their callers"
+async def test_registrations_of_thousands_keep_nobody_waiting_and_end_with_their_callers(
+    control: Control,
+) -> None:
+    crowd, other = new_token(control, "crowd"), new_token(control, "bystander")
+    host, port = control.url.removeprefix("http://").split(":")
+    writers = []
+    for number in range(6):
+        _, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"job": f"big{number}", "world_size": 65_536})
+        head = f"POST /api/v1/jobs HTTP/1.1\r\nhost: {host}:{port}\r\n"
+        head += f"authorization: Bearer {crowd}\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        writers.append(writer)
+    began_s = time.monotonic()
+    small = await asyncio.to_thread(post, control, other, job="small", world_size=8)
+    assert small.status_code == 201
+    assert time.monotonic() - began_s < WAITS_S, "as long as a training waits"
+    for writer in writers:
+        writer.close()
+        await writer.wait_closed()
+    again = await asyncio.to_thread(post, control, crowd, job="small", world_size=8)
+    assert again.status_code == 403, "a job is its token's"
+    known = [job["job"] for job in document(control, "")["jobs"] if job["job"].startswith("big")]
+    assert len(known) == 1, "its six would be more ranks than one token may have"
+    again = await asyncio.to_thread(post, control, crowd, job="theirs", world_size=8)
+    assert again.status_code == 201, "the six have ended with their callers"
 
 
-@pytest.mark.parametrize("generation", [1, 2**62, 2**63 - 1])
-async def test_no_generation_that_a_rank_names_ends_a_control_plane(generation: int) -> None:
+async def test_no_generation_that_a_rank_names_ends_a_control_plane(control: Control) -> None:
     """Field 7 of a report, of older sidecars: the highest generation that they had met."""
-    with site_plane() as control:
-        incarnation = register(control, "run", 2)
+    for generation in (1, 2**62, 2**63 - 1):
+        incarnation = register(control, f"met-{generation}", 2)
         lie = report(incarnation, 0)
         lie.MergeFromString(b"\x38" + varint(generation))
         async with grpc.aio.insecure_channel(control.grpc_address) as channel:
@@ -298,7 +311,7 @@ async def test_no_generation_that_a_rank_names_ends_a_control_plane(generation: 
                 await stream.write(lie.SerializeToString())
             assert await asyncio.wait_for(stream.read(), 10)
             async with join(control.grpc_address, incarnation, 1):
-                assert document(control, "/run")["state"] == "ok"
+                assert document(control, f"/{incarnation.job}")["state"] == "ok"
             stream.cancel()
 
 
@@ -307,19 +320,23 @@ def varint(value: int) -> bytes:
     return bytes([low | 128]) + varint(rest) if rest else bytes([low])
 
 
-def test_registering_is_refused_where_and_how_it_must_not_be() -> None:
-    with control_plane() as control:
-        refused = post(control, job="another", world_size=1)
+def test_registering_is_refused_where_and_how_it_must_not_be(control: Control) -> None:
+    with control_plane() as embedded:
+        refused = post(embedded, job="another", world_size=1)
         assert refused.status_code == 409
         assert "belongs to one job" in refused.json()["detail"]
-    with site_plane() as site:
-        for body in (
-            {"job": "../up", "world_size": 1},
-            {"job": "_site", "world_size": 1},
-            {"job": "run", "world_size": 0},
-            {"job": "run", "world_size": 1 << 20},
-            {"job": "run", "world_size": 1, "incarnation_floor": -1},
-            {"job": "run"},
-        ):
-            assert post(site, **body).status_code == 422, body
-        assert document(site, "")["jobs"] == []
+
+    def known() -> list[str]:
+        return [job["job"] for job in document(control, "")["jobs"]]
+
+    before = known()
+    for body in (
+        {"job": "../up", "world_size": 1},
+        {"job": "_site", "world_size": 1},
+        {"job": "run", "world_size": 0},
+        {"job": "run", "world_size": 1 << 20},
+        {"job": "run", "world_size": 1, "incarnation_floor": -1},
+        {"job": "run"},
+    ):
+        assert post(control, **body).status_code == 422, body
+    assert known() == before

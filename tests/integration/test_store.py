@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import sqlite3
@@ -18,9 +17,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
-from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, text
 
 from paramd.clock import now_s
@@ -28,12 +25,10 @@ from paramd.errors import ConflictError, NotFoundError, UsageError
 from paramd.mesh.insight.reports import Alert
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.api.choice import NormHistory
-from paramd_service.control.exports.schedules import Cadence, cadence_of
 from paramd_service.control.records.audit import Action, Audit
 from paramd_service.control.store.alerts import AlertStore, State
 from paramd_service.control.store.edits import EditRow, EditStore
 from paramd_service.control.store.engine import StoreAddress, StoreError, make_engine, parse_store
-from paramd_service.control.store.exports import ExportStore
 from paramd_service.control.store.history import (
     KEEP_S,
     MAX_POINTS,
@@ -41,8 +36,7 @@ from paramd_service.control.store.history import (
     Sample,
     SeriesKey,
 )
-from paramd_service.control.store.migrate import MIGRATIONS
-from paramd_service.control.store.schema import REVISION, metadata
+from paramd_service.control.store.schema import metadata
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore
 from tests.integration.store_process import execute, fresh_address, started
@@ -94,8 +88,8 @@ OLD_POINTS = """CREATE TABLE metric_points (series_id BIGINT NOT NULL,
     CONSTRAINT pk_metric_points PRIMARY KEY (series_id, resolution_s, time_ms))"""
 
 
-async def go_back(store: Store, revision: str) -> None:
-    """Makes of a new, empty store one of `revision`, "0003" or "0005"."""
+async def go_back(store: Store) -> None:
+    """Makes of a new, empty store one of revision 0005."""
     await execute(store, "ALTER TABLE export_schedules ADD COLUMN last_s DOUBLE PRECISION")
     await execute(store, "ALTER TABLE tokens DROP COLUMN jobs")
     await execute(store, "DROP TABLE metric_points")
@@ -114,50 +108,13 @@ async def go_back(store: Store, revision: str) -> None:
         "CONSTRAINT pk_alerts PRIMARY KEY (id))",
     )
     await execute(store, "CREATE INDEX ix_alerts_job ON alerts (job, id)")
-    if revision == "0003":
-        for table in ("alerts", "metric_series", "exports", "edits"):
-            await execute(store, f"ALTER TABLE {table} RENAME COLUMN incarnation TO epoch")
-        await execute(store, "ALTER TABLE export_schedules RENAME COLUMN cadence TO rhythm")
-    else:
-        await execute(
-            store,
-            "CREATE TABLE alert_silences (id VARCHAR(32) NOT NULL, job VARCHAR(64) NOT NULL, "
-            "CONSTRAINT pk_alert_silences PRIMARY KEY (id))",
-        )
-        await execute(store, "CREATE INDEX ix_alert_silences_job ON alert_silences (job)")
-    await execute(store, f"UPDATE alembic_version SET version_num = '{revision}'")
-
-
-async def test_schedules_by_time_have_ended_and_say_so_and_those_by_steps_go_on(
-    address: StoreAddress,
-) -> None:
-    async with started(address) as store:
-        await execute(store, "ALTER TABLE export_schedules ADD COLUMN last_s DOUBLE PRECISION")
-        # As 0.1.0 wrote them.
-        for name, steps, every_s, deleted_s in (
-            ("a", "null", "600.0", "NULL"), ("b", "50", "null", "NULL"), ("c", "null", "5.0", "9"),
-        ):  # fmt: skip
-            cadence = f'"every_steps": {steps}, "every_s": {every_s}, "keep_last": 2'
-            statement = (
-                "INSERT INTO export_schedules (id, job, actor, request, cadence, last_step, "
-                f"last_s, skipped_count, created_s, deleted_s) VALUES ('{name}', 'run', 'ops', "
-                f"""'{{"destination": "all/{name}", "format": "dcp"}}', """
-                f"'{{{cadence}, \"keep_every\": null}}', 40, 7.0, 0, 1.0, {deleted_s})"
-            )
-            # A colon begins a parameter of `text`.
-            await execute(store, statement.replace(":", "\\:"))
-        await execute(store, "ALTER TABLE tokens DROP COLUMN jobs")
-        await execute(store, "UPDATE alembic_version SET version_num = '0007'")
-    async with started(address) as store:
-        exports = ExportStore(store)
-        (kept,) = await exports.schedules("run")
-        assert kept.id == "b"
-        assert kept.last_step == 40
-        assert cadence_of(kept) == Cadence(every_steps=50, keep_last=2)
-        (told,) = await exports.page("run", limit=9)
-        assert (told.destination, told.schedule, told.state) == ("all/a", "a", "CANCELLED")
-        assert "every 600 s" in told.reason
-        assert await exports.unfinished("run") == []
+    await execute(
+        store,
+        "CREATE TABLE alert_silences (id VARCHAR(32) NOT NULL, job VARCHAR(64) NOT NULL, "
+        "CONSTRAINT pk_alert_silences PRIMARY KEY (id))",
+    )
+    await execute(store, "CREATE INDEX ix_alert_silences_job ON alert_silences (job)")
+    await execute(store, "UPDATE alembic_version SET version_num = '0005'")
 
 
 def _old_points(series_id: int, resolution_s: int, begin_s: int, end_s: int) -> str:
@@ -186,7 +143,7 @@ async def test_points_of_three_resolutions_become_one_list_and_the_audit_stays(
             )
         await Audit(store).event(Action(actor="ops", role="admin", method="m", job="run"))
         before = await Audit(store).page("run", order="oldest", limit=9)
-        await go_back(store, "0005")
+        await go_back(store)
         # Ten minutes to 6000, minutes to 6600 and samples to 6700; each also as finer ones had it.
         for resolution_s, begin_s, end_s in ((600, 3600, 6600), (60, 5400, 6660), (0, 6570, 6700)):
             await execute(store, _old_points(1, resolution_s, begin_s, end_s))
@@ -221,54 +178,6 @@ async def test_points_of_three_resolutions_become_one_list_and_the_audit_stays(
             assert (now[-1].max, now[-1].step) == (end_s + 49, end_s + 49)
         assert await Audit(store).page("run", order="oldest", limit=9) == before
         assert len(before) == 1
-
-
-async def test_alerts_and_the_rest_are_kept_when_silences_go(address: StoreAddress) -> None:
-    """Alerts as an older paramd wrote them: acknowledged, over, and one twice."""
-    detail = {
-        "id": "run-2-1-abc", "subject": "w", "fqn": "w", "ranks": [1, 2], "seen_count": 7,
-        "acknowledged_by": "ann", "acknowledged_s": 11.0, "note": "known",
-    }  # fmt: skip
-    token = TokenRow(name="ci", digest="a" * 64, role="viewer", created_s=1.5)
-    async with started(address) as store:
-        await TokenStore(store).create(token)
-        await go_back(store, "0005")
-        await execute(store, "INSERT INTO alert_silences (id, job) VALUES ('s', 'run')")
-        for number, resolved_s in ((3, "NULL"), (5, "12.5"), (7, "NULL")):
-            named = detail | ({"id": "run-2-2-abd"} if number == 7 else {})
-            await execute(
-                store,
-                "INSERT INTO alerts (id, job, incarnation, rank, step, rule, severity, text, "
-                f"detail, raised_s, updated_s, resolved_s) VALUES ({number}, 'run', 2, -1, 9, "
-                f"'replica-drift', 'critical', 'ranks differ', '{json.dumps(named)}', 10.0, 12.0, "
-                f"{resolved_s})",
-            )
-    async with started(address) as store:
-        alerts = AlertStore(store)
-        (last, new), (first, old) = await alerts.page("run", limit=9, incarnation=2)
-        assert last > first
-        assert (new.id, new.state) == ("run-2-2-abd", "firing")
-        expected = Alert(
-            id="run-2-1-abc", job="run", incarnation=2, rule="replica-drift", subject="w",
-            severity="critical", state="resolved", reason="ranks differ", ranks=(1, 2), name="w",
-            step=9, first_seen_s=10.0, last_seen_s=12.0, resolved_s=12.5,
-        )  # fmt: skip
-        assert old == expected
-        # A later alert comes after those that were there.
-        await alerts.save([replace(expected, id="run-2-3-abe")])
-        assert [alert.id[6] for _, alert in await alerts.page("run", limit=9, incarnation=2)] == [
-            "3",
-            "2",
-            "1",
-        ]
-        assert await TokenStore(store).get("ci") == token
-        assert await store.read(_difference) == []
-
-
-def test_the_newest_migration_is_the_one_the_schema_names() -> None:
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
-    assert ScriptDirectory.from_config(config).get_heads() == [REVISION]
 
 
 async def test_two_that_start_at_once_migrate_once(address: StoreAddress) -> None:
@@ -316,26 +225,6 @@ async def test_tokens_are_found_by_digest_and_revoked_once(address: StoreAddress
         assert (await tokens.revoke("b", now_s=9.0)).revoked_s == 7.0
         with pytest.raises(NotFoundError, match="'x' does not exist"):
             await tokens.revoke("x", now_s=9.0)
-
-
-async def test_tokens_that_have_ended_are_those_of_a_time(address: StoreAddress) -> None:
-    async with started(address) as store:
-        tokens = TokenStore(store)
-        rows = {
-            "expired": {"expires_s": 50.0},
-            "expired-long-ago": {"expires_s": 10.0},
-            "revoked": {"expires_s": 45.0, "revoked_s": 40.0},
-            "revoked-long-ago": {"expires_s": 55.0, "revoked_s": 5.0},
-            "good": {"expires_s": 61.0},
-            "for-ever": {},
-        }
-        for n, (name, times_s) in enumerate(rows.items()):
-            row = TokenRow(name=name, digest=str(n) * 64, role="reader", created_s=1.0)
-            await tokens.create(replace(row, **times_s))
-        found = await tokens.ended(since_s=10.0, now_s=60.0, limit=9)
-        assert [(row.name, row.ended_s) for row in found] == [("revoked", 40.0), ("expired", 50.0)]
-        found = await tokens.ended(since_s=10.0, now_s=60.0, limit=1)
-        assert [row.name for row in found] == ["expired"], "the latest, when there are too many"
 
 
 async def test_alerts_are_raised_resolved_and_paged(address: StoreAddress) -> None:
@@ -455,40 +344,6 @@ async def test_series_are_apart_and_the_same_moment_counts_once(address: StoreAd
         for n, series in enumerate([LOSS, *others]):
             points = await history.read(series, begin_s=0, end_s=100)
             assert [point.mean for point in points] == [float(n)]
-
-
-async def test_series_are_listed_by_name_and_rank_in_pages(address: StoreAddress) -> None:
-    async with started(address) as store:
-        history = MetricHistory(store)
-        wanted = [
-            SeriesKey(job="run", incarnation=2, name="Norm:w"),
-            SeriesKey(job="run", incarnation=2, name="norm:layers.0.weight"),
-            SeriesKey(job="run", incarnation=2, name="norm:layers_0"),
-            SeriesKey(job="run", incarnation=2, name="norm:é%_'"),
-            SeriesKey(job="run", incarnation=2, name="step_time_s"),
-            *(SeriesKey(job="run", incarnation=2, rank=n, name="step_time_s") for n in (0, 2, 10)),
-        ]
-        others = [
-            SeriesKey(job="run", incarnation=1, name="norm:w"),
-            SeriesKey(job="b", incarnation=2, name="norm:w"),
-        ]
-        assert await history.series("run", 2) == []
-        history.offer(
-            Sample(series=series, time_s=50.0, value=1.0)
-            for series in reversed([*wanted, *others, *wanted])
-        )
-        await history.flush()
-        assert await history.series("run", 2) == wanted
-        for size in (1, 3, len(wanted)):
-            paged: list[SeriesKey] = []
-            after: tuple[str, int] | None = None
-            while page := await history.series("run", 2, after=after, limit=size):
-                assert len(page) <= size
-                paged += page
-                after = (page[-1].name, page[-1].rank)
-            assert paged == wanted
-        assert await history.series("run", 1) == others[:1]
-        assert await history.series("none", 2) == []
 
 
 async def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(

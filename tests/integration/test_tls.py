@@ -29,8 +29,6 @@ from paramd.security.tickets import Role
 from paramd.security.tls import SCHEME, ClientTls, open_channel
 from paramd.streams import Grant, Opening
 from paramd.v1 import common_pb2, control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
-from paramd_service.control.base.endpoint import Address, bind_grpc
-from paramd_service.tls import ServerTls, TlsFiles
 from tests.integration.client_job import JOB, Job, running_job
 from tests.integration.control_process import TOKEN, Control, FakeSidecar, control_plane, ticket
 from tests.integration.fake_trainer import TrainerSettings, attach
@@ -143,24 +141,6 @@ async def test_clients_without_a_certificate_are_refused_when_one_is_asked_for(
         assert health(control, mine.ssl_context()) == 200
         assert await call_code(control.grpc_address, tls(certs)) is grpc.StatusCode.UNAVAILABLE
         assert await call_code(control.grpc_address, mine) is grpc.StatusCode.UNAUTHENTICATED
-
-
-async def test_with_tls_and_tokens_other_hosts_may_be_listened_to(
-    certs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARAMD_ADVERTISE", "localhost")
-    with control_plane(listen="0.0.0.0:0") as control:
-        assert control.url.startswith("https://localhost:")
-        verify = tls(certs).ssl_context()
-        assert health(control, verify) == 200
-        # A name of the certificate is a name of this server; another name is not.
-        for host, status in (("control.example", 200), ("evil.example", 400)):
-            answer = httpx2.get(
-                f"{control.url}/healthz", headers={"host": host}, verify=verify, trust_env=False
-            )
-            assert answer.status_code == status, host
-            hsts = "strict-transport-security" in answer.headers
-            assert hsts, "other hosts come back over TLS only"
 
 
 def layout() -> Layout:
@@ -375,16 +355,3 @@ def _summons(mesh: Any) -> bool:
         return len(mesh.summon("*", transport="grpc")) == 1
     except UnreachableError:
         return False
-
-
-async def test_a_taken_port_leaves_the_next_one_its_certificate(certs: Path) -> None:
-    files = TlsFiles(cert=certs / "server.pem", key=certs / "server.key")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        try:
-            wanted = Address("127.0.0.1", port)
-            assert bind_grpc(server, wanted, ServerTls(files).grpc_credentials).port != port
-            await server.start()
-        finally:
-            await server.stop(None)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
-import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +25,7 @@ from paramd_service.control.alerts.config import Rule
 from paramd_service.control.base.config import ControlConfig
 from paramd_service.control.base.site import read_token
 from tests.integration.control_process import site_plane
-from tests.launch import ROOT, free_port
+from tests.launch import ROOT
 from tests.needs import program
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
@@ -151,72 +147,9 @@ def test_the_dockerfile_is_clean() -> None:
     assert users == ["10001"]
 
 
-def copied(context: Path, instruction: str) -> None:
-    """Does one COPY of the stage that builds, with what git has and without what is ignored."""
-    *sources, target = [word for word in instruction.split()[1:] if not word.startswith("--")]
-    into = context / target
-    if "--from=page" in instruction:
-        # Made by the stage before, which runs npm.
-        into.mkdir(parents=True)
-        (into / "index.html").write_text("<!doctype html>")
-        return
-    for source in sources:
-        found = ROOT / source
-        if found.is_dir():
-            skip = shutil.ignore_patterns("__pycache__", "node_modules", "web")
-            shutil.copytree(found, into, ignore=skip)
-        else:
-            shutil.copy(found, into)
-
-
-def allowed(path: str) -> bool:
-    """Whether .dockerignore, which begins with everything, lets a file into the build."""
-    lines = (ROOT / ".dockerignore").read_text().split()
-    assert lines[0] == "*"
-    return f"!{path.partition('/')[0]}" in lines
-
-
-def test_the_image_builds_the_package_from_what_it_copies(tmp_path: Path) -> None:
-    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
-    begin = next(n for n, line in enumerate(lines) if line.endswith(" AS build"))
-    end = next(n for n, line in enumerate(lines) if n > begin and line.startswith("FROM "))
-    for line in lines[begin:end]:
-        if line.startswith("COPY "):
-            words = [word for word in line.split()[1:-1] if not word.startswith("--")]
-            assert "--from" in line or all(map(allowed, words)), line
-            copied(tmp_path, line)
-    built = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "dist"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert built.returncode == 0, built.stderr
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    wanted = {"paramd/v1/sidecar_pb2.py", "paramd_service/sidecar/main.py"}
-    wanted |= {"paramd/py.typed", "paramd_service/control/web/index.html"}
-    assert wanted <= names
-
-
 @pytest.fixture
 def compose() -> Any:
     return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-
-
-def test_the_compose_file_gives_options_that_its_programs_have(compose: Any) -> None:
-    group, command, *arguments = compose["services"]["control"]["command"]
-    assert (group, command) == ("control", "serve")
-    config = ControlConfig.from_arguments(arguments)
-    # The address of the mounted secret, and the one that the trainer registers at.
-    trainer = compose["services"]["trainer"]
-    assert config.token_file == trainer["environment"]["PARAMD_TOKEN_FILE"]
-    assert f"--control=http://{config.listen}" in trainer["command"]
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--standalone", action="store_true")
-    parser.add_argument("--nproc-per-node", type=int)
-    parser.add_argument("-m")
-    ranks = parser.parse_args(trainer["entrypoint"][1:])
-    assert (ranks.nproc_per_node, ranks.m) == (2, "paramd.examples.train_gpt")
 
 
 def test_the_compose_file_opens_no_port_and_gives_no_rights(compose: Any) -> None:
@@ -259,16 +192,6 @@ def test_the_compose_files_command_serves_and_its_healthcheck_says_so(
         assert control.wait(PATIENCE_S) == 0
 
 
-def test_the_compose_files_trainer_has_the_options_it_is_given(compose: Any) -> None:
-    trainer = compose["services"]["trainer"]
-    told = subprocess.run(
-        [sys.executable, "-m", trainer["entrypoint"][-1], "--help"],
-        capture_output=True, text=True, timeout=60, check=True,
-    ).stdout  # fmt: skip
-    for word in trainer["command"]:
-        assert re.search(rf"{re.escape(word.partition('=')[0])}\b", told), word
-
-
 def amtool(*arguments: str | Path) -> str:
     done = subprocess.run(
         [program("amtool"), *arguments],
@@ -290,54 +213,3 @@ def test_the_alertmanager_has_a_way_for_every_rule() -> None:
         loud = severity == "critical" or rule in ("non-finite", "replica-drift")
         labels = [f"alertname={name}", f"severity={severity}", f"rule={rule}", "job=run"]
         assert amtool(*test, *labels).strip() == ("pager" if loud else "chat"), labels
-
-
-@pytest.fixture
-def alertmanager(tmp_path: Path) -> Iterator[str]:
-    """A real one with our configuration; its URL."""
-    url = f"http://127.0.0.1:{free_port()}"
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                program("prometheus-alertmanager"), "--config.file", ALERTMANAGER,
-                "--storage.path", tmp_path / "data", "--cluster.listen-address=",
-                "--web.listen-address", url.removeprefix("http://"),
-            ],
-            stdout=log, stderr=log,
-        )  # fmt: skip
-    try:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not _answers(f"{url}/-/ready"):
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < deadline_s, (tmp_path / "log").read_text()
-            time.sleep(0.05)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(PATIENCE_S)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx2.get(url, trust_env=False).status_code == 200
-    except httpx2.HTTPError:
-        return False
-
-
-def test_a_silence_as_the_file_shows_it_keeps_what_it_names_quiet(alertmanager: str) -> None:
-    at = f"--alertmanager.url={alertmanager}"
-    for labels in (("rule=straggler", "job=run"), ("rule=straggler", "job=other")):
-        amtool("alert", "add", at, "alertname=ParamdAlertFiring", *labels)
-    amtool("alert", "add", at, "alertname=ParamdControlPlaneGone")
-    told = re.findall(r"#   amtool (silence add .+)", ALERTMANAGER.read_text())
-    ids = [amtool(*shlex.split(command), at).strip() for command in told]
-    assert len(ids) == 2
-
-    def silenced() -> set[tuple[str, str]]:
-        found = json.loads(amtool("alert", "query", "--silenced", at, "-o", "json"))
-        named = [one["labels"] for one in found if one["status"]["state"] == "suppressed"]
-        return {(labels["alertname"], labels.get("job", "")) for labels in named}
-
-    assert silenced() == {("ParamdAlertFiring", "run"), ("ParamdControlPlaneGone", "")}
-    amtool("silence", "expire", ids[0], at)
-    assert silenced() == {("ParamdControlPlaneGone", "")}

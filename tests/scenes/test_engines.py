@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.errors import ConflictError, UsageError
 from paramd.integrations.engines import Engine, EngineFollower, Update, open_engine
 from paramd.layout.exports.settings import NameMap
 from paramd.mesh.frames.frames import ParamFrame
@@ -210,22 +210,6 @@ def test_the_engines_key_is_sent_and_its_refusal_told(
         asyncio.run(all_of(follower(open_engine(kind, url), tmp_path), 2))
 
 
-@pytest.mark.parametrize(
-    ("to", "url", "token", "pause", "why"),
-    [
-        ("tgi", "http://127.0.0.1:1", "", "wait", "expected one of vllm, sglang"),
-        ("vllm", "127.0.0.1:8000", "", "wait", "expected an URL"),
-        ("vllm", "http://engine.example:1", "key", "wait", "in the clear; use https"),
-        ("sglang", "http://127.0.0.1:1", "", "stop", "expected one of wait, abort, keep"),
-    ],
-)
-def test_what_cannot_be_an_engine_is_refused(
-    to: str, url: str, token: str, pause: str, why: str
-) -> None:
-    with pytest.raises(UsageError, match=why):
-        open_engine(to, url, token=token, pause=pause)
-
-
 def test_a_directory_that_is_missing_or_full_leaves_the_engine_alone(
     kind: str, url: str, model: Model, tmp_path: Path
 ) -> None:
@@ -243,9 +227,3 @@ def test_a_directory_that_is_missing_or_full_leaves_the_engine_alone(
 
     found = asyncio.run(run())
     assert (found.ok, found.in_force, model.calls) == (False, "default", [])
-
-
-def test_nobody_at_the_address_is_told_at_once(tmp_path: Path) -> None:
-    one = follower(open_engine("vllm", "http://127.0.0.1:1"), tmp_path)
-    with pytest.raises(UnreachableError, match="does not answer"):
-        asyncio.run(all_of(one, 1))

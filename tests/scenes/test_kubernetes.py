@@ -165,26 +165,6 @@ def test_the_chart_is_sound_and_its_pod_has_no_rights(chart: Helm, values: Any) 
     assert all(any(path == m or path.startswith(m + "/") for m in mounted) for path in named)
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({}, "image.repository: name the image"),
-        (LEAST, "tls: set tls.existingSecret"),
-        ({**FILES, "tls": {"existingSecret": "a", "certManager": {"enabled": True}}}, "not both"),
-        ({**FILES, "ingress": {"enabled": True}}, "ingress.host: name the host"),
-        ({**FILES, "podMonitor": {"enabled": True}}, "podMonitor.tokenSecret: name a Secret"),
-        ({**LEAST, "tls": {"certManager": {"enabled": True}}}, "issuerRef.name: name an Issuer"),
-        ({**FILES, "imgae": {}}, "'imgae' not allowed"),
-        ({**FILES, "networkPolicy": {"jobs": "all"}}, "networkPolicy/jobs"),
-        ({**FILES, "listenHost": "localhost"}, "listenHost"),
-    ],
-)  # fmt: skip
-def test_wrong_values_are_refused_by_name(chart: Helm, values: Any, said: str) -> None:
-    refused = chart.run(values, "template", "site")
-    assert refused.returncode != 0
-    assert said in refused.stderr
-
-
 def test_nothing_gets_in_or_out_but_what_is_named(chart: Helm) -> None:
     closed = by_kind(chart.rendered(FILES))["NetworkPolicy"]["spec"]
     assert closed["policyTypes"] == ["Ingress", "Egress"]
@@ -352,22 +332,6 @@ def test_alerts_fire_when_they_should_and_not_before(tmp_path: Path) -> None:
         if one.get("exp_alerts")
     }
     assert tested == alerts
-
-
-def test_the_dashboard_has_ids_of_its_own_and_no_overlap() -> None:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        at = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
-        }
-        assert not cells & taken, panel["title"]
-        assert at["x"] + at["w"] <= 24
-        taken |= cells
 
 
 async def test_labels_that_the_rules_ask_for_are_labels_of_a_real_scrape() -> None:

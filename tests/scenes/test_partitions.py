@@ -18,7 +18,7 @@ ZERO = ["zero1", "zero1-bf16", "zero2", "zero2-bf16", "zero3", "zero3-bf16"]
 BUFFERS = [("fp32", 2), ("fp16", 2), ("plain-bf16", 2), ("tp-plain-fp32", 2), ("tp-bf16", 4)]
 
 
-@pytest.mark.parametrize("case", sample(ZERO, ["zero2-bf16", "zero3"]))
+@pytest.mark.parametrize("case", sample(ZERO, ["zero2-bf16"]))
 def test_deepspeeds_training_is_the_same_and_every_value_is_that_of_its_step(
     case: str, tmp_path: Path
 ) -> None:
@@ -27,7 +27,7 @@ def test_deepspeeds_training_is_the_same_and_every_value_is_that_of_its_step(
     assert all("the same after" in result.stdout for result in results)
 
 
-@pytest.mark.parametrize(("case", "ranks"), sample(BUFFERS, [("fp32", 2), ("tp-bf16", 4)]))
+@pytest.mark.parametrize(("case", "ranks"), sample(BUFFERS, [("tp-bf16", 4)]))
 def test_megatrons_training_is_the_same_and_every_value_is_that_of_its_step(
     case: str, ranks: int, tmp_path: Path
 ) -> None:
@@ -36,7 +36,7 @@ def test_megatrons_training_is_the_same_and_every_value_is_that_of_its_step(
     assert all("the same after" in result.stdout for result in results)
 
 
-@pytest.mark.parametrize("worker", [WORKER, MEGATRON], ids=["deepspeed", "megatron"])
+@pytest.mark.parametrize("worker", sample([WORKER, MEGATRON], [MEGATRON]))
 def test_what_cannot_be_served_is_refused_by_name_and_leaves_the_training_alone(
     worker: str, tmp_path: Path
 ) -> None:
@@ -47,4 +47,4 @@ def test_what_cannot_be_served_is_refused_by_name_and_leaves_the_training_alone(
 @pytest.mark.timeout(LONGEST_S)
 @pytest.mark.parametrize("kind", PARTITIONED)
 def test_every_answer_of_a_random_sequence_is_what_it_says(kind: str) -> None:
-    check(kind, 10 if takes_all() else 1)
+    check(kind, 10 if takes_all() else 0.5)

@@ -5,7 +5,6 @@ Ranks train on meanwhile and join it again (`multiprocess/test_control_again.py`
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,8 +22,6 @@ from tests.multiprocess.frozen import edit_to, frozen
 from tests.multiprocess.striking import allowed_s, end_well
 from tests.multiprocess.test_control_again import BACK_S, check_after, is_whole
 from tests.needs import missing, program
-from tests.scenes.test_slurm import await_step
-from tests.slurm import cluster, logs
 
 UNIT = ROOT / "deploy" / "paramd-control.service"
 SYSTEMD = Path("/lib/systemd/systemd")
@@ -126,79 +123,3 @@ def test_systemd_starts_a_killed_site_again_and_all_ranks_join_it(
             assert systemctl("show", "--property=NRestarts", "--value", UNIT.name) == "1"
             check_after(mesh, edit.id)
             end_well(ranks, tmp_path)
-
-
-SERVE = "until paramd control serve --listen 127.0.0.1:8470; do sleep 1; done"
-"""As the manual has it, for one node."""
-TRAIN = [str(ROOT / "examples" / "train_gpt.py"), "--keep", "--job", "gpt"]
-LOOK = """
-import json, sys, paramd
-with paramd.connect("http://127.0.0.1:8470", sys.argv[1], job="gpt") as mesh:
-    if sys.argv[2] == "edit":
-        mesh.edit("layers.0.norm1.weight", fill=0.25)
-    rows = mesh.status()
-    print(json.dumps([[row.step if not row.reason else -1 for row in rows], len(mesh.edits())]))
-"""
-
-
-@pytest.mark.timeout(600)
-def test_slurm_starts_a_killed_site_again_and_all_ranks_join_it(tmp_path: Path) -> None:
-    with cluster(tmp_path, nodes=1) as slurm:
-        (node,) = slurm.nodes
-        there = {"PARAMD_STATE_DIR": str(node.folder / "site")}
-        site = slurm.submit("--requeue", "--open-mode=append", "--wrap", SERVE, env=there)
-        token = node.folder / "site" / "_site" / "token"
-
-        def is_served() -> bool:
-            return node.run(["cat", str(token)], check=False).stdout.strip() != ""
-
-        wait_until("the site has a token", is_served, timeout_s=100, told=lambda: logs(tmp_path))
-        shown = node.run(["cat", str(token)]).stdout.strip()
-        env = {"PARAMD_CONTROL": "http://127.0.0.1:8470", "PARAMD_TOKEN": shown}
-        env["RANKS_PER_HOST"] = "2"
-        batch = str(ROOT / "deploy" / "slurm" / "torchrun.sbatch")
-        job = slurm.submit("--nodes=1", batch, *TRAIN, env=env)
-        await_step(slurm, job, 10)
-
-        def looked(what: str = "look") -> tuple[list[int], int]:
-            program = [sys.executable, "-c", LOOK, shown, what]
-            told = node.run(program, env=slurm.environment(), check=False).stdout
-            steps, edits = json.loads(told) if told else ([], 0)
-            return steps, edits
-
-        steps, edits = looked("edit")
-        assert (len(steps), edits) == (2, 1)
-
-        def back_after(fault: Callable[[], object]) -> float:
-            (step, *_), _ = looked()
-            fault()
-            began_s = time.monotonic()
-
-            def is_back() -> bool:
-                steps, edits = looked()
-                return len(steps) == 2 and min(steps) > step and edits == 1
-
-            wait_until("all ranks", is_back, timeout_s=allowed_s(60), told=lambda: logs(tmp_path))
-            return time.monotonic() - began_s
-
-        def requeue() -> None:
-            slurm.run("scontrol", "requeue", site)
-            wait_until(
-                "it waits", lambda: slurm.state(site) == "PENDING", timeout_s=100,
-                told=lambda: logs(tmp_path),
-            )  # fmt: skip
-            wait_until(
-                "it has ended", lambda: not any("control serve" in p for p in slurm.processes()),
-                timeout_s=100, told=lambda: logs(tmp_path),
-            )  # fmt: skip
-            # What Slurm revoked at the requeue must be older, by its clock of whole seconds.
-            time.sleep(2.0)
-            # Else Slurm waits two minutes before it starts what was requeued.
-            slurm.run("scontrol", "update", f"JobId={site}", "StartTime=now")
-
-        killed = ["pkill", "--signal", "KILL", "-f", "paramd control serve|paramd_service.control"]
-        print(
-            f"all ranks back after {back_after(lambda: node.run(killed)):.1f} s, by the batch job"
-        )
-        print(f"all ranks back after {back_after(requeue):.1f} s, requeued by Slurm")
-        assert slurm.state(job) == "RUNNING"

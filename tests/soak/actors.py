@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from paramd.errors import ConflictError, DeadlineError, DeniedError, NotFoundError, ParamdError
 from paramd.mesh.edits.calls import Edit, EditState
 from paramd.mesh.mesh import Mesh
-from tests.soak.oracle import GROUPS, Oracle, Sight, WrongError, held
-from tests.soak.stage import ALERTS, Job, Stage, patience_s
+from tests.soak.oracle import GROUPS, Oracle, WrongError, held
+from tests.soak.stage import Job, Stage, patience_s
 from tests.soak.trainer import mark, role_of
 
 PAUSE_S = 0.1
@@ -432,44 +432,6 @@ def reattaching(actor: Actor, mesh: Mesh) -> None:
         (actor.job.now.folder / "detach").touch()
 
 
-def alerted(stage: Stage, job: Job, oracle: Oracle, limit_s: float) -> None:
-    """A parameter's norm jumps and comes back: the alert fires, names it, and ends."""
-    group = GROUPS[3]
-    name = f"{group}weight"
-
-    def alerts(state: str) -> bool:
-        found = rest(stage, "GET", f"/jobs/{job.name}/alerts", state=state, limit=1000)["alerts"]
-        return any(a["rule"] == "norm-jump" and a["name"] == name for a in found)
-
-    def edit_to(value: float) -> None:
-        sight = oracle.ledger.begin(group, value)
-        with stage.connect(job.name) as mesh:
-            mesh.edit(f"{group}*", fill=value, timeout=patience_s(30.0))
-        oracle.ledger.applied(group, sight, job.now.salt)
-
-    with oracle.locks[group]:
-        edit_to(1.0)
-        time.sleep(8 * ALERTS["stats_every_s"])
-        edit_to(1000.0)
-        _until(lambda: alerts("firing"), "the norm's jump is told of", limit_s)
-        edit_to(1.0)
-        _until(lambda: alerts("resolved"), "the alert is over", limit_s)
-    oracle.tally.count(oracle.tally.answers, "alert")
-
-
-def _until(condition: Callable[[], bool], what: str, limit_s: float) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while True:
-        try:
-            if condition():
-                return
-        except ParamdError:
-            pass  # away at the moment
-        if time.monotonic() > deadline_s:
-            raise WrongError(f"not within {limit_s:.0f} s: {what}")
-        time.sleep(0.2)
-
-
 def rest(stage: Stage, method: str, path: str, *, body: Any = None, **query: Any) -> Any:
     """One call of the REST side; what it refuses is a ParamdError as the library has it."""
     url, token = stage.door("main")
@@ -515,6 +477,3 @@ def cast(stage: Stage, oracles: dict[str, Oracle]) -> list[Actor]:
     for job in stage.jobs[1:]:
         found.append(Actor(f"{job.name} job", stage, job, oracles[job.name], reattaching))
     return found
-
-
-__all__ = ["Actor", "Sight", "alerted", "cast", "rest"]

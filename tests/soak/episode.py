@@ -25,7 +25,6 @@ SOON = ("grpc", "same-host", "buffers", "edit 0")
 
 RECOVERY_S = 6 * LIMIT_S
 END_S = 120.0
-ALERT_S = 60.0
 TOLD_S = 10.0
 """Who is later than this is named, though it is in time."""
 
@@ -63,8 +62,6 @@ def _run(stage: Stage, tally: Tally, until_s: float, watchdog: Watchdog) -> None
             _suffer(stage, event, cast, tally)
         watchdog.expect("a round of everybody", (MOST_PATIENCE + 1) * END_S)
         _rounds_of_all(cast, "the end", END_S)
-        watchdog.expect("an alert", 2 * (MOST_PATIENCE + 1) * ALERT_S)
-        actors.alerted(stage, stage.main, oracles["main"], patience_s(ALERT_S))
     except BaseException as error:
         watchdog.expect("report of a failure")
         print(f"\n{_told(stage, cast)}\n{type(error).__name__}: {error}", flush=True)

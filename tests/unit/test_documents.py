@@ -48,16 +48,3 @@ def test_the_schema_has_docstrings_of_fields_and_requires_them_all() -> None:
     assert schema["required"] == ["norm", "parts", "step"]
     kinds = [one["type"] for one in schema["$defs"]["Inner"]["properties"]["name"]["anyOf"]]
     assert kinds == ["string", "null"]
-
-
-def test_a_record_reads_as_its_json_object() -> None:
-    inner = Inner(name="a", size=3)
-    assert dict(inner) == {"name": "a", "size": 3}
-    assert (inner["size"], inner.get("size"), inner.get("keys"), inner.get("x", 7)) == (
-        3,
-        3,
-        None,
-        7,
-    )
-    with pytest.raises(KeyError):
-        inner["keys"]

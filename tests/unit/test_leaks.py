@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 import pytest
 
-from tests.leaks import end_new_processes, holdings, left_behind, wait_until_gone
+from tests.leaks import holdings, left_behind, wait_until_gone
 
 SLEEP_FOR_EVER = "import time\nwhile True: time.sleep(60)"
 ORPHAN = f"""
@@ -78,17 +78,3 @@ def test_a_leak_is_named_while_it_lasts_and_forgotten_after(
         assert len(left) == 1
         assert left[0].startswith(name)
     assert wait_until_gone(before, timeout_s=5) == []
-
-
-def test_foreign_daemon_threads_are_not_ours_to_end() -> None:
-    before = holdings()
-    with _thread(daemon=True, name="somebody-else"):
-        assert left_behind(before) == []
-
-
-def test_processes_left_behind_are_ended() -> None:
-    before = holdings()
-    with _orphan() as name:
-        assert left_behind(before)[0].startswith(name)
-        end_new_processes(before)
-        assert wait_until_gone(before, timeout_s=5) == []

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from tests.longer import sample
-from tests.multiprocess.kinds import FAMILIES, KINDS, sampled
 
 CASES = [(name, size) for name in ("a", "b", "c", "d", "e") for size in (1, 2, 4)]
 CHOSEN = {("a", 1), ("c", 4)}
@@ -30,10 +29,3 @@ def test_eight_eighths_have_every_case_once_and_the_sample_always(
         assert len(taken) in (len(CHOSEN) + 1, len(CHOSEN) + 2)
         counts.update(taken)
     assert counts == {case: 8 if case in CHOSEN else 1 for case in CASES}
-
-
-def test_three_tests_over_kinds_have_them_all_and_every_family_each() -> None:
-    names = [kind.name for kind in KINDS]
-    turns = [set(sampled(names, turn)) for turn in range(3)]
-    assert set.union(*turns) == set(names)
-    assert all(taken > FAMILIES & set(names) for taken in turns)

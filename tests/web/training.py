@@ -1,8 +1,7 @@
 """A real training for the browser: two ranks, FSDP2, names like attacks, and NaN when told.
 
 Files beside `--stop` tell it, each for as long as it is there: `nan` puts NaN into the first
-element of `--nan-name`, `slow` makes rank 1 read its data, `lag` makes it late at every step, and
-`explode` has the gradients of the last layer grow 10,000 times.
+element of `--nan-name`, and `explode` has the gradients of the last layer grow 10,000 times.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def main() -> None:
 
     def train() -> None:
         optimizer.zero_grad()
-        loss = model(_read_data(arguments.stop.with_name("slow"))).square().mean()
+        loss = model(torch.randn(4, 32)).square().mean()
         loss.backward()
         if _all(arguments.stop.with_name("explode")):
             for parameter in model.layers[2].parameters():
@@ -82,14 +81,6 @@ def main() -> None:
                 train()
     attachment.detach()
     dist.destroy_process_group()
-
-
-def _read_data(slow: Path) -> torch.Tensor:
-    while dist.get_rank() == 1 and slow.exists():
-        time.sleep(0.1)
-    if dist.get_rank() == 1 and slow.with_name("lag").exists():
-        time.sleep(0.4)
-    return torch.randn(4, 32)
 
 
 def _put_nan(model: nn.Module, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
+@cache
 def functions_in(path: Path) -> set[str]:
     """Names of the test functions in a file."""
     found = ast.walk(ast.parse(path.read_text()))
@@ -38,6 +40,7 @@ def test_every_link_leads_somewhere(path: Path) -> None:
             assert (path.parent / target).exists(), target
 
 
+@cache
 def texts_of_the_code() -> list[str]:
     """Texts in our Python, with {} for what is filled in."""
     found = []

@@ -28,13 +28,6 @@ def test_an_open_job_directory_is_found(private_state_dir: Path) -> None:
     assert finding.advice == f"chmod 700 {private_state_dir / 'job'}"
 
 
-def test_a_state_dir_that_others_can_change_is_found(private_state_dir: Path) -> None:
-    private_state_dir.chmod(0o777)
-    finding = found_by_name()["state dir"]
-    assert finding.verdict is Verdict.FAILED
-    assert "chmod go-w" in finding.advice
-
-
 def test_a_job_that_does_not_answer_fails_the_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

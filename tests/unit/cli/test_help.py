@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-
-import pytest
-
-from paramd.cli.main import main
 
 PROBE = """
 import sys
@@ -26,16 +21,3 @@ def test_help_loads_neither_torch_nor_grpc() -> None:
     )
     assert found.stderr == "[]\n"
     assert "Usage: paramd" in found.stdout
-
-
-@pytest.mark.parametrize("module", ["control", "sidecar"])
-def test_serve_becomes_the_service_itself_with_its_arguments(
-    module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda path, arguments: started.append([path, *arguments]))
-    assert main([module, "serve", "--job", "x", "--listen", "127.0.0.1:0", "-o", "-y"]) == 0
-    passed_on = ["--job", "x", "--listen", "127.0.0.1:0", "-o", "-y"]
-    assert started == [
-        [sys.executable, sys.executable, "-m", f"paramd_service.{module}", *passed_on]
-    ]

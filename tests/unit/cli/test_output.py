@@ -8,8 +8,7 @@ import math
 
 import pytest
 
-from paramd.cli.audit import detail_text
-from paramd.cli.output import Column, Format, Listing, emit, seconds, size, table_lines, when
+from paramd.cli.output import Column, Format, Listing, emit, table_lines
 
 LONG = "layers.0." + "x" * 200
 LISTING = Listing(
@@ -79,22 +78,8 @@ def test_json_has_nothing_that_a_terminal_obeys(form: Format) -> None:
     assert "\xfc" in text
 
 
-def test_json_lines_are_complete_on_their_own() -> None:
-    lines = [json.loads(line) for line in written(Format.JSONL).splitlines()]
-    assert lines[1] == {"step": 7, "name": LONG, "count": 1234567, "mean": 0.5}
-    assert len(lines) == 2
-
-
 def test_a_name_cannot_steer_the_terminal() -> None:
     evil = Listing(name="p", rows=[{"name": "a\x1b[31mb\nc"}], columns=LISTING.columns, about={})
     for form in (Format.TABLE, Format.NAME):
         assert "\x1b" not in written(form, evil)
         assert "a [31mb c" in written(form, evil)
-
-
-@pytest.mark.parametrize("value", ["nan", "-inf", 2**62, 1e308, -1e308, -0.0, None])
-def test_a_number_of_any_size_or_none_is_told_in_a_few_characters(value: float | None) -> None:
-    said = detail_text({"ops": [{"op": "fill", "pattern": "w*", "value": value}]})
-    assert said == f"ops: fill {'-' if value is None else f'{float(value):g}'} w*"
-    if value is not None:
-        assert all(len(text(float(value))) < 24 for text in (seconds, size, when))

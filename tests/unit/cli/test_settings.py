@@ -125,17 +125,6 @@ def facts(found: Settings) -> tuple[str | None, ...]:
 LAB_FACTS = (LAB, "lab-job", "token-of-lab", "lab.pem")
 
 
-def test_a_flag_wins_over_the_variable_and_that_over_the_file(
-    own_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert load().context_name is None
-    own_file.write_text('context = "local"\n' + own_file.read_text())
-    assert (load().context_name, load().url) == ("local", LOCAL)
-    monkeypatch.setenv("PARAMD_CONTEXT", "lab")
-    assert facts(load()) == LAB_FACTS
-    assert load(context_name="local").url == LOCAL
-
-
 @pytest.mark.usefixtures("own_file")
 def test_what_a_context_says_stands_where_it_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARAMD_JOB", "environment")
@@ -168,24 +157,6 @@ def test_its_token_job_and_ca_go_to_its_url_alone(
 def test_tokens_and_cas_of_other_places_are_not_for_a_context() -> None:
     assert facts(load()) == ("http://127.0.0.1:1", None, "token-of-top", "top.pem")
     assert facts(load(context_name="local")) == (LOCAL, None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("table", "complaint"),
-    [
-        ('[contexts.x]\njob = "a"', "url is missing"),
-        ('[contexts.x]\nurl = ""', "non-empty"),
-        ('[contexts.x]\nurl = "http://a"\ntoken = "s3cr3t"', "does not belong here"),
-        ('[contexts.x]\nurl = "http://a"\nport = 3', "unknown key 'port'"),
-        ('[contexts]\nx = "http://a"', "must be a table"),
-        ('contexts = "x"', "unknown key 'contexts'"),
-    ],
-)
-def test_a_malformed_context_is_named(own_file: Path, table: str, complaint: str) -> None:
-    own_file.write_text(table)
-    with pytest.raises(UsageError, match=complaint) as caught:
-        load(context_name="x")
-    assert "s3cr3t" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("own_file")

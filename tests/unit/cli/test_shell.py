@@ -32,18 +32,6 @@ def test_every_error_is_one_line_and_has_its_exit_code(
     assert captured.out == ""
 
 
-def test_a_traceback_is_shown_with_debug_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        raise RuntimeError("odd")
-
-    assert shell.run(fail, debug=False) == 1
-    assert capsys.readouterr().err == (
-        "paramd: RuntimeError: odd; this is a bug in paramd, --debug shows the traceback\n"
-    )
-    assert shell.run(fail, debug=True) == 1
-    assert "Traceback" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
-from paramd.cli import status as status_command
-from paramd.cli.output import Format
 from paramd.cli.status import Look
 from paramd.cli.top_screen import TopApp
-from paramd.errors import UnreachableError, UsageError
-from paramd.mesh.results import MeshStatus, RankStatus
+from paramd.errors import UnreachableError
 
 
 def rank(number: int, **changes: Any) -> dict[str, Any]:
@@ -115,39 +110,3 @@ async def test_an_outage_is_told_with_the_age_of_what_is_shown() -> None:
         await until(pilot, lambda: " s old" in text(app, "#about"))
         service.away = False
         await until(pilot, lambda: "nobody answers" not in text(app, "#about"))
-
-
-class _Enough(Exception):
-    """The test has seen enough."""
-
-
-def test_status_goes_on_over_an_outage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = RankStatus(
-        rank=0, phase="constant", step=7, step_time_s=0.1, stall_total_s=0.0, stall_count=0,
-        snapshot_bytes=0, arena_bytes=1, address="h:1", reason="",
-    )  # fmt: skip
-    found = MeshStatus([row], job="run", incarnation=1, world_size=1)
-    answers: list[object] = [found, UnreachableError("away"), UnreachableError("away"), found]
-
-    def look() -> MeshStatus:
-        if not answers:
-            raise _Enough
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        assert isinstance(answer, MeshStatus)
-        return answer
-
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    out = io.StringIO()
-    with pytest.raises(_Enough):
-        status_command.follow(look, Format.TABLE, every_s=2.0, out=out)
-    assert out.getvalue().count("job run, incarnation 1, step 7") == 2
-    assert status_command.CLEAR not in out.getvalue()
-    messages = capsys.readouterr().err
-    assert messages.count("away") == 1
-    assert messages.count("connection restored") == 1
-    with pytest.raises(UsageError, match="jsonl"):
-        status_command.follow(look, Format.JSON, every_s=2.0, out=out)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from paramd.errors import UsageError
@@ -60,28 +58,6 @@ def test_a_look_that_does_not_cover_an_alert_does_not_end_it() -> None:
     assert len(found.firing) == 1
 
 
-def test_the_environment_wins_over_the_directory_s_file_and_that_over_the_own(
-    tmp_path: Path,
-) -> None:
-    here, own = tmp_path / "here.toml", tmp_path / "own.toml"
-    here.write_text("[alerts]\nstats_every_s = 5\nnorm_jump_ratio = 3\n")
-    own.write_text('[alerts]\nstats_every_s = 7\nwebhooks = ["https://example.com/x"]\n')
-    places = [(here, False), (own, True), (tmp_path / "none.toml", True)]
-    config = load_alerts(places, {}, watch=True)
-    assert (config.stats_every_s, config.norm_jump_ratio) == (5, 3)
-    assert config.webhooks == ("https://example.com/x",)
-    assert (
-        load_alerts(places, {"PARAMD_ALERTS": '{"stats_every_s": 9}'}, watch=True).stats_every_s
-        == 9
-    )
-    assert not config.watch
-    sampling = {"PARAMD_ALERTS": '{"watch": true}'}
-    assert load_alerts(places, sampling, watch=True).watch
-    off = load_alerts(places, sampling, watch=False)
-    assert not off.watch
-    assert not off.compare
-
-
 def test_waits_are_judged_by_the_trainers_own_budget() -> None:
     def judged(**environment: str) -> float:
         return load_alerts([], environment, watch=True).stall_budget_s
@@ -93,25 +69,3 @@ def test_waits_are_judged_by_the_trainers_own_budget() -> None:
     assert judged(**both) == 0.5
     with pytest.raises(UsageError, match="PARAMD_STALL_BUDGET_MS must be a number"):
         judged(PARAMD_STALL_BUDGET_MS="much")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '[alerts]\nwebhooks = ["http://127.0.0.1/x"]',
-        "[alerts]\nno_such_key = 1",
-        '[alerts]\nstats_every_s = "5"',
-        "[alerts]\nwatch = 1",
-        "[alerts]\nnorm_window = 2.5",
-        "[alerts]\nstats_every_s = true",
-        "[alerts]\ndisabled = [1]",
-        "[alerts]\nstats_every_s = -1",
-        "alerts = 3",
-        "not toml",
-    ],
-)
-def test_a_file_that_cannot_be_right_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "paramd.toml"
-    path.write_text(text)
-    with pytest.raises(UsageError):
-        load_alerts([(path, False)], {}, watch=True)

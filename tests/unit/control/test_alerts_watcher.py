@@ -13,19 +13,17 @@ import pytest
 
 from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd.mesh.edits.calls import HoldState
 from paramd.mesh.insight.reports import Alert
 from paramd_service.control.alerts import watcher as watcher_module
 from paramd_service.control.alerts import webhook
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.drift import Difference, ReplicaGroup
-from paramd_service.control.alerts.health import health_of
 from paramd_service.control.alerts.looks import LookRounds
 from paramd_service.control.alerts.sampling import DigestRound, MeshSampler, StatsRound, TensorInput
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.insight.verdict import Evidence
-from paramd_service.control.mesh.registry import MeshView, State
+from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.alerts import AlertStore
 from tests.memory_stores import MemoryStore
 from tests.unit.control.reports import report, view
@@ -265,36 +263,3 @@ async def test_a_slow_rank_and_a_stuck_one_are_told_from_looks_and_held_training
     assert "for rank 1, which is in other" in told[2].reason
     told.clear()
     assert await after(30, at("other", held=True)) == ["stuck rank 1 resolved"]
-
-
-def test_health_names_the_likely_cause_first() -> None:
-    def alert(rule: str, at_s: float, severity: str = "warning") -> Alert:
-        return Alert(
-            id=f"job-1-{int(at_s)}-0", job="job", incarnation=1, rule=rule, subject=rule,
-            severity=severity, state="firing", reason=f"{rule} it is", ranks=(), name="", step=1,
-            first_seen_s=at_s, last_seen_s=at_s, resolved_s=None,
-        )  # fmt: skip
-
-    def health(*firing: Alert, state: State = State.OK, hold: str = "running") -> tuple[str, str]:
-        word, why, cause = health_of(
-            state=state, reason="as told", hold=HoldState(hold), firing=firing
-        )
-        assert cause == "" or any(one.id == cause and one.reason in why for one in firing)
-        return word, why
-
-    assert health() == health(alert("stall-budget", 1.0)) == ("ok", "")
-    assert health(state=State.DEGRADED) == ("degraded", "as told")
-    assert health(state=State.ENDED) == ("ended", "as told")
-    assert health(hold="held") == ("held", "training is paused on request")
-    old = alert("certificate", 1.0)
-    jump = alert("gradient-jump", 100.0)
-    assert health(old, jump) == ("warning", "certificate it is (and 1 more alert)")
-    bad = alert("non-finite", 160.0, "critical")
-    assert health(old, bad, jump) == ("critical", "gradient-jump it is (and 2 more alerts)")
-    loss = alert("logged-number", 150.0, "critical")
-    assert health(bad, loss)[1].startswith("non-finite")
-    late = alert("norm-jump", 159.0)
-    assert health(late, bad) == ("critical", "non-finite it is (and 1 more alert)")
-    dead = [alert("stale-rank", 9.0, "critical"), alert("stuck", 8.0)]
-    assert health(*dead, state=State.DOWN)[0] == "down"
-    assert health(*dead)[1].startswith("stale-rank")

@@ -171,23 +171,3 @@ async def test_the_audit_has_who_did_what_before_it_is_done(
         with pytest.raises(UnreachableError, match="no audit"):
             await change
     assert [found.name for found in await store.list()] == ["n"]
-
-
-async def test_a_store_that_is_away_for_a_moment_is_not_noticed(
-    tokens: Tokens, store: MemoryTokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def away(digest: str) -> TokenRow | None:
-        raise UnreachableError("away")
-
-    made = [await tokens.create(OWNER, role="reader", name=name) for name in "ab"]
-    now_s = [100.0]
-    monkeypatch.setattr("paramd_service.control.access.authority.time.monotonic", lambda: now_s[0])
-    for row, token in made:
-        assert await tokens.principal(token) == Principal(row.name, UserRole.READER)
-    monkeypatch.setattr(store, "find", away)
-    now_s[0] += KEPT_S - 0.1
-    for row, token in made:
-        assert await tokens.principal(token) == Principal(row.name, UserRole.READER)
-    now_s[0] += 0.1
-    with pytest.raises(UnreachableError):
-        await tokens.principal(made[0][1])

@@ -12,7 +12,6 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
-from paramd.errors import ConflictError
 from paramd_service.control.access.authority import Tokens
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
@@ -97,38 +96,6 @@ async def test_the_guard_is_in_front_of_the_app_and_its_headers_are_on_every_ans
     assert answer.status_code == status
     assert TOKEN not in answer.text
     assert all(answer.headers[name.decode()] == value.decode() for name, value in SECURITY_HEADERS)
-
-
-@pytest.mark.parametrize(
-    ("path", "status", "kind"),
-    [
-        ("/api/v1/jobs/other", 404, "not-found"),
-        ("/api/v1/jobs/..%2Frun", 404, "not-found"),
-        ("/nowhere", 404, "not-found"),
-        ("/api/v1/jobs/run/params?limit=0", 422, "usage"),
-        ("/api/v1/jobs/run/params?filter=" + "a" * 1025, 422, "usage"),
-        ("/api/v1/jobs/run/params", 503, "unreachable"),
-        ("/boom-domain", 409, "conflict"),
-        ("/boom", 500, "paramd"),
-    ],
-)
-async def test_errors_are_problem_documents(path: str, status: int, kind: str) -> None:
-    app = build_app(services())
-
-    @app.get("/boom")
-    async def boom() -> None:
-        raise RuntimeError("internal detail")
-
-    @app.get("/boom-domain")
-    async def boom_domain() -> None:
-        raise ConflictError("the state does not allow it")
-
-    async with client_of(app) as client:
-        answer = await client.get(path, headers=RIGHT)
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert answer.status_code == status == answer.json()["status"]
-    assert answer.json()["type"] == f"urn:paramd:error:{kind}"
-    assert "internal detail" not in answer.text
 
 
 async def test_wrong_tokens_are_limited_and_the_right_one_never_is() -> None:

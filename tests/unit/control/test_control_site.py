@@ -20,14 +20,10 @@ from paramd.errors import (
 )
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import Role, Signer
-from paramd.v1 import common_pb2
-from paramd_service.control.api import rank_text
-from paramd_service.control.api.models import RankList
 from paramd_service.control.base.site import IncarnationNotes, Site, next_generation, open_site
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.origin import Origin
-from paramd_service.control.mesh.registry import Membership, State
 from tests.unit.control.reports import join_request
 
 TERMS = ControlIdentity(generation=5)
@@ -154,53 +150,3 @@ async def test_the_list_of_incarnations_survives_and_passes_over_what_is_cut() -
     assert second == over
     numbers = [json.loads(line)["incarnation"] for line in path.read_text().splitlines()[:3]]
     assert numbers == [1, 2, 2]
-
-
-async def test_the_ranks_document_is_what_the_model_says() -> None:
-    mesh = await Jobs(TERMS, site=SITE).register("run", world_size=3)
-    hostile = 'quote " \\ <b>\u2028\n'
-    mesh.registry.join(
-        join_request(
-            1,
-            incarnation=1,
-            world_size=3,
-            phase=common_pb2.PHASE_STALLED,
-            phase_reason=hostile,
-            alerts=[hostile],
-        ),
-        HERE,
-    )
-    mesh.registry.join(join_request(2, incarnation=1, world_size=3, phase=77), HERE)
-    found = RankList.model_validate_json(
-        "".join(rank_text.chunks(mesh.registry, world_size=3, incarnation=1, stall_budget_s=0.005)),
-        strict=True,
-    )
-    assert found.stall_budget_s == 0.005
-    assert [rank.phase for rank in found.ranks] == ["unspecified", "stalled", "unspecified"]
-    assert (found.ranks[1].reason, found.ranks[1].alerts) == (hostile, [hostile])
-    assert (found.ranks[0].step, found.ranks[0].boundary_age_ns) == (-1, -1)
-    assert found.ranks[0].membership == Membership.MISSING.value
-    await mesh.close()
-
-
-@pytest.mark.parametrize(
-    ("phases", "expected"),
-    [
-        ({}, State.STARTING),
-        ({0: common_pb2.PHASE_IDLE}, State.DEGRADED),
-        ({0: common_pb2.PHASE_IDLE, 1: common_pb2.PHASE_UPDATE}, State.OK),
-        ({0: common_pb2.PHASE_WAITING, 1: common_pb2.PHASE_WAITING}, State.STARTING),
-        ({0: common_pb2.PHASE_UPDATE, 1: common_pb2.PHASE_STALLED}, State.DEGRADED),
-        ({0: common_pb2.PHASE_ORPHANED, 1: common_pb2.PHASE_ORPHANED}, State.DEGRADED),
-        ({0: common_pb2.PHASE_UPDATE, 1: common_pb2.PHASE_TORN}, State.DEGRADED),
-        ({0: common_pb2.PHASE_TORN, 1: common_pb2.PHASE_TORN}, State.DOWN),
-    ],
-)
-async def test_the_mesh_is_as_well_as_its_ranks(phases: dict[int, int], expected: State) -> None:
-    mesh = await Jobs(TERMS, site=SITE).register("run", world_size=2)
-    for rank, phase in phases.items():
-        mesh.registry.join(join_request(rank, incarnation=1, phase=phase), HERE)
-    view = mesh.registry.view()
-    assert view.state is expected
-    assert (view.reason == "") == (expected is State.OK)
-    await mesh.close()

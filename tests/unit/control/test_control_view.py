@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paramd.v1 import common_pb2
-from paramd_service.control.mesh.registry import Membership, Report, waited_for, why_end
+from paramd_service.control.mesh.registry import Membership, Report, why_end
 from tests.unit.control.reports import report, view
 
 
@@ -61,24 +61,3 @@ def test_it_ends_when_nothing_is_left_to_do(
 ) -> None:
     found = why_end(view(*reports), empty_since_s=empty_since_s, now_s=now_s, empty_end_s=60.0)
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("reports", "told"),
-    [
-        ([report(0, boundary_age_ns=2 * 10**9)], "rank 1: its sidecar has not joined"),
-        (
-            [report(0, boundary_age_ns=2 * 10**9), report(1, boundary_age_ns=-1)],
-            "rank 1 (constant, step 7): no boundary since it attached",
-        ),
-        (
-            [report(0, boundary_age_ns=34 * 10**9), report(1, boundary_age_ns=10**9)],
-            "rank 0 (constant, step 7): no boundary for 35 s",
-        ),
-    ],
-    ids=["absent", "none yet", "slow"],
-)
-def test_who_is_waited_for_is_named_with_its_phase_and_since_when(
-    reports: list[Report], told: str
-) -> None:
-    assert waited_for(view(*reports)) == told

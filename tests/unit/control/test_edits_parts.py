@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,19 +15,10 @@ from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.base.config import loaded
 from paramd_service.control.edits.incarnation import in_effect
 from paramd_service.control.edits.machine import Commit, EditMachine, Staged
 from paramd_service.control.edits.runner import EditRun
-from paramd_service.control.edits.spec import (
-    EditConfig,
-    EditSpec,
-    load_edits,
-    merged,
-    ops_of,
-    plan_edit,
-    same_data,
-)
+from paramd_service.control.edits.spec import EditSpec, merged, ops_of, plan_edit, same_data
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
 from tests.unit.control.reports import mesh
@@ -66,22 +55,6 @@ def layout() -> Layout:
 def plan(*words: OpSpec, **fields: Any) -> Any:
     spec = EditSpec(ops=words, **fields)
     return plan_edit(NameIndex(layout()), spec, edit_id=ID, incarnation=1, layout_digest="d")
-
-
-def test_a_plan_tells_names_sizes_and_the_share_of_the_model() -> None:
-    found = plan(OpSpec(pattern="*", op="mul", value=0.5), reset_moments=True)
-    assert [op.fqn for op in found.manifest.ops] == ["bias", "weight"]
-    assert found.manifest.reset_moments
-    assert found.manifest.undoable
-    assert (found.size_bytes, found.share) == (48, 1.0)
-    (told,) = found.documents
-    assert (told["names"], told["name_count"], told["numel"]) == (["bias", "weight"], 2, 12)
-    again = plan(OpSpec(pattern="*", op="mul", value=0.5), reset_moments=True)
-    assert found.digest == again.digest
-    other = plan(OpSpec(pattern="*", op="mul", value=0.5))
-    assert found.digest != other.digest
-    part = plan(OpSpec(pattern="weight[0:1]", op="fill", value=0.0))
-    assert part.share == pytest.approx(2 / 12)
 
 
 @pytest.mark.parametrize(
@@ -147,26 +120,6 @@ def test_statistics_count_replicas_once() -> None:
     # bias once, both halves of weight.
     assert found["norm"] == pytest.approx((3 * 4.0) ** 0.5)
     assert found["mean"] == 1.0
-
-
-def read(environment: dict[str, str], *_: object) -> EditConfig:
-    return load_edits([], environment)
-
-
-def test_limits_come_from_ones_own_file_and_the_environment(tmp_path: Path) -> None:
-    mine, foreign = tmp_path / "mine.toml", tmp_path / "foreign.toml"
-    mine.write_text("[edits]\nmax_share = 0.1\nmax_per_minute = 5\n")
-    foreign.write_text("[edits]\nmax_share = 1.0\n")
-    files = [(foreign, False), (mine, True)]
-    assert load_edits(files, {}) == EditConfig(max_share=0.1, max_per_minute=5)
-    over = {"PARAMD_EDITS": '{"max_per_minute": 7}'}
-    assert load_edits(files, over).max_per_minute == 7
-    for text in ('{"max_share": 2}', '{"other": 1}', "[]", "x", '{"max_share": "all"}'):
-        wrong = {"PARAMD_EDITS": text}
-        given = partial(loaded, partial(read, wrong), otherwise=EditConfig(), told="invalid")
-        with pytest.raises(UsageError):
-            given(strict=True)
-        assert given(strict=False) == EditConfig()
 
 
 class Calls:

@@ -89,21 +89,3 @@ def test_after_a_restart() -> None:
     found, _ = machine.after_restart(verifying, incarnation=3, snapshot_lives=False)
     assert found == verifying, "the snapshot is needed no more"
     assert machine.after_restart(NEW, incarnation=9, snapshot_lives=False)[0] == NEW
-
-
-def test_files_without_a_writer_go_where_fewest_bytes_wait() -> None:
-    export = running(
-        *(file("a", 0, 100), file("b", 0, 50), file("c", 1, 100), file("d", 1, 60)),
-        *(file("x", 9, 25), file("y", 9, 20), file("z", 9, 1)),
-    )
-    export = machine.moved(machine.given(export, "a", 0), "a", 90)
-    # Rank 0 has 60 bytes before it, rank 1 160: it gets x, y and z, until that is no longer less.
-    assert machine.next_files(export, [0, 1], per_rank=9) == [
-        *(("b", 0), ("c", 1), ("d", 1), ("x", 0), ("y", 0), ("z", 0))
-    ]
-    assert machine.next_files(export, [0, 1], per_rank=2) == [("b", 0), ("c", 1), ("d", 1)]
-    small = running(file("a", 0, 30), file("x", 9, 40), file("y", 9, 5), file("z", 9, 5))
-    assert machine.next_files(small, [0, 1], per_rank=9)[1:] == [("x", 1), ("y", 0), ("z", 0)]
-    # At the same time one rank writes no more files than it may.
-    twice = machine.given(machine.given(export, "c", 1), "d", 1)
-    assert machine.next_files(twice, [0, 1], per_rank=2) == [("b", 0)]

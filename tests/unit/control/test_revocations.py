@@ -13,11 +13,8 @@ from paramd.security.tickets import Claims, Role, Signer, Verifier
 from paramd.v1 import control_pb2
 from paramd_service import admission
 from paramd_service.admission import Notice, RevokedTokens, TokenRevokedError
-from paramd_service.control.access.authority import Principal, token_id
-from paramd_service.control.access.doorway import run_until
 from paramd_service.control.access.join import TicketInterceptor
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.access.roles import UserRole
 from paramd_service.control.store.tokens import TokenRow
 from paramd_service.sidecar.revocations import Revocations as SidecarRevocations
 
@@ -171,46 +168,9 @@ async def test_a_call_whose_token_was_revoked_before_its_request_came_does_nothi
         pass
 
 
-async def streaming(scope: Any, receive: Any, send: Any) -> None:
-    """Streams until its caller has left, as an SSE response does."""
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"1", "more_body": True})
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def never() -> AsyncIterator[Any]:
     await asyncio.Event().wait()
     yield
-
-
-async def test_a_stream_of_rest_ends_in_order_with_its_token() -> None:
-    revocations = Revocations(ticket_ttl_s=TTL_S, clock=Clock())
-    ended_row = row("a", revoked_s=NOW_S)
-    sent: list[Any] = []
-    begun = asyncio.Event()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-        begun.set()
-
-    async def run(principal: Principal) -> None:
-        with revocations.following(principal.token_id) as ended:
-            await run_until(ended, streaming, {}, never().__anext__, send)
-
-    principal = Principal("a", UserRole.READER, token_id(ended_row))
-    other = asyncio.create_task(run(Principal("b", UserRole.READER, "b" * 16)))
-    stream = asyncio.create_task(run(principal))
-    await asyncio.wait_for(begun.wait(), DEADLINE_S)
-    await asyncio.sleep(0)
-    revocations.revoked(ended_row)
-    await asyncio.wait_for(stream, DEADLINE_S)
-    assert sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
-    assert not other.done()
-    other.cancel()
-    await asyncio.wait([other])
-    # A request that was let in a moment before.
-    await asyncio.wait_for(run(principal), DEADLINE_S)
 
 
 def test_grpc_looks_whether_a_tickets_token_was_revoked() -> None:

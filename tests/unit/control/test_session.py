@@ -22,7 +22,7 @@ from paramd_service.control.access.authority import (
     cookie_value,
 )
 from paramd_service.control.api.app import build_app
-from paramd_service.control.api.guard import CSP, Page, PageFile, manual_files, page_files
+from paramd_service.control.api.guard import CSP, Page, PageFile, page_files
 from paramd_service.control.base.config import ControlConfig
 from tests.memory_stores import MemoryTokens
 from tests.unit.control.test_control_http import RIGHT, TOKEN, client_of, services
@@ -181,21 +181,6 @@ async def test_a_built_page_is_kept_by_browsers_and_names_no_other_file(tmp_path
         assert (script.content, script.headers["content-type"][:15]) == (b"1", "text/javascript")
         assert "immutable" in script.headers["cache-control"]
         for other in ("/secret.txt", "/assets/../secret.txt", "/index.html", "/assets/app-1.js.gz"):
-            assert (await client.get(other)).status_code == 401
-
-
-async def test_the_manual_is_served_below_docs_with_the_headers_of_the_page(tmp_path: Path) -> None:
-    (tmp_path / "reference").mkdir()
-    (tmp_path / "index.html").write_text("<title>manual</title>")
-    (tmp_path / "reference" / "cli.html").write_text("cli")
-    (tmp_path / "objects.inv").write_text("no")
-    async with serving(manual_files(tmp_path)) as client:
-        moved = await client.get("/docs")
-        assert (moved.status_code, moved.headers["location"]) == (308, "/docs/")
-        for path in ("/docs/", "/docs/index.html", "/docs/reference/cli.html"):
-            answer = await client.get(path)
-            assert (answer.status_code, answer.headers["content-security-policy"]) == (200, CSP)
-        for other in ("/docs/objects.inv", "/docs/reference/../objects.inv", "/docs/reference/"):
             assert (await client.get(other)).status_code == 401
 
 

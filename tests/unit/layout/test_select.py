@@ -92,15 +92,6 @@ def test_a_tied_tensor_is_selected_once_under_the_name_that_matched() -> None:
     assert by_alias.box == Box((0, 0), (2, 4))
 
 
-def test_a_module_is_offered_with_its_tensors_and_lists_are_patterns() -> None:
-    with pytest.raises(NotFoundError, match=r"module, with 3 tensors: write 'layers.0.\*'"):
-        names_of("layers.0")
-    assert select(SMALL, [["embed.*"], "layers.1.*"]).tensors == (  # type: ignore[list-item]
-        *select(SMALL, "embed.*").tensors,
-        *select(SMALL, "layers.1.*").tensors,
-    )
-
-
 ODD = ("d.a0", "d.a1", "d.a[0]", "d.a*", "d.a?", "d.b[0:2]", "d.b", 'd."q", x: y', "d.é[!]", "*")
 ODD_INDEX = index_of(*map(tensor, ODD))
 

@@ -9,8 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramd.errors import UsageError
-from paramd.layout.dtypes import ITEM_BYTES, SAFETENSORS_NAMES, item_bytes, safetensors_name
 from paramd.layout.stats import EMPTY, Stats, merge, merge_all, summarize
 
 
@@ -82,20 +80,3 @@ def test_summaries_of_nothing_have_no_numbers() -> None:
     assert summary.exponents == ()
     assert all(map(math.isnan, (summary.mean, summary.std, summary.min, summary.max)))
     assert math.isnan(summarize(stats_of([2.0])).std)
-
-
-def test_dtypes_have_the_sizes_that_torch_gives_them() -> None:
-    for name, size in ITEM_BYTES.items():
-        assert getattr(torch, name).itemsize == size, name
-    with pytest.raises(UsageError, match="'quint8' is not supported"):
-        item_bytes("quint8")
-
-
-def test_dtypes_have_the_names_that_safetensors_gives_them() -> None:
-    from safetensors.torch import _TYPES
-
-    for theirs, dtype in _TYPES.items():
-        assert safetensors_name(str(dtype).removeprefix("torch.")) == theirs
-    assert set(SAFETENSORS_NAMES) == set(ITEM_BYTES) - {"complex128"}
-    with pytest.raises(UsageError, match="cannot hold dtype 'complex128'"):
-        safetensors_name("complex128")

@@ -14,12 +14,12 @@ import pytest
 from torch import nn
 
 from paramd.memory import device_arena, device_driver
-from paramd.memory.device_arena import DeviceArenaRequest, TrainerDevice, create, why_not
+from paramd.memory.device_arena import TrainerDevice, create, why_not
 from paramd.memory.device_driver import HIP, DeviceError, Driver
 from paramd.trainer.home import device as device_module
 from paramd.trainer.home.device import DeviceHome
 from paramd.trainer.home.mirrored import MirroredHome, home_of
-from tests.gpu.driver import Standin, built, driver_in
+from tests.gpu.driver import Standin, driver_in
 from tests.needs import program
 from tests.unit.memory.test_device_arena import (  # noqa: F401
     Both,
@@ -99,13 +99,3 @@ def test_a_runtime_that_lacks_a_function_says_which(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=60)
     with pytest.raises(DeviceError, match=r"HIP runtime .*hipInit.*PARAMD_HIP_RUNTIME"):
         device_driver.HipDriver(str(library))
-
-
-def test_a_sidecar_is_told_which_of_the_two_it_is(
-    loaded: tuple[Driver, Standin], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = DeviceArenaRequest(bytes(16), bytes(64), HIP).to_message()
-    assert DeviceArenaRequest.from_message(told).kind == HIP
-    monkeypatch.setenv(device_driver.HIP_VARIABLE, str(built()))
-    monkeypatch.setenv("PARAMD_STANDIN_DIR", str(tmp_path))
-    assert device_driver.load(HIP).kind == HIP

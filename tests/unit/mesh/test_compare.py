@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from paramd.errors import NotFoundError, UsageError
+from paramd.errors import UsageError
 from paramd.mesh.insight import compare as module
 from paramd.mesh.insight.compare import compare
-from paramd.mesh.insight.diff import stored_state
 from paramd_service.control.insight.diff import state_of
 
 
@@ -54,26 +51,6 @@ def test_equal_tensors_have_no_difference_nan_and_infinity_included() -> None:
     assert [number for number, _ in changed.largest_rows] == [1]
     empty = compare("e", torch.empty(0, 3), torch.empty(0, 3))
     assert (empty.changed, empty.norm, empty.numel) == (0, 0.0, 0)
-
-
-def test_files_on_disk_are_a_state(tmp_path: Path) -> None:
-    save_file({"a.w": torch.ones(2), "b.w": torch.ones(1)}, tmp_path / "one.safetensors")
-    save_file({"c.w": torch.zeros(3)}, tmp_path / "two.safetensors")
-    (tmp_path / "paramd-export.json").write_text('{"step": 7}')
-    state = stored_state(tmp_path, ["a.*", "c.*"])
-    assert sorted(state.names) == ["a.w", "c.w"]
-    assert state.label.endswith("(step 7)")
-    assert list(stored_state(tmp_path / "two.safetensors", ["*"]).names) == ["c.w"]
-    with pytest.raises(NotFoundError, match="no tensor matches"):
-        stored_state(tmp_path, ["x*"])
-    with pytest.raises(NotFoundError, match="no such file"):
-        stored_state(tmp_path / "gone", ["*"])
-    (tmp_path / "dcp").mkdir()
-    with pytest.raises(UsageError, match="--format safetensors"):
-        stored_state(tmp_path / "dcp", ["*"])
-    (tmp_path / "bad.safetensors").write_bytes(b"no header")
-    with pytest.raises(UsageError, match="not a readable safetensors file"):
-        stored_state(tmp_path, ["*"])
 
 
 @pytest.mark.parametrize("shape", [(40, 48), (3, 5, 7), (100,), (2, 3)])

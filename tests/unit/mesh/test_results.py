@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from paramd.errors import NotFoundError, UsageError
+from paramd.errors import NotFoundError
 from paramd.layout.stats import EMPTY, Stats, summarize
 from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
-from paramd.mesh.edits.calls import Hold, HoldState, Pause, Undo
 from paramd.mesh.results import ParamInfo, Params, StatsTable, Summoned, TensorStats
 
 HOSTILE = "<script>alert(1)</script>"
@@ -54,30 +49,3 @@ def test_a_table_finds_rows_by_name_and_its_slices_are_tables() -> None:
         table["c"]
     assert len(repr(table[0])) < 200
     assert "float32" in repr(table[0])
-
-
-def test_a_table_is_pickled_with_what_its_rows_are_of() -> None:
-    found = pickle.loads(pickle.dumps(stats()))  # noqa: S301 (ours)
-    assert (found, found.step, found["a"].norm) == (stats(), 7, 2.0)
-
-
-def test_what_was_summoned_is_saved_with_tied_names(tmp_path: Path) -> None:
-    one = torch.arange(4.0)
-    found = Summoned({"w": one, "tied": one}, job="j", incarnation=1, step=2, seconds=0, bytes=8)
-    found.save(tmp_path / "x.safetensors")
-    loaded = load_file(tmp_path / "x.safetensors")
-    assert set(loaded) == {"w", "tied"}
-    assert torch.equal(loaded["tied"], one)
-    assert found.numpy()["w"].sum() == 6
-    with pytest.raises(UsageError, match="writeback=True"), found:
-        pass
-
-
-def test_a_pause_is_a_hold_whose_block_resumes() -> None:
-    ended: list[bool] = []
-    hold = Hold(state=HoldState.HELD, step=3, lease_left_s=30.0)
-    with Pause.of(hold, lambda: ended.append(True)) as pause:
-        assert (pause.held, pause.step, isinstance(pause, Hold)) == (True, 3, True)
-    assert ended == [True]
-    with pytest.raises(UsageError, match=r"mesh\.undo\(edit\)"):
-        Undo(possible=True, reason="")()

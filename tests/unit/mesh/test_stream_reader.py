@@ -248,16 +248,6 @@ async def test_a_stream_cut_within_a_window_is_resumed_at_the_first_missing_byte
     assert at.begins == [0, 300, 600, 900]
 
 
-async def test_a_stream_cut_before_its_last_word_is_asked_for_that_alone() -> None:
-    def cut(number: int, sealed: bytes) -> Iterator[bytes]:
-        yield accepted(sealed)
-        yield from [*windows(streams.read_opening(sealed))][: -1 if number == 1 else None]
-
-    with port(cut) as at:
-        assert await run(Source(at.number)) == SNAPSHOT
-    assert at.begins == [0, 1000]
-
-
 WRONG: dict[str, list[bytes]] = {
     "another offset": [window(100, SNAPSHOT[100:200])],
     "beyond the end": [window(0, SNAPSHOT), window(1000, b"x")],

@@ -22,7 +22,6 @@ from paramd.layout.types import Box
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.edits import table
 from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
 from paramd_service.sidecar.edits.receive import is_finite
@@ -417,26 +416,6 @@ async def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
             bare = await edits.begin(rank.manifest(41, small, undoable=False))
             rank.boundary(edits, bare)
             assert "without undo data" in bare.undo_refusal
-
-
-async def test_what_is_told_of_applied_edits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MAX_META_BYTES", 2 * 4096)
-
-    with rank_of() as rank:
-        async with rank.edits() as edits:
-            whole = edits.memory.free_bytes
-            for number in range(4):
-                entry = await edits.begin(
-                    rank.manifest(number, [edit_op(fqn="s", kind=EditKind.FILL)])
-                )
-                rank.boundary(edits, entry)
-            for number in (0, 1):
-                with pytest.raises(NotFoundError):
-                    edits.get(f"{number:032x}")
-            for number in (2, 3):
-                assert edits.get(f"{number:032x}").phase is Phase.APPLIED
-                await edits.drop(f"{number:032x}")
-            assert whole - edits.memory.free_bytes == 2 * 4096
 
 
 async def test_an_undo_persisted_before_its_original_leaves_no_claim_to_its_memory() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from paramd import state_files
 from paramd_service.sidecar.insight.activity import Frame, activity_of
 from paramd_service.sidecar.insight.line import LoggedNumbers, TrainerLine
 from paramd_service.sidecar.insight.process import TrainerOutput
@@ -135,24 +134,3 @@ def test_what_a_trainer_wrote_last_is_told_after_its_death(tmp_path: Path) -> No
     assert nothing[:2] == ("trainer", [])
     output.open(os.getpid())
     assert output.tails(1) == [nothing], "closed is final"
-
-
-@pytest.mark.parametrize(
-    ("text", "lines"),
-    [
-        ("", []),
-        ("a\nb\nc\n", ["b", "c"]),
-        ("a\nb\nunfinished", ["b", "unfinished"]),
-        ("10%\r20%\r30%\r\nend\r\n", ["30%", "end"]),
-        ("\n\n", ["", ""]),
-        ("x" * 3000 + "\n", ["x" * 2000]),
-        (("y" * 99 + "\n") * 5000, ["y" * 99] * 2),
-        ("z" * (1 << 19), ["z" * 2000]),
-    ],
-)
-def test_last_lines_are_bounded_and_whole(tmp_path: Path, text: str, lines: list[str]) -> None:
-    (tmp_path / "log").write_text(text, newline="")
-    with (tmp_path / "log").open("rb") as file:
-        assert state_files.last_lines(file.fileno(), 2) == lines
-        if len(text) > 100_000 and "\n" in text:
-            assert set(state_files.last_lines(file.fileno(), 10_000)) == {"y" * 99}

@@ -12,7 +12,6 @@ from paramd.memory.control_page import Word
 from paramd.v1 import common_pb2
 from paramd_service.sidecar.owner import Ownership, exit_text
 from paramd_service.sidecar.phase import STALL_LEAST_S, doing, stall_after_ns
-from paramd_service.sidecar.rpc.control_link import FIRST_BACKOFF_S, JOINS_PER_S, backoff_s
 
 S = 1_000_000_000
 NOW_NS = 1000 * S
@@ -78,19 +77,6 @@ def test_who_owns_the_memory_comes_before_what_the_words_say() -> None:
         # The pid of a trainer that has ended may be another's, which is stopped.
         found = doing(ownership, words(SEQ=1), process_state="T", now_ns=NOW_NS)
         assert (found.phase, found.reason) == (expected, ownership.value)
-
-
-@pytest.mark.parametrize("world_size", [1, 4, 256, 4096])
-def test_sidecars_do_not_come_back_all_at_once(world_size: int) -> None:
-    jitters = [(index + 0.5) / world_size for index in range(world_size)]
-    pauses = sorted(backoff_s(0, jitter, world_size=world_size) for jitter in jitters)
-    busiest = max(
-        sum(1 for pause in pauses if begin <= pause < begin + 1.0)
-        for begin in range(int(pauses[-1]) + 1)
-    )
-    assert busiest <= max(JOINS_PER_S * 1.05, FIRST_BACKOFF_S * JOINS_PER_S)
-    assert pauses[0] >= FIRST_BACKOFF_S / 2
-    assert pauses[-1] <= max(FIRST_BACKOFF_S, world_size / JOINS_PER_S)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -509,28 +508,6 @@ def test_parameters_that_leave_at_rest_are_seen_and_told(make: Make) -> None:
     bench.boundary.look_at_rest()
     assert bench.page[Word.REST_SEEN_NS] > seen_ns
     assert bench.page[Word.UNSERVED] == 0
-
-
-@pytest.mark.parametrize("reader", [False, True])
-def test_only_a_clean_training_that_nobody_reads_is_compared_sparingly(
-    make: Make, monkeypatch: pytest.MonkeyPatch, reader: bool
-) -> None:
-    bench = make()
-    contents = bench.home.contents
-    assert contents is not None
-    told: list[bool] = []
-    remember = contents.remember
-
-    def noted(*, sparing: bool = False) -> None:
-        told.append(sparing)
-        remember(sparing=sparing)
-
-    monkeypatch.setattr(contents, "remember", noted)
-    if reader:
-        bench.page[Word.CLIENTS_UNTIL_NS] = time.monotonic_ns() + 60_000_000_000
-    bench.train(_sgd(bench), rounds=PROBATION + 4)
-    assert told[:PROBATION] == [False] * PROBATION, "a new attachment is on probation"
-    assert set(told[PROBATION + 1 :]) == {not reader}
 
 
 def _swapped(bench: Bench, value: float = 0.5) -> None:

@@ -29,10 +29,6 @@ def test_names_are_those_of_the_state_dict_in_its_order() -> None:
     assert names(model) == list(model.state_dict())
 
 
-def test_a_users_attribute_named_like_a_wrapper_keeps_its_name() -> None:
-    assert names(Named()) == list(Named().state_dict())
-
-
 def test_compiled_and_checkpointed_modules_keep_their_users_names() -> None:
     model = nn.Sequential(checkpoint_wrapper(Named()), nn.Linear(2, 2))
     expected = list(nn.Sequential(Named(), nn.Linear(2, 2)).state_dict())

@@ -26,7 +26,14 @@ from typing import Any, NamedTuple
 
 from tests import leaks, warm
 
-SERVICE = ("paramd.cli.main", "paramd_service.sidecar.main", "paramd_service.control.main")
+SERVICE = (
+    "paramd.cli.main",
+    "paramd_service.sidecar.main",
+    "paramd_service.control.main",
+    # What a control plane loads once it has its addresses, 2 CPU seconds of it.
+    "paramd_service.control.control_plane",
+    "sqlalchemy.dialects.sqlite",
+)
 MODULES = {
     # Without torch: what a sidecar loads, and has in memory, is for tests to see.
     "service": SERVICE,

@@ -30,9 +30,13 @@ SERVICE = (
     "paramd.cli.main",
     "paramd_service.sidecar.main",
     "paramd_service.control.main",
-    # What a control plane loads once it has its addresses, 2 CPU seconds of it.
+    # What a control plane loads once it has its addresses, and when it first signs and asks.
     "paramd_service.control.control_plane",
     "sqlalchemy.dialects.sqlite",
+    "cryptography.hazmat.primitives.asymmetric.ed25519",
+    "httpcore2",
+    "pydantic.v1",
+    "truststore",
 )
 MODULES = {
     # Without torch: what a sidecar loads, and has in memory, is for tests to see.

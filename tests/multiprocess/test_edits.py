@@ -30,7 +30,7 @@ CASES = [
     ("tp-fsdp2", 4, "mirror"),
     ("tp-ddp", 4, "auto"),
 ]
-SAMPLE = [("fsdp1-full", 2, "auto"), ("tp-fsdp2", 4, "mirror"), ("tp-ddp", 4, "auto")]
+SAMPLE = [("fsdp1-full", 2, "auto"), ("tp-fsdp2", 4, "mirror")]
 
 
 @dataclass(slots=True)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import prune
 
 import paramd
 from tests.ending import end
@@ -316,13 +315,6 @@ def sharpness_aware_later(run: Run) -> None:
     (sharpness_aware if run.round >= 20 and run.round % 5 == 0 else Run.plain)(run)
 
 
-def initialized_in_place(run: Run) -> None:
-    run.plain()
-    for parameter in run.model.parameters():
-        nn.init.constant_(parameter, _numbers(run)[0] + 0.5)
-        time.sleep(PAUSE_S)
-
-
 def adapters_injected(run: Run) -> None:
     run.plain()
     if run.round == 3:
@@ -345,13 +337,6 @@ def parametrized(run: Run) -> None:
     if run.round == 3:
         layers: Any = run.model.layers
         nn.utils.parametrizations.weight_norm(layers[0])
-
-
-def pruned(run: Run) -> None:
-    run.plain()
-    if run.round == 3:
-        layers: Any = run.model.layers
-        prune.l1_unstructured(layers[0], "weight", amount=0.5)  # type: ignore[no-untyped-call]
 
 
 def declared(run: Run) -> None:
@@ -408,11 +393,9 @@ PATTERNS: dict[str, Callable[[Run], None]] = {
         swapped,
         in_eval_mode,
         sharpness_aware_later,
-        initialized_in_place,
         adapters_injected,
         made_bfloat16,
         parametrized,
-        pruned,
         declared,
     )
 }
@@ -434,7 +417,6 @@ HALVES = {
     "module_replaced",
     "swapped",
     "in_eval_mode",
-    "initialized_in_place",
     "declared",
 }
 """Patterns that add a half after each update."""
@@ -444,7 +426,6 @@ REFUSED = {
     "functional": "functional_call.*attachment.update",
     "made_bfloat16": "bfloat16",
     "parametrized": "changed their layout",
-    "pruned": "changed their layout",
 }
 """Patterns that cannot be served after a while, and what their readers are told."""
 

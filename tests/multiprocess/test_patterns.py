@@ -110,6 +110,7 @@ def _await(path: Path, ranks: Ranks) -> None:
 CHOSEN = [
     "clamped", "data_replaced", "state_loaded", "hook_of_the_user", "base_calls_super", "wrapped",
     "averaged_for_evaluation", "sharpness_aware", "parameter_replaced", "in_eval_mode",
+    "module_replaced",
     "optimizer_has_the_old", "renormed_in_forward", "in_backward", "functional", "swapped",
     "made_bfloat16", "parametrized", "declared", "two_threads",
 ]  # fmt: skip

@@ -83,7 +83,7 @@ def main() -> None:
     tasks = len(os.listdir("/proc/self/task"))
     if tasks != 1:
         raise RuntimeError(f"{tasks} threads: what they hold would be held for ever in a fork")
-    # Not gc.freeze() as well: attach() looks whether there is something that it cannot see.
+    # Not gc.freeze() for ranks: attach() looks whether there is something that it cannot see.
     gc.collect()
     connection.send(READY)
     request = serve(connection)
@@ -91,7 +91,11 @@ def main() -> None:
         become(request)
         child = serve_children() if request.told["starts_others"] else None
         if child is None:
-            runpy.run_module(request.told["arguments"][0], run_name="__main__", alter_sys=True)
+            module = request.told["arguments"][0]
+            if module.startswith("paramd_service"):
+                # Or its first collection, and its end, look at all that was imported: a CPU second.
+                gc.freeze()
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         request = child
 
 

@@ -171,7 +171,7 @@ def hung_in_data(mesh: Mesh, folder: Path) -> None:
     assert why[0].open_file_count is not None
     assert why[1].open_file_limit is not None
     assert any("rank 1 trains" in line for line in why[1].log_lines), why[1].log_missing
-    again = until(mesh, lambda found: (found[2].seen_for_s or 0) > 3, "it is seen for a while")
+    again = until(mesh, lambda found: (found[2].seen_for_s or 0) > 1, "it is seen for a while")
     assert "since at least" in again.verdict
     (folder / "hang.2").unlink()
 

@@ -11,9 +11,8 @@ from tests.longer import sample
 
 WORKER = "tests.multiprocess.workers.combinations"
 COMBINATIONS = [
-    "fused", "fused-replicated", "foreach", "checkpointed", "averaged", "compiled",
-    "compiled-checkpointed-fused", "compiled-replicated", "in-backward",
-    "in-backward-checkpointed-compiled",
+    "fused-replicated", "foreach", "averaged", "compiled-checkpointed-fused", "compiled-replicated",
+    "in-backward", "in-backward-checkpointed-compiled",
 ]  # fmt: skip
 SAMPLE = ["fused-replicated", "averaged", "compiled-checkpointed-fused", "in-backward"]
 

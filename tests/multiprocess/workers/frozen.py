@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import paramd
 from tests.ending import end
+from tests.gloo import all_see
 from tests.multiprocess import kinds
 
 
@@ -75,7 +76,7 @@ def main() -> None:
         optimizer.step()
         time.sleep(arguments.gap_ms / 1e3)
         round_ += 1
-        if round_ % 10 == 0 and everybody(arguments.stop.exists()):
+        if round_ % 10 == 0 and all_see(arguments.stop):
             break
     attachment.detach()
     held = {
@@ -91,14 +92,6 @@ def main() -> None:
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = getattr(parameter, "_local_tensor", parameter.data)
     return local
-
-
-def everybody(mine: bool) -> bool:
-    """Whether all ranks find so; the same on all ranks."""
-    told = torch.tensor([int(mine)])
-    if dist.is_initialized():
-        dist.all_reduce(told, op=dist.ReduceOp.MIN)
-    return bool(told.item())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch import nn
 
 import paramd
 from tests.ending import end
+from tests.gloo import all_see
 
 LAYERS, WIDTH = 6, 192
 PAUSE_S = 0.001
@@ -457,18 +458,10 @@ def train(pattern: str, folder: Path) -> None:
         model, None if pattern == "in_backward" else run.optimizer, job=pattern
     )
     (folder / f"attached-{pattern}").touch()
-    while not _all(folder / f"stop-{pattern}"):
+    while not all_see(folder / f"stop-{pattern}"):
         (PATTERNS | OF_TWO_RANKS)[pattern](run)
         run.round += 1
     attachment.detach()
-
-
-def _all(path: Path) -> bool:
-    """Whether it exists for every rank, in the same round."""
-    found = torch.tensor([int(path.exists())])
-    if dist.is_initialized():
-        dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return bool(found.item())
 
 
 def two_threads(folder: Path) -> None:

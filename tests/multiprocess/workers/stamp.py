@@ -25,6 +25,7 @@ import torch.distributed as dist
 import paramd
 from paramd.trainer.attaching.attachment import Attachment
 from tests.ending import end
+from tests.gloo import all_see
 from tests.gpu.late import late_fill
 from tests.multiprocess import kinds
 
@@ -90,7 +91,7 @@ def main() -> None:
         if arguments.lockstep and dist.is_initialized():
             dist.barrier()
         if round_ % 20 == 19:
-            if _all(arguments.stop):
+            if all_see(arguments.stop):
                 break
             _rest(folder / "rest", attachment)
     stalls = attachment.stalls()
@@ -117,20 +118,13 @@ def _update(optimizer: StampOptimizer, again: Path) -> None:
 
 
 def _rest(wanted: Path, attachment: Attachment) -> None:
-    if not _all(wanted):
+    if not all_see(wanted):
         return
     print(f"resting at {attachment.step}", flush=True)
     while wanted.exists():
         time.sleep(0.01)
     if dist.is_initialized():
         dist.barrier()
-
-
-def _all(path: Path) -> bool:
-    wanted = torch.tensor([int(path.exists())])
-    if dist.is_initialized():
-        dist.all_reduce(wanted, op=dist.ReduceOp.MIN)
-    return bool(wanted.item())
 
 
 if __name__ == "__main__":

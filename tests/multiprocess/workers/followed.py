@@ -76,7 +76,7 @@ def _write(folder: Path, model: nn.Module, step: int) -> None:
 
 def _wait_until_seen(folder: Path, step: int) -> None:
     began_s = time.monotonic()
-    while (folder / "seen").exists():
+    while (folder / "seen").exists() and not (folder / "stop").exists():
         seen, patience_s = (folder / "seen").read_text().split()
         if int(seen) >= step or time.monotonic() > began_s + float(patience_s):
             return

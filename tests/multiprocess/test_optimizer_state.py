@@ -86,8 +86,11 @@ def assert_told(state: OptimizerState, known: dict[str, dict[str, Any]]) -> None
 
 
 # All kinds are in tests/sequences.
+CASES = [("fsdp1-full", "mirror"), ("tp-fsdp2", "auto")]
+
+
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("kind", "arena"), [("fsdp1-full", "mirror"), ("tp-fsdp2", "auto")])
+@pytest.mark.parametrize(("kind", "arena"), sample(CASES, CASES[1:]))
 def test_state_is_read_while_training_goes_on(kind: str, arena: str, tmp_path: Path) -> None:
     with training(tmp_path, "--kind", kind, arena=arena) as (mesh, _):
         found = mesh.optimizer()

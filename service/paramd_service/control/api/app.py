@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from paramd.documents import Document
+from paramd.documents import Document, Record
 from paramd.errors import NotFoundError
 from paramd.security.tls import CA_PATH
 from paramd.v1 import sidecar_pb2 as pb
@@ -222,29 +222,20 @@ def _complete(document: dict[str, Any]) -> None:
 
 
 def _describe(schemas: dict[str, Any]) -> None:
-    """Say of a shape's fields what their docstrings do.
-
-    Pydantic would parse a shape's whole module for each of them whenever a control plane starts.
-    """
-    shapes = set(_below(Document))
+    """Say of a shape's fields what their docstrings do, which pydantic would seek at each start."""
+    shapes = (*Document.__subclasses__(), *Record.__subclasses__())
     for module in {shape.__module__ for shape in shapes}:
-        names = {shape.__name__ for shape in shapes if shape.__module__ == module}
         for found in ast.parse(inspect.getsource(sys.modules[module])).body:
-            if isinstance(found, ast.ClassDef) and found.name in names & schemas.keys():
-                properties = schemas[found.name].get("properties", {})
-                for field in pairwise(found.body):
-                    match field:
-                        case (
-                            ast.AnnAssign(target=ast.Name(id=name)),
-                            ast.Expr(value=ast.Constant(value=str(text))),
-                        ) if name in properties:
-                            properties[name].setdefault("description", inspect.cleandoc(text))
-
-
-def _below(shape: type) -> Iterator[type]:
-    for one in shape.__subclasses__():
-        yield one
-        yield from _below(one)
+            if not isinstance(found, ast.ClassDef) or found.name not in schemas:
+                continue
+            properties = schemas[found.name].get("properties", {})
+            for field in pairwise(found.body):
+                match field:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ) if name in properties:
+                        properties[name].setdefault("description", inspect.cleandoc(text))
 
 
 def _problems(responses: dict[str, Any]) -> None:

@@ -195,7 +195,6 @@ DOORS := tests/integration/test_doors.py
 LONGER := tests/multiprocess/test_stamp.py \
 	$(DOORS)::test_rapid_resets_leave_a_sidecar_serving \
 	$(DOORS)::test_rapid_resets_leave_a_control_plane_serving \
-	tests/multiprocess/test_edits.py::test_every_read_is_uniform_while_edits_go \
 	tests/multiprocess/test_resume.py::test_kills_at_any_moment_change_no_bit \
 	tests/integration/test_site_detection.py::test_training_and_its_sidecar_go_on_while_the_control_plane_stands_still
 

@@ -1,4 +1,5 @@
-"""Gloo groups with one worker thread each, for ranks that run many of DTensor's collectives.
+"""Gloo groups with one worker thread each, for ranks that run many of DTensor's collectives; and
+one of what ranks ask each other.
 
 Torch 2.13 gives each group two. Both write the name of the collective that they have completed
 into one `std::string`, without a lock (`ProcessGroupGloo::runLoop`). The name of DTensor's
@@ -10,7 +11,9 @@ malloc. What paramd itself starts in a training has short names (docs/decisions.
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -29,3 +32,11 @@ class OneThread(dist.ProcessGroupGloo):
 def use_one_thread() -> None:
     """From now on this process makes its gloo groups so."""
     distributed_c10d.ProcessGroupGloo = OneThread
+
+
+def all_see(path: Path) -> bool:
+    """Whether that file is there for every rank, asked at once."""
+    seen = torch.tensor([int(path.exists())])
+    if dist.is_initialized():
+        dist.all_reduce(seen, op=dist.ReduceOp.MIN)
+    return bool(seen.item())

@@ -22,10 +22,7 @@ class Document:
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    __pydantic_config__: ClassVar[dict[str, bool]] = {
-        "use_attribute_docstrings": True,
-        "json_schema_serialization_defaults_required": True,
-    }
+    __pydantic_config__: ClassVar = {"json_schema_serialization_defaults_required": True}
 
 
 class Record(Document):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,20 +14,12 @@ from paramd.mesh.reading.stream import Transport
 from tests.launch import Ranks, start_ranks
 from tests.multiprocess.striking import logs
 
-Held = list[dict[str, list[float]]]
-"""What each rank's own parameters held at the end."""
-
 WORKER = "tests.multiprocess.workers.frozen"
 
 
 @contextmanager
 def frozen(
-    folder: Path,
-    kind: str,
-    world_size: int,
-    *options: str,
-    ends_well: bool = True,
-    held: Held | None = None,
+    folder: Path, kind: str, world_size: int, *options: str, ends_well: bool = True
 ) -> Iterator[Ranks]:
     """A trainer that changes nothing. Within the block it runs; afterwards it has ended well."""
     stop, faults = folder / "stop", folder / "faults"
@@ -47,8 +38,6 @@ def frozen(
         stop.touch()
         for result in ranks.wait(timeout_s=60):
             assert result.returncode == 0, ranks.outputs()
-            if held is not None:
-                held.append(json.loads(result.stdout.rpartition("holds ")[2].splitlines()[0]))
 
 
 def edit_to(mesh: Mesh, value: int, *, timeout_s: float = 60.0) -> Edit:

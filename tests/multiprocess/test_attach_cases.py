@@ -13,4 +13,5 @@ def test_cases_around_attach() -> None:
     results = run_ranks("tests.multiprocess.workers.attach_cases", 2, timeout_s=270)
     for result in results:
         passed = [line.split()[1] for line in result.stdout.splitlines() if line[:3] == "ok "]
+        print(result.stdout)
         assert passed == [case.__name__ for case in attach_cases.CASES]

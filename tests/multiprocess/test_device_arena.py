@@ -35,14 +35,8 @@ LATE_US = 100
 STEPS, PAUSE_AT = 40, 20
 DEADLINE_S = 90.0
 
-CASES = [
-    ("plain", 1, "free"),
-    ("ddp", 2, "free"),
-    ("fsdp1-full", 2, "lockstep"),
-    ("fsdp2", 2, "free"),
-    ("tp", 2, "lockstep"),
-]
-SAMPLE = [("fsdp1-full", 2, "lockstep"), ("tp", 2, "lockstep")]
+CASES = [("ddp", 2, "free"), ("fsdp1-full", 2, "lockstep"), ("tp", 2, "lockstep")]
+SAMPLE = [("fsdp1-full", 2, "lockstep")]
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +116,7 @@ def test_a_sidecar_has_no_context_before_somebody_reads_and_its_death_changes_no
     assert held(ended.stdout) == bare
 
 
-@pytest.mark.parametrize("device", [CUDA, HIP], indirect=True)
+@pytest.mark.parametrize("device", sample([CUDA, HIP], [CUDA]), indirect=True)
 def test_a_killed_trainer_leaves_its_weights_readable_and_a_successor_maps_them_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +157,7 @@ def test_weights_that_the_device_had_not_finished_are_refused_once_the_trainer_i
             summoned(mesh)
 
 
-@pytest.mark.parametrize("device", [CUDA, HIP], indirect=True)
+@pytest.mark.parametrize("device", sample([CUDA, HIP], [HIP]), indirect=True)
 def test_every_moment_equals_the_step_the_answer_carries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

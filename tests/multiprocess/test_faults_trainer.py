@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import grpc
 import psutil
 import pytest
 
+from paramd.errors import ParamdError
 from paramd.mesh.mesh import Mesh
 from paramd.v1 import sidecar_pb2, sidecar_pb2_grpc
 from tests.launch import Ranks, start_ranks
@@ -143,12 +143,10 @@ def test_an_update_that_raised_is_refused_until_it_is_done(tmp_path: Path) -> No
     with stamps(tmp_path) as ranks, connect_to(ranks.state_dir, "stamp") as mesh:
         (tmp_path / "raise-1").touch()
         ranks.wait_for_text("raised", rank=1)
-        begin_s = time.monotonic()
         # Rank 0 waits at rest meanwhile; on a busy machine its reason may be the first to come.
-        with pytest.raises(Exception, match=r"inside an update|idle after an update") as refused:
+        with pytest.raises(ParamdError, match=r"inside an update|idle after an update"):
             mesh.summon("*", timeout=2)
-        assert "Error" in type(refused.value).__name__
-        assert time.monotonic() - begin_s < 4.0, "the update was over before the answer"
+        (tmp_path / "again").touch()
         wait_until(lambda: ask(mesh, SUMMON).right, "the next good update", timeout_s=allowed_s())
         end_well(ranks, tmp_path)
 

@@ -25,7 +25,7 @@ from tests.multiprocess.workers.followed import JOB, sha256_of
 
 WORKER = "tests.multiprocess.workers.followed"
 
-UPDATES = times(50, 1000)
+UPDATES = times(15, 1000)
 SETTLING = 5
 """Frames at the beginning, while reader and training find into step."""
 
@@ -125,10 +125,10 @@ def an_engine_has_what_torch_gathered(job: Training) -> None:
     model = Model(str(original))
     job.seen(0, 0.05)
     with engine_server("sglang", model) as url:
-        command = ("follow", "--to", "sglang", url, "--dir", str(shared), "--deltas", "-n", "3")
+        command = ("follow", "--to", "sglang", url, "--dir", str(shared), "--deltas", "-n", "2")
         done = run_beside(job, "-m", "paramd.cli", *command, "--job", JOB, "-o", "jsonl")
     updates = [json.loads(line) for line in done.splitlines()]
-    assert [update["ok"] for update in updates] == [True] * 3, updates
+    assert [update["ok"] for update in updates] == [True] * 2, updates
     assert model.version == updates[-1]["version"] == f"{JOB}-1-{updates[-1]['step']}"
     assert updates[-1]["sent_bytes"] < updates[0]["sent_bytes"]
     job.read_truth()
@@ -139,8 +139,8 @@ def an_engine_has_what_torch_gathered(job: Training) -> None:
 
 def the_example_evaluates(job: Training) -> None:
     example = Path(__file__).parents[2] / "examples" / "evaluate.py"
-    done = run_beside(job, str(example), "--job", JOB, "--frames", "3")
-    assert len(done.splitlines()) == 3, done
+    done = run_beside(job, str(example), "--job", JOB, "--frames", "2")
+    assert len(done.splitlines()) == 2, done
     assert "bytes sent" in done
 
 
@@ -173,5 +173,5 @@ def test_without_room_for_a_base_all_is_sent_whole(tmp_path: Path) -> None:
             assert 0 < frame.changed_bytes <= changed
             assert frame.sent_bytes > frame.changed_bytes
             job.seen(frame.step)
-            if number == 5:
+            if number == 3:
                 break

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from paramd.mesh.frames.frames import GradFrame
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, run_ranks, start_ranks
-from tests.multiprocess.kinds import kinds_for, sampled
+from tests.longer import sample
+from tests.multiprocess.kinds import FAMILIES, kinds_for
 from tests.multiprocess.truth import connect_to
 from tests.multiprocess.workers.gradients import JOB, MODULUS
 
@@ -76,8 +77,8 @@ def take(mesh: Mesh, count: int, *patterns: str, **options: Any) -> list[GradFra
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
     [
-        pytest.param(2, ",".join(sampled([kind.name for kind in kinds_for(2)], 2)), id="2"),
-        (4, "hsdp,tp-fsdp2,fsdp1-hybrid-orig,tp-ddp,tp"),
+        pytest.param(2, ",".join(sample([kind.name for kind in kinds_for(2)], FAMILIES)), id="2"),
+        (4, "hsdp,tp-fsdp2,fsdp1-hybrid-orig,tp-ddp"),
     ],
 )
 def test_every_frame_of_every_kind_is_whole_and_of_its_update(

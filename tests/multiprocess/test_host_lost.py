@@ -139,4 +139,4 @@ def test_hosts_that_are_lost_one_after_the_other_cost_the_steps_since_the_last_c
         assert (again["how"], copied <= again["step"] <= at) == ("snapshot", True), (copied, again)
         assert "that of rank 0 was kept by rank 1" in job.told()
         assert [rank[1:] for rank in map(job.starts, range(2))] == [[resumed, again]] * 2
-        assert job.final() == undisturbed(tmp_path, "ddp", steps=STEPS)
+        assert job.final() == undisturbed("ddp", steps=STEPS)

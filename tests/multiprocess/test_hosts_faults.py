@@ -258,55 +258,62 @@ def nameless(scene: Scene) -> Iterator[None]:
         yield
 
 
+def half_cut(at: Scene) -> None:
+    with one_way(at):
+        at.refused_and_named("one_way")
+        at.trains("one_way")
+        at.refused_and_named("one_way")
+
+
+def cut(at: Scene) -> None:
+    with unplugged(at):
+        # The whole time: a connection that says nothing is given up only after 25 s of it.
+        begun_s = time.monotonic()
+        while time.monotonic() < begun_s + CUT_S:
+            at.refused_and_named("cut")
+            at.trains("cut")
+        told = at.one.run([*PARAMD, "doctor", "--job", "far", "-o", "json"], check=False).stdout
+        found = {one["check"]: one for one in json.loads(told)["checks"]}
+        row = found["job far, host of rank 0 to rank 1"]
+        assert (row["verdict"], at.two.second_ip in row["detail"]) == ("failed", True), row
+        assert "PARAMD_ADDRESS" in row["advice"]
+
+
+def no_names(at: Scene) -> None:
+    with nameless(at):
+        at.trains("no name server")
+        at.all_right("no name server")
+        for host in (at.one, at.two):
+            fresh = Reader(host, client_env(at.endpoint))
+            try:
+                found = fresh.ask()
+                assert is_right(found), found
+            finally:
+                fresh.close()
+
+
+def moved(at: Scene) -> None:
+    with elsewhere(at):
+        at.refused_and_named("elsewhere", own=at.two)
+        at.trains("elsewhere")
+
+
+FAULTS = {one.__name__: one for one in (half_cut, cut, no_names, moved)}
+
+
 @pytest.mark.timeout(420)
 def test_with_a_broken_link_reads_are_right_or_refused_and_training_goes_on(tmp_path: Path) -> None:
-    with scene(tmp_path) as at:
-        with one_way(at):
-            at.refused_and_named("one_way")
-            at.trains("one_way")
-            at.refused_and_named("one_way")
-        at.healed("one_way")
-        # The whole time: a connection that says nothing is given up only after 25 s of it.
-        with unplugged(at):
-            begun_s = time.monotonic()
-            while time.monotonic() < begun_s + CUT_S:
-                at.refused_and_named("cut")
-                at.trains("cut")
-            told = at.one.run([*PARAMD, "doctor", "--job", "far", "-o", "json"], check=False).stdout
-            found = {one["check"]: one for one in json.loads(told)["checks"]}
-            cut = found["job far, host of rank 0 to rank 1"]
-            assert (cut["verdict"], at.two.second_ip in cut["detail"]) == ("failed", True), cut
-            assert "PARAMD_ADDRESS" in cut["advice"]
-        at.healed("cut")
-        with nameless(at):
-            at.trains("no name server")
-            at.all_right("no name server")
-            for host in (at.one, at.two):
-                fresh = Reader(host, client_env(at.endpoint))
-                try:
-                    found = fresh.ask()
-                    assert is_right(found), found
-                finally:
-                    fresh.close()
-        at.healed("no name server")
-        with elsewhere(at):
-            at.refused_and_named("elsewhere", own=at.two)
-            at.trains("elsewhere")
-        at.healed("elsewhere")
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("by_s", sample([HOUR_S, -HOUR_S], [HOUR_S]))
-def test_a_host_whose_clock_is_an_hour_off_is_read_and_reads(tmp_path: Path, by_s: float) -> None:
-    shifted = tmp_path / "shifted"
-    shifted.mkdir()
-    (shifted / "sitecustomize.py").write_text(SITECUSTOMIZE.format(by_s=by_s))
+    """Between hosts of which one has a clock that is an hour off."""
+    by_s = sample([HOUR_S, -HOUR_S], [HOUR_S])[-1]
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.format(by_s=by_s))
+    more = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     folder = tmp_path / "hosts"
     folder.mkdir()
-    more = {"PYTHONPATH": f"{shifted}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     with scene(folder, second=more) as at:
-        for _ in range(3):
-            at.all_right("clock")
+        at.all_right("clock")
         at.trains("clock")
         log = at.two.run(["cat", str(at.two.folder / "state/far/rank-1.log")]).stdout
         assert "clock-differs" in log
+        for name in sample(list(FAULTS), ["half_cut", "cut"]):
+            FAULTS[name](at)
+            at.healed(name)

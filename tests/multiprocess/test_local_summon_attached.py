@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.launch import start_ranks
+from tests.longer import sample
 from tests.multiprocess.stamped import read_stamps
 
 WORKER = "tests.multiprocess.workers.local_summon_attached"
+CASES = [("fsdp1-full", 2), ("tp-ddp", 4)]
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("fsdp1-full", 2), ("tp-ddp", 4)])
+@pytest.mark.parametrize(("kind", "world_size"), sample(CASES, CASES[:1]))
 def test_a_remote_summon_never_sees_half_of_a_local_edit(
     kind: str, world_size: int, tmp_path: Path
 ) -> None:

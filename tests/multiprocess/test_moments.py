@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.longer import sample
 from tests.multiprocess.test_bits import after, training
 from tests.multiprocess.truth import wait_until
 
@@ -22,7 +23,9 @@ def lines(folder: Path, rank: int) -> list[dict[str, object]]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("kind", "resume"), [("ddp", "never"), ("fsdp2", "auto")])
+@pytest.mark.parametrize(
+    ("kind", "resume"), sample([("ddp", "never"), ("fsdp2", "auto")], [("fsdp2", "auto")])
+)
 def test_moments_and_effective_rates_are_those_of_the_trainer(
     kind: str, resume: str, tmp_path: Path
 ) -> None:

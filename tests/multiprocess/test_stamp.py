@@ -9,7 +9,7 @@ import pytest
 from tests.longer import sample, seconds
 from tests.multiprocess.stamped import assert_stamped
 
-SECONDS = seconds(3.0, 60.0)
+SECONDS = seconds(2.0, 60.0)
 AT_LEAST = (20, 5)  # answers, steps
 
 # Ranks in lockstep, as a collective in the step keeps them, and ranks that run free.
@@ -18,23 +18,13 @@ CASES = [
     ("fsdp1-full", 2, "lockstep"),
     ("fsdp1-full-orig", 3, "free"),
     ("fsdp1-no-shard", 2, "lockstep"),
-    ("fsdp1-hybrid", 4, "free"),
-    ("fsdp2", 2, "lockstep"),
     ("fsdp2", 2, "free"),
     ("hsdp", 4, "lockstep"),
     ("tp", 3, "free"),
     ("tp-fsdp2", 4, "lockstep"),
     ("tp-ddp", 4, "free"),
 ]
-
-
-SAMPLE = (
-    ("ddp", 2, "free"),
-    ("fsdp1-full", 2, "lockstep"),
-    ("fsdp2", 2, "free"),
-    ("tp", 3, "free"),
-    ("tp-fsdp2", 4, "lockstep"),
-)
+SAMPLE = (("fsdp1-full", 2, "lockstep"), ("fsdp2", 2, "free"), ("tp-fsdp2", 4, "lockstep"))
 
 
 @pytest.mark.parametrize(("kind", "world_size", "pace"), sample(CASES, SAMPLE))

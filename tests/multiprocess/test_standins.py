@@ -37,10 +37,12 @@ def training(
         assert [one.returncode for one in ended] == [0] * world_size, ended
 
 
-def test_what_is_summoned_loads_and_what_is_frozen_is_listed(
+def test_what_is_summoned_loads_frozen_is_listed_and_averaged_is_refused_or_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with training(tmp_path, monkeypatch, 2) as (_, mesh):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setenv("PARAMD_DESTINATIONS", json.dumps({"checkpoints": str(tmp_path / "out")}))
+    with training(tmp_path, monkeypatch, 2) as (ranks, mesh):
         found = mesh.summon("*", buffers=True)
         plain = found.state_dict()
         assert type(plain) is dict
@@ -62,6 +64,7 @@ def test_what_is_summoned_loads_and_what_is_frozen_is_listed(
         assert listed("--frozen") == frozen
         assert listed("trainable=false") == frozen
         assert "embed.weight" in listed("--trainable")
+        averages_are_refused_by_their_label_or_told_with_it(tmp_path, ranks, mesh)
 
 
 def listed(*arguments: str) -> set[str]:
@@ -73,68 +76,57 @@ def listed(*arguments: str) -> set[str]:
     return {row["name"] for row in json.loads(ended.stdout)["params"]}
 
 
-def test_averaged_weights_are_refused_by_their_label_or_told_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def averages_are_refused_by_their_label_or_told_with_it(
+    tmp_path: Path, ranks: Ranks, mesh: Mesh
 ) -> None:
-    with training(tmp_path, monkeypatch, 2) as (ranks, mesh):
-        earlier = mesh.summon("*")
-        (tmp_path / "swap").touch()
-        shown = ranks.wait_for_text("swapped", rank=0)
-        ranks.wait_for_text("swapped", rank=1)
-        step = int(shown.split("swapped")[1].split()[0])
+    earlier = mesh.summon("*")
+    (tmp_path / "swap").touch()
+    shown = ranks.wait_for_text("swapped", rank=0)
+    ranks.wait_for_text("swapped", rank=1)
+    step = int(shown.split("swapped")[1].split()[0])
 
-        for refused in (
-            lambda: mesh.summon("*"),
-            lambda: mesh.summon("*", transport="grpc", timeout=1.0),
-            lambda: mesh.summon("*", buffers=True),
-            lambda: mesh.stats("embed.*"),
-        ):
-            with pytest.raises(ConflictError, match="'ema'"):
-                refused()
-        ended = subprocess.run(
-            [sys.executable, "-m", "paramd.cli", "stats", "embed.weight"],
-            capture_output=True,
-            check=False,
-        )
-        assert ended.returncode == 5, ended
-        assert b"'ema'" in ended.stderr
-
-        accepted = mesh.summon("*", unsettled=True)
-        assert (accepted.step, accepted.unsettled, accepted.label) == (step, True, "ema")
-        assert torch.equal(accepted["head.weight"], torch.full((8, 4), AVERAGE))
-        assert "'ema'" in repr(accepted)
-        stats = mesh.stats("embed.weight", unsettled=True)
-        assert (stats.label, stats[0].summary.max) == ("ema", AVERAGE)
-        assert any("'ema'" in row["reason"] for row in degraded(mesh))
-
-        (tmp_path / "back").touch()
-        after = mesh.summon("*")
-        assert after.label == ""
-        assert after.step >= step > earlier.step
-        assert torch.equal(after["head.weight"], torch.full((8, 4), float(after.step)))
-        until = after.step + 5
-        while (later := mesh.summon("*", buffers=True)).step < until:
-            assert torch.equal(later["head.weight"], torch.full((8, 4), float(later.step)))
-        assert not later.unsettled
-        assert degraded(mesh) == []
-
-
-def test_an_export_that_averaged_weights_stand_in_the_way_of_fails_by_their_label(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    monkeypatch.setenv("PARAMD_DESTINATIONS", json.dumps({"checkpoints": str(out)}))
-    with training(tmp_path, monkeypatch) as (ranks, mesh):
-        (tmp_path / "swap").touch()
-        ranks.wait_for_text("swapped", rank=0)
-        export = mesh.export("checkpoints/ema", include=("parameters",))
-        with pytest.raises(ParamdError, match="'ema'"):
-            export.wait(60)
-        assert list(out.iterdir()) == []
+    for refused in (
+        lambda: mesh.summon("*"),
+        lambda: mesh.summon("*", transport="grpc", timeout=1.0),
+        lambda: mesh.summon("*", buffers=True),
+        lambda: mesh.stats("embed.*"),
+    ):
         with pytest.raises(ConflictError, match="'ema'"):
-            mesh.download(tmp_path / "all.safetensors", timeout=20)
-        assert not (tmp_path / "all.safetensors").exists()
+            refused()
+    ended = subprocess.run(
+        [sys.executable, "-m", "paramd.cli", "stats", "embed.weight"],
+        capture_output=True,
+        check=False,
+    )
+    assert ended.returncode == 5, ended
+    assert b"'ema'" in ended.stderr
+
+    accepted = mesh.summon("*", unsettled=True)
+    assert (accepted.step, accepted.unsettled, accepted.label) == (step, True, "ema")
+    assert torch.equal(accepted["head.weight"], torch.full((8, 4), AVERAGE))
+    assert "'ema'" in repr(accepted)
+    stats = mesh.stats("embed.weight", unsettled=True)
+    assert (stats.label, stats[0].summary.max) == ("ema", AVERAGE)
+    assert any("'ema'" in row["reason"] for row in degraded(mesh))
+
+    export = mesh.export("checkpoints/ema", include=("parameters",))
+    with pytest.raises(ParamdError, match="'ema'"):
+        export.wait(60)
+    assert list((tmp_path / "out").iterdir()) == []
+    with pytest.raises(ConflictError, match="'ema'"):
+        mesh.download(tmp_path / "all.safetensors", timeout=20)
+    assert not (tmp_path / "all.safetensors").exists()
+
+    (tmp_path / "back").touch()
+    after = mesh.summon("*")
+    assert after.label == ""
+    assert after.step >= step > earlier.step
+    assert torch.equal(after["head.weight"], torch.full((8, 4), float(after.step)))
+    until = after.step + 5
+    while (later := mesh.summon("*", buffers=True)).step < until:
+        assert torch.equal(later["head.weight"], torch.full((8, 4), float(later.step)))
+    assert not later.unsettled
+    assert degraded(mesh) == []
 
 
 def test_a_block_that_raised_does_not_end_the_training_or_lend_its_values_a_step(

@@ -1,4 +1,5 @@
-"""What a client summons is what torch gathers at the same step, byte for byte.
+"""What a client summons is what torch gathers at the same step, byte for byte, and training with
+paramd attached is that without.
 
 Every kind, at every world size, with sizes that nothing divides, in several dtypes.
 """
@@ -31,7 +32,7 @@ JOB = "composite"
 
 
 # Two ranks are also in test_exports_kinds.py.
-@pytest.mark.parametrize("world_size", sample([1, 2, 3, 4], [3, 4]))
+@pytest.mark.parametrize("world_size", sample([1, 3, 4], [4]))
 def test_every_kind_is_summoned_as_torch_gathers_it(world_size: int, tmp_path: Path) -> None:
     with start_ranks(WORKER, world_size, args=["--folder", str(tmp_path)]) as ranks:
         path = tmp_path / f"{JOB}.truth"

@@ -1,4 +1,4 @@
-"""Stuck ranks: what paramd says of a training that hangs, in real processes."""
+"""What paramd says of a training that hangs, and how two states of it differ, in real processes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import paramd
 from paramd.cli.main import main
-from paramd.errors import DeniedError, NotFoundError, UsageError
+from paramd.errors import ConflictError, DeadlineError, DeniedError, NotFoundError, UsageError
 from paramd.mesh.insight.reports import RankActivity, Why
 from paramd.mesh.mesh import Mesh
 from tests.launch import start_ranks
 from tests.multiprocess.truth import connect_to, wait_until
 
 WORKER = "tests.multiprocess.workers.stuck"
+NAMES = {"weight", "bias"}
 
 
 def until(mesh: Mesh, found: Callable[[Why], bool], what: str) -> Why:
@@ -41,8 +44,8 @@ def functions(row: RankActivity) -> list[str]:
     return [frame.function for frame in training.frames]
 
 
-@pytest.mark.timeout(180)
-def test_a_hanging_rank_is_named_with_its_stack_while_training_hangs(
+@pytest.mark.timeout(240)
+def test_states_are_compared_and_a_hanging_rank_is_named_with_its_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state_dir = tmp_path / "state"
@@ -60,6 +63,8 @@ def test_a_hanging_rank_is_named_with_its_stack_while_training_hangs(
                     mesh.why(7)
                 numbers_are_kept(mesh)
                 logs_are_told(mesh, state_dir)
+                steps_to_come(mesh)
+                disk_and_memory(mesh, tmp_path)
                 slow_in_data(mesh, tmp_path)
                 hung_in_data(mesh, tmp_path)
                 hung_with_the_gil(mesh, tmp_path)
@@ -166,7 +171,7 @@ def hung_in_data(mesh: Mesh, folder: Path) -> None:
     assert why[0].open_file_count is not None
     assert why[1].open_file_limit is not None
     assert any("rank 1 trains" in line for line in why[1].log_lines), why[1].log_missing
-    again = until(mesh, lambda found: (found[2].seen_for_s or 0) > 3, "it is seen for a while")
+    again = until(mesh, lambda found: (found[2].seen_for_s or 0) > 1, "it is seen for a while")
     assert "since at least" in again.verdict
     (folder / "hang.2").unlink()
 
@@ -189,3 +194,70 @@ def stopped(mesh: Mesh, send: Callable[[int], None]) -> None:
         assert "rank 0, which is stopped by a signal" in why.verdict.replace("R", "r")
     finally:
         send(signal.SIGCONT)
+
+
+def step_of(mesh: Mesh) -> int:
+    return min(row.step for row in mesh.status())
+
+
+def steps_to_come(mesh: Mesh) -> None:
+    step = step_of(mesh) + 100
+    found = mesh.diff(step, step + 3)
+    assert found.a.startswith(f"step {step} of ")
+    assert found.b.startswith(f"step {step + 3} of ")
+    assert {row.name for row in found} == NAMES
+    assert all(0 < row.norm < row.norm_a for row in found)
+    assert all(row.cosine > 0.99 for row in found)
+    ahead = mesh.diff("+1", "+4", "we*", cells=2)
+    first, last = (int(label.split()[1]) for label in (ahead.a, ahead.b))
+    assert (last - first, len(ahead)) == (3, 1)
+    assert len(ahead[0].cells) == 2
+    assert mesh.diff("now", "+2").b.startswith("step ")
+    for wrong in (("+4", "+4"), ("mark:", "now")):
+        with pytest.raises(UsageError):
+            mesh.diff(*wrong)
+    with pytest.raises(ConflictError, match="keeps none of that name; paramd marks"):
+        mesh.diff("mark:nobody")
+    with pytest.raises(ConflictError, match=r"step 1 is past.*checkpoint"):
+        mesh.diff(1)
+    with pytest.raises(DeadlineError, match=r"did not come within .* the ranks are at step"):
+        mesh.diff("now", step_of(mesh) + 10**6, timeout=3.0)
+
+
+def disk_and_memory(mesh: Mesh, folder: Path) -> None:
+    rest = mesh._run(mesh._mesh._rest.send("GET", "/jobs/stuck/updates?filter=we*", timeout_s=40))
+    assert [(row["name"], row["numel"]) for row in rest["updates"]] == [("weight", 16)]
+    mesh.pause()
+    over_rest(mesh)
+    held = mesh.summon("*")
+    changed = {name: tensor.clone() for name, tensor in held.items()}
+    changed["weight"][2] += 0.5
+    changed["extra"] = torch.ones(3)
+    save_file(changed, folder / "model.safetensors")
+    assert [row.changed for row in mesh.diff(held)] == [0, 0]
+    found = {row.name: row for row in mesh.diff(str(folder / "model.safetensors"), held)}
+    assert found["bias"].changed == 0
+    assert found["weight"].changed == 4
+    assert found["weight"].norm == pytest.approx(1.0, abs=1e-5)
+    assert [row for row, _ in found["weight"].largest_rows] == [2]
+    assert found["extra"].problem.startswith("only ")
+    assert [row.name for row in mesh.diff(folder / "model.safetensors", "now", "we*")] == ["weight"]
+    assert [row.changed for row in mesh.diff(mesh)] == [0, 0]
+    with pytest.raises(NotFoundError):
+        mesh.diff(folder / "gone")
+    mesh.resume()
+
+
+def over_rest(mesh: Mesh) -> None:
+    """As the page asks, while training is held."""
+
+    def ask(query: str) -> Any:
+        return mesh._run(mesh._mesh._rest.send("GET", f"/jobs/stuck/diff?{query}", timeout_s=90))
+
+    same = ask("a=now&b=job:stuck")
+    assert same["a"] == same["b"]
+    assert {row["name"]: row["changed"] for row in same["tensors"]} == dict.fromkeys(NAMES, 0)
+    with pytest.raises(NotFoundError, match="'other' is not served here"):
+        ask("a=job:other")
+    with pytest.raises(UsageError, match="expected now, "):
+        ask("a=/etc/passwd")

@@ -17,11 +17,14 @@ from paramd.mesh.edits import editing
 from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.results import Summoned
+from tests.longer import sample
 from tests.multiprocess.frozen import frozen
 from tests.multiprocess.truth import assert_same_bytes, connect_to, wait_until
 
+KINDS = [("fsdp1-full-orig", 2), ("tp-fsdp2", 4)]
 
-@pytest.fixture(scope="module", params=[("fsdp1-full-orig", 2), ("tp-fsdp2", 4)], ids=str)
+
+@pytest.fixture(scope="module", params=sample(KINDS, KINDS[1:]), ids=str)
 def state_dir(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:

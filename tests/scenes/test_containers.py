@@ -250,7 +250,7 @@ def test_a_sidecar_in_another_container_serves_edits_and_comes_back(
 def test_a_trainer_that_is_killed_goes_on_from_the_other_containers_memory(
     pod: Pod, tmp_path: Path
 ) -> None:
-    calm = undisturbed(tmp_path, "fsdp2", steps=STEPS)
+    calm = undisturbed("fsdp2", steps=STEPS)
     life = tmp_path / "life"
     life.mkdir()
     host = pod.sidecars()

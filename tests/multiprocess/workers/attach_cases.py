@@ -329,7 +329,7 @@ def a_rank_too_slow_for_the_agreement_ends_it_and_nothing_else() -> None:
     settings = AttachSettings(agreement_timeout_s=0.5, listen="127.0.0.1:0")
     attachment = paramd.attach(made.model, optimizer, job="slow", settings=settings)
     if dist.get_rank() == 1:
-        time.sleep(3)
+        time.sleep(1.5)
     for _ in range(4):
         with attachment.update():
             pass
@@ -355,7 +355,7 @@ def a_rank_that_does_not_attach_is_named() -> None:
     made, optimizer = built()
     dist.barrier()
     if dist.get_rank() == 0:
-        settings = AttachSettings(attach_timeout_s=3.0, listen="127.0.0.1:0")
+        settings = AttachSettings(attach_timeout_s=1.0, listen="127.0.0.1:0")
         with pytest.raises(ConflictError, match="rank 1 of 2 has not called"):
             paramd.attach(made.model, optimizer, job="missing", settings=settings)
 
@@ -423,9 +423,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for check in CASES:
+        began_s = time.monotonic()
         check()
         dist.barrier()
-        print("ok", check.__name__, flush=True)
+        print("ok", check.__name__, f"{time.monotonic() - began_s:.1f} s", flush=True)
     dist.destroy_process_group()
 
 

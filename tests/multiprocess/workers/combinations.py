@@ -1,6 +1,6 @@
 """What trainings are made of, with each other: without paramd and with it, bit for bit the same.
 
-    combinations fused checkpointed
+    combinations fused-replicated in-backward
 
 Each combination trains a network with tied weights twice from the same seed. In the second training
 rank 0 reads the job after some step, as any other program would.
@@ -108,11 +108,8 @@ def whole(net: nn.Module) -> nn.Module:
 
 
 COMBINATIONS |= {
-    "fused": lambda: made(sharded(Net()), fused=True, max_norm=0.5),
     "fused-replicated": lambda: made(whole(Net()), fused=True, micro_batches=2),
     "foreach": lambda: made(sharded(Net()), foreach=True, micro_batches=2),
-    "checkpointed": lambda: made(sharded(Net(), checkpointed=True)),
-    "compiled": lambda: made(sharded(Net(), compiled=True)),
     "compiled-checkpointed-fused": lambda: made(
         sharded(Net(), compiled=True, checkpointed=True), fused=True, micro_batches=2, max_norm=0.5
     ),

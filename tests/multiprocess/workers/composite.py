@@ -1,7 +1,8 @@
-"""Every kind of model in one job: trains two steps, writes what torch says, waits.
+"""Every kind of model in one job, with paramd attached and without: the same training.
 
 Each part of the model keeps its own wrappers (DDP, FSDP, TP, ...); their names get the
-kind in front. So one attach shows all kinds at one world size.
+kind in front. So one attach shows all kinds at one world size. On the way it writes what torch
+says, and waits until a client has compared.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from torch import nn
 import paramd
 from tests.ending import end
 from tests.multiprocess import kinds
-from tests.multiprocess.workers.train import rank, wait_for
+from tests.multiprocess.workers.train import Run, differences, rank, wait_for
 
 JOB = "composite"
-STEPS = 2
+STEPS, MORE = 2, 2
+"""Until a client compares; then so many with paramd attached, and as many without."""
 
 
 def main() -> None:
@@ -30,26 +32,45 @@ def main() -> None:
     folder = parser.parse_args().folder
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    built = {kind.name: kind.build() for kind in kinds.kinds_for(dist.get_world_size())}
-    model = nn.ModuleDict({name: part.model for name, part in built.items()})
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    attachment = paramd.attach(model, optimizer, job=JOB)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in built.values():
-            part.loss(step).backward()
-        optimizer.step()
-    write_truth(folder / f"{JOB}.truth", built, attachment.step)
-    wait_for(folder / f"{JOB}.checked")
-    attachment.detach()
+    ours = trained(folder)
+    assert (bad := differences(ours, trained(None))) == [], bad[:5]
     dist.destroy_process_group()
 
 
+def trained(folder: Path | None) -> Run:
+    """Trains, with paramd attached if there is a folder for its truth."""
+    built = {kind.name: kind.build() for kind in kinds.kinds_for(dist.get_world_size())}
+    model = nn.ModuleDict({name: part.model for name, part in built.items()})
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    attachment = paramd.attach(model, optimizer, job=JOB) if folder is not None else None
+    run = Run()
+    for step in range(STEPS + 2 * MORE):
+        if attachment is not None and folder is not None and step == STEPS:
+            write_truth(folder / f"{JOB}.truth", built, attachment.step)
+            wait_for(folder / f"{JOB}.checked")
+        if attachment is not None and step == STEPS + MORE:
+            attachment.detach()
+        optimizer.zero_grad()
+        for part in built.values():
+            loss = part.loss(step)
+            loss.backward()
+            run.losses.append(loss.item())
+        optimizer.step()
+    run.full = gathered(built)
+    return run
+
+
+def gathered(built: dict[str, kinds.Built]) -> dict[str, torch.Tensor]:
+    """Full parameters as torch gathers them. Collective."""
+    return {
+        f"{kind}.{name}": tensor.contiguous()
+        for kind, part in built.items()
+        for name, tensor in kinds.full_parameters(part.model).items()
+    }
+
+
 def write_truth(path: Path, built: dict[str, kinds.Built], step: int) -> None:
-    whole = {}
-    for kind, part in built.items():
-        for name, tensor in kinds.full_parameters(part.model).items():
-            whole[f"{kind}.{name}"] = tensor.contiguous()
+    whole = gathered(built)
     if rank() == 0:
         save_file(whole, path.with_suffix(".part"), metadata={"step": str(step)})
         os.replace(path.with_suffix(".part"), path)

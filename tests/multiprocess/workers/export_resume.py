@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import paramd
 from tests.ending import end
+from tests.gloo import all_see
 from tests.multiprocess import kinds
 
 JOB = "resume"
@@ -45,7 +46,7 @@ def main() -> None:
         train(built, optimizer, step)
         step += 1
         digests[step] = digest(built.model)
-        if stop_at is None and told(folder / "stop"):
+        if stop_at is None and all_see(folder / "stop"):
             # What was exported may be of the step just made.
             stop_at = step + STEPS_AFTER
         time.sleep(0.01)
@@ -74,13 +75,6 @@ def digest(model: nn.Module) -> str:
         found.update(name.encode())
         found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def told(path: Path) -> bool:
-    """Whether the file exists; the same answer on all ranks."""
-    flag = torch.tensor(int(path.exists()))
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)
 
 
 def check_resumed(kind: kinds.Kind, checkpoint: Path, digests: dict[int, str]) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import paramd
 from tests.ending import end
+from tests.gloo import all_see
 
 JOB = "followed"
 
@@ -44,7 +45,7 @@ def main() -> None:
     attachment = paramd.attach(model, optimizer, job=JOB)
     print("attached", flush=True)
     batches = torch.Generator().manual_seed(dist.get_rank())
-    while not _all(folder / "stop"):
+    while not all_see(folder / "stop"):
         tokens = torch.randint(0, 301, (8, 16), generator=batches)
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
         optimizer.zero_grad()
@@ -75,17 +76,11 @@ def _write(folder: Path, model: nn.Module, step: int) -> None:
 
 def _wait_until_seen(folder: Path, step: int) -> None:
     began_s = time.monotonic()
-    while (folder / "seen").exists():
+    while (folder / "seen").exists() and not (folder / "stop").exists():
         seen, patience_s = (folder / "seen").read_text().split()
         if int(seen) >= step or time.monotonic() > began_s + float(patience_s):
             return
         time.sleep(0.001)
-
-
-def _all(path: Path) -> bool:
-    wanted = torch.tensor([int(path.exists())])
-    dist.all_reduce(wanted, op=dist.ReduceOp.MIN)
-    return bool(wanted.item())
 
 
 if __name__ == "__main__":

@@ -1,18 +1,12 @@
 """A trainer whose optimizer changes nothing: whatever its parameters hold was edited into them.
 
 With `--adds` each update adds one to every element: then they hold the step, and what was
-edited on top of it. All parameters begin as zero. Ends when `--stop` exists; then each rank
-prints what its local parameters hold ("holds {name: [values]}").
-
-    die-<rank>      beside `--stop`: the rank kills itself within its next update
+edited on top of it. All parameters begin as zero. Ends when `--stop` exists.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -22,83 +16,55 @@ import torch.distributed as dist
 
 import paramd
 from tests.ending import end
+from tests.gloo import all_see
 from tests.multiprocess import kinds
+
+UPDATE_S, GAP_S = 0.0005, 0.003
+"""How long an update takes, and what is between two."""
 
 
 class Frozen(torch.optim.Optimizer):
     """Updates that change nothing, or add one."""
 
-    def __init__(self, parameters: Any, *, update_s: float, adds: bool, dies: Path) -> None:
+    def __init__(self, parameters: Any, *, adds: bool) -> None:
         super().__init__(list(parameters), {})
-        self._update_s = update_s
         self._adds = adds
-        self._dies = dies
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        if self._adds:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    local_of(parameter).add_(1)
-        time.sleep(self._update_s)
-        if self._dies.exists():
-            os.kill(os.getpid(), signal.SIGKILL)
+        for group in self.param_groups if self._adds else ():
+            for parameter in group["params"]:
+                local_of(parameter).add_(1)
+        time.sleep(UPDATE_S)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", required=True)
-    parser.add_argument("--job", default="frozen")
-    parser.add_argument("--update-ms", type=float, default=0.5)
-    parser.add_argument("--gap-ms", type=float, default=3.0)
     parser.add_argument("--adds", action="store_true")
     parser.add_argument("--stop", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
     model = kinds.named(arguments.kind).build().model
     with torch.no_grad():
         for parameter in model.parameters():
             local_of(parameter).fill_(0)
-    optimizer = Frozen(
-        model.parameters(),
-        update_s=arguments.update_ms / 1e3,
-        adds=arguments.adds,
-        dies=arguments.stop.parent / f"die-{rank}",
-    )
-    attachment = paramd.attach(model, optimizer, job=arguments.job)
+    optimizer = Frozen(model.parameters(), adds=arguments.adds)
+    attachment = paramd.attach(model, optimizer, job="frozen")
     print("attached", flush=True)
     round_ = 0
-    while True:
+    while round_ % 10 or not all_see(arguments.stop):
         optimizer.step()
-        time.sleep(arguments.gap_ms / 1e3)
+        time.sleep(GAP_S)
         round_ += 1
-        if round_ % 10 == 0 and everybody(arguments.stop.exists()):
-            break
     attachment.detach()
-    held = {
-        name: sorted(set(local_of(parameter).flatten().tolist()))
-        for name, parameter in model.named_parameters()
-        if local_of(parameter).numel()
-    }
-    print(f"holds {json.dumps(held)}", flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = getattr(parameter, "_local_tensor", parameter.data)
     return local
-
-
-def everybody(mine: bool) -> bool:
-    """Whether all ranks find so; the same on all ranks."""
-    told = torch.tensor([int(mine)])
-    if dist.is_initialized():
-        dist.all_reduce(told, op=dist.ReduceOp.MIN)
-    return bool(told.item())
 
 
 if __name__ == "__main__":

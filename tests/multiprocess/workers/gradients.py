@@ -19,6 +19,7 @@ from torch import nn
 
 import paramd
 from tests.ending import end
+from tests.gloo import all_see
 from tests.multiprocess import kinds
 from tests.multiprocess.workers.gradient_cases import Idle
 
@@ -46,7 +47,7 @@ def main() -> None:
     optimizer = Idle(iter(trained)) if arguments.truth else torch.optim.SGD(trained, lr=1e-3)
     attachment = paramd.attach(model, optimizer, job=JOB)
     print("attached", flush=True)
-    while not _all(arguments.folder / "stop"):
+    while not all_see(arguments.folder / "stop"):
         update = attachment.step + 1
         optimizer.zero_grad(set_to_none=bool(update % 2))
         for part in built.values():
@@ -93,12 +94,6 @@ def write_truth(folder: Path, model: nn.Module, update: int) -> None:
         path = folder / f"{update}.grads"
         save_file(found, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
-
-
-def _all(path: Path) -> bool:
-    wanted = torch.tensor([int(path.exists())])
-    dist.all_reduce(wanted, op=dist.ReduceOp.MIN)
-    return bool(wanted.item())
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch import nn
 import paramd
 from paramd.errors import AbortedError
 from tests.ending import end
+from tests.gloo import all_see
 from tests.multiprocess import kinds
 
 
@@ -33,7 +34,7 @@ def main() -> None:
     attachment = paramd.attach(model, None, job="stamp")
     print("attached", flush=True)
     step = 0
-    while not everybody_sees(arguments.stop):
+    while not all_see(arguments.stop):
         step += 1
         edit(model, float(step), rank0_only=bool(step % 2), offload_to_cpu=step % 3 == 0)
         assert attachment.step == step, f"{attachment.step} instead of {step}"
@@ -62,12 +63,6 @@ def edit(model: nn.Module, value: float, *, fails: bool = False, **flags: bool) 
                 time.sleep(0.002)
                 if fails:
                     raise ZeroDivisionError
-
-
-def everybody_sees(path: Path) -> bool:
-    seen = torch.tensor([int(path.exists())])
-    dist.all_reduce(seen, op=dist.ReduceOp.MIN)
-    return bool(seen.item())
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def one_rank_alone_learns_who_did_not_come() -> None:
             text = f"ranks [{other}] of 2 did not arrive"
             with raises(errors.DeadlineError, text), summon(model, timeout_s=0.5):
                 raise AssertionError("entered alone")
-            assert 0.4 < time.monotonic() - began < 5
+            assert time.monotonic() - began > 0.4
         dist.barrier()
         with summon(model, timeout_s=30) as params:
             assert len(params) == 6

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import prune
 
 import paramd
 from tests.ending import end
+from tests.gloo import all_see
 
 LAYERS, WIDTH = 6, 192
 PAUSE_S = 0.001
@@ -316,13 +316,6 @@ def sharpness_aware_later(run: Run) -> None:
     (sharpness_aware if run.round >= 20 and run.round % 5 == 0 else Run.plain)(run)
 
 
-def initialized_in_place(run: Run) -> None:
-    run.plain()
-    for parameter in run.model.parameters():
-        nn.init.constant_(parameter, _numbers(run)[0] + 0.5)
-        time.sleep(PAUSE_S)
-
-
 def adapters_injected(run: Run) -> None:
     run.plain()
     if run.round == 3:
@@ -345,13 +338,6 @@ def parametrized(run: Run) -> None:
     if run.round == 3:
         layers: Any = run.model.layers
         nn.utils.parametrizations.weight_norm(layers[0])
-
-
-def pruned(run: Run) -> None:
-    run.plain()
-    if run.round == 3:
-        layers: Any = run.model.layers
-        prune.l1_unstructured(layers[0], "weight", amount=0.5)  # type: ignore[no-untyped-call]
 
 
 def declared(run: Run) -> None:
@@ -408,11 +394,9 @@ PATTERNS: dict[str, Callable[[Run], None]] = {
         swapped,
         in_eval_mode,
         sharpness_aware_later,
-        initialized_in_place,
         adapters_injected,
         made_bfloat16,
         parametrized,
-        pruned,
         declared,
     )
 }
@@ -434,7 +418,6 @@ HALVES = {
     "module_replaced",
     "swapped",
     "in_eval_mode",
-    "initialized_in_place",
     "declared",
 }
 """Patterns that add a half after each update."""
@@ -444,7 +427,6 @@ REFUSED = {
     "functional": "functional_call.*attachment.update",
     "made_bfloat16": "bfloat16",
     "parametrized": "changed their layout",
-    "pruned": "changed their layout",
 }
 """Patterns that cannot be served after a while, and what their readers are told."""
 
@@ -476,18 +458,10 @@ def train(pattern: str, folder: Path) -> None:
         model, None if pattern == "in_backward" else run.optimizer, job=pattern
     )
     (folder / f"attached-{pattern}").touch()
-    while not _all(folder / f"stop-{pattern}"):
+    while not all_see(folder / f"stop-{pattern}"):
         (PATTERNS | OF_TWO_RANKS)[pattern](run)
         run.round += 1
     attachment.detach()
-
-
-def _all(path: Path) -> bool:
-    """Whether it exists for every rank, in the same round."""
-    found = torch.tensor([int(path.exists())])
-    if dist.is_initialized():
-        dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return bool(found.item())
 
 
 def two_threads(folder: Path) -> None:

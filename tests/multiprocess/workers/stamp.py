@@ -6,7 +6,7 @@ steps shows at once. Ends after `--rounds` updates or when `--stop` exists.
 Beside `--stop` these files tell it more, rank by rank:
 
     die-<rank>      the rank kills itself half way through its next update
-    raise-<rank>    its next update raises half way; after a while it is tried again
+    raise-<rank>    its next update raises half way; it is tried again once `again` exists
     rest            all ranks rest between two updates, say "resting", and go on without it
 """
 
@@ -25,11 +25,9 @@ import torch.distributed as dist
 import paramd
 from paramd.trainer.attaching.attachment import Attachment
 from tests.ending import end
+from tests.gloo import all_see
 from tests.gpu.late import late_fill
 from tests.multiprocess import kinds
-
-RAISED_S = 4.0
-"""How long the update that raised is left as it is."""
 
 
 class StampOptimizer(torch.optim.Optimizer):
@@ -87,13 +85,13 @@ def main() -> None:
     attachment = paramd.attach(model, optimizer, job=arguments.job)
     print("attached", flush=True)
     for round_ in range(arguments.rounds):
-        _update(optimizer)
+        _update(optimizer, folder / "again")
         if arguments.gap_ms:
             time.sleep(arguments.gap_ms / 1e3)
         if arguments.lockstep and dist.is_initialized():
             dist.barrier()
         if round_ % 20 == 19:
-            if _all(arguments.stop):
+            if all_see(arguments.stop):
                 break
             _rest(folder / "rest", attachment)
     stalls = attachment.stalls()
@@ -109,30 +107,24 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def _update(optimizer: StampOptimizer) -> None:
+def _update(optimizer: StampOptimizer, again: Path) -> None:
     try:
         optimizer.step()
     except ArithmeticError:
         print("raised", flush=True)
-        time.sleep(RAISED_S)
+        while not again.exists():
+            time.sleep(0.01)
         optimizer.step()
 
 
 def _rest(wanted: Path, attachment: Attachment) -> None:
-    if not _all(wanted):
+    if not all_see(wanted):
         return
     print(f"resting at {attachment.step}", flush=True)
     while wanted.exists():
         time.sleep(0.01)
     if dist.is_initialized():
         dist.barrier()
-
-
-def _all(path: Path) -> bool:
-    wanted = torch.tensor([int(path.exists())])
-    if dist.is_initialized():
-        dist.all_reduce(wanted, op=dist.ReduceOp.MIN)
-    return bool(wanted.item())
 
 
 if __name__ == "__main__":

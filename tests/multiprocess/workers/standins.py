@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paramd
+from tests.ending import end
 
 AVERAGE = 0.25
 
@@ -107,4 +108,4 @@ def evaluate(model: nn.Module, trained: list[nn.Parameter], folder: Path) -> Non
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from paramd.trainer.attaching.exchange import SHORT_BYTES, Exchange
+from tests.ending import end
 
 SIZES = (0, 1, SHORT_BYTES - 20, SHORT_BYTES - 1, SHORT_BYTES, SHORT_BYTES + 1, 300_000)
 
@@ -29,4 +30,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

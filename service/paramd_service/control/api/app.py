@@ -5,7 +5,11 @@ Only health and the dashboard need no token; health reports only whether the ser
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -14,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from paramd.documents import Document, Record
 from paramd.errors import NotFoundError
 from paramd.security.tls import CA_PATH
 from paramd.v1 import sidecar_pb2 as pb
@@ -206,12 +211,30 @@ def _complete(document: dict[str, Any]) -> None:
     document["security"] = [{"token": []}]
     for name in ("HTTPValidationError", "ValidationError"):
         components.get("schemas", {}).pop(name, None)
+    _describe(components["schemas"])
     for methods in document["paths"].values():
         for operation in methods.values():
             _problems(operation["responses"])
             for parameter in operation.get("parameters", ()):
                 if (parameter["in"], parameter["name"]) == ("path", "job"):
                     parameter.setdefault("example", "my-run")
+
+
+def _describe(schemas: dict[str, Any]) -> None:
+    """Say of a shape's fields what their docstrings do, which pydantic would seek at each start."""
+    shapes = (*Document.__subclasses__(), *Record.__subclasses__())
+    for module in {shape.__module__ for shape in shapes}:
+        for found in ast.parse(inspect.getsource(sys.modules[module])).body:
+            if not isinstance(found, ast.ClassDef) or found.name not in schemas:
+                continue
+            properties = schemas[found.name].get("properties", {})
+            for field in pairwise(found.body):
+                match field:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ) if name in properties:
+                        properties[name].setdefault("description", inspect.cleandoc(text))
 
 
 def _problems(responses: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ REQUIRED = re.compile(
 
 def test_the_ranges_that_are_checked_are_those_that_are_installed_and_told() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    told = (ROOT / "docs" / "integrations" / "index.md").read_text()
+    told = (ROOT / "docs" / "install.md").read_text()
     found = 0
     for path in (ROOT / "client" / "paramd" / "integrations").glob("*.py"):
         for package, at_least, below, extra in REQUIRED.findall(path.read_text()):

@@ -12,6 +12,7 @@ import typer
 
 from docs import from_code
 from paramd.cli.main import app
+from paramd.memory.control_page import Word
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
@@ -24,11 +25,19 @@ def functions_in(path: Path) -> set[str]:
     return {n.name for n in found if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def test_every_test_that_the_ledger_names_exists() -> None:
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "faults.md").read_text())
-    assert len(named) > 30
+@pytest.mark.parametrize(("page", "least"), [("faults", 31), ("step", 20)])
+def test_every_test_that_a_page_names_exists(page: str, least: int) -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (DOCS / f"{page}.md").read_text())
+    assert len(named) >= least
     for file, test in named:
         assert test in functions_in(ROOT / "tests" / file), f"{file}::{test}"
+
+
+def test_the_words_of_the_step_protocol_are_those_of_the_page() -> None:
+    table = (DOCS / "step.md").read_text().partition("## Words")[2].partition("\n## ")[0]
+    named = set(re.findall(r"\b[A-Z][A-Z_]{3,}[0-9]?\b", table))
+    assert len(named) > 50
+    assert named <= set(Word.__members__)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

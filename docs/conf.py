@@ -20,7 +20,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 LEFT_OUT = ("faults.md", "decisions.md", "reports.md")
 """For those who work on paramd: in the repository, not in the manual."""
 
-exclude_patterns = ["_static", *LEFT_OUT]
+exclude_patterns = ["_static", "decisions/*", *LEFT_OUT]
 root_doc = "index"
 
 smartquotes = False

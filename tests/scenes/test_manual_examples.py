@@ -26,8 +26,14 @@ BEFORE = {
 }
 """By section, what its script needs on a machine without a GPU."""
 
-STARTS = ("torchrun", "python", "accelerate", "pip", "pkill", "mkdir", "PARAMD_", ". ")
+STARTS = ("torchrun", "python", "pip", "make", "pkill", "mkdir", "PARAMD_", ". ")
 """Lines that a person types before anything of ours runs, or to end it."""
+
+BESIDE = ("install", "read", "edits", "exports", "insight", "alerts", "security")
+"""Pages whose commands work on the quickstart's training."""
+
+ELSEWHERE = ("paramd rollback",)
+"""Commands that need another script; other tests have them."""
 
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -54,10 +60,16 @@ def blocks(text: str) -> tuple[str, list[tuple[str, str]]]:
     return script, [(kind, text) for kind, text in found if text != script]
 
 
+def typed_in(page: str) -> list[str]:
+    """The console blocks of a page without a script."""
+    found = BLOCK.findall((DOCS / f"{page}.md").read_text())
+    return [text for kind, text in found if kind == "console"]
+
+
 def lines_of(text: str) -> list[str]:
     """Commands of a console block that are ours."""
     typed = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
-    return [line for line in typed if not line.startswith(STARTS)]
+    return [line for line in typed if not line.startswith((*STARTS, *ELSEWHERE))]
 
 
 def run(kind: str, text: str, folder: Path) -> str:
@@ -75,6 +87,12 @@ def run(kind: str, text: str, folder: Path) -> str:
         assert done.returncode == 0, f"{command[-1]}\n{done.stderr}"
         said += done.stdout
     return said
+
+
+def destinations(folder: Path) -> str:
+    """The destination that the pages name, in a folder of the test's own."""
+    (folder / "checkpoints").mkdir()
+    return json.dumps({"checkpoints": str(folder / "checkpoints")})
 
 
 def wait_until_trained(ranks: Ranks) -> None:
@@ -101,15 +119,27 @@ def test_an_example_trains_and_is_read(title: str, tmp_path: Path, private_state
     assert any(said), "the page reads nothing"
 
 
+@pytest.mark.timeout(300)
+def test_the_commands_of_all_other_pages_work(
+    tmp_path: Path, private_state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_DESTINATIONS", destinations(tmp_path))
+    (tmp_path / "train.py").write_text(blocks(EXAMPLES["quickstart"])[0])
+    with start_ranks(tmp_path / "train.py", 2, state_dir=private_state_dir) as ranks:
+        wait_until_trained(ranks)
+        for page in BESIDE:
+            for text in typed_in(page):
+                run("console", text, tmp_path)
+
+
 @pytest.mark.timeout(240)
 def test_the_tutorial_can_be_followed_from_top_to_bottom(
     tmp_path: Path, private_state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    root = json.dumps({"checkpoints": str(tmp_path / "checkpoints")})
-    monkeypatch.setenv("PARAMD_DESTINATIONS", root)
+    monkeypatch.setenv("PARAMD_DESTINATIONS", destinations(tmp_path))
     script, beside = blocks((DOCS / "tutorial.md").read_text())
     killed = next(place for place, (_, text) in enumerate(beside) if "pkill" in text)
+    beside += [("console", text) for text in typed_in("rollback")]
     (tmp_path / "train.py").write_text(script)
     said = outputs = ""
     # What was killed leaves its sidecars, until the end.
@@ -128,12 +158,12 @@ def test_the_tutorial_can_be_followed_from_top_to_bottom(
     assert list(tmp_path.glob("checkpoints/step-*/model.safetensors"))
 
 
-def test_every_page_with_a_script_is_run() -> None:
+def test_every_page_with_a_script_or_a_command_is_run() -> None:
     assert len(EXAMPLES) >= 10
     for page in DOCS.rglob("*.md"):
         name = page.relative_to(DOCS).with_suffix("").as_posix()
-        if "# train.py\n" in page.read_text():
-            assert name in (*PAGES, "tutorial"), page
+        if re.search(r"^# train.py$|^\$ paramd ", page.read_text(), re.MULTILINE):
+            assert name in (*PAGES, *BESIDE, "tutorial", "rollback"), page
     for title, text in EXAMPLES.items():
         script, beside = blocks(text)
         compile(script, title, "exec")

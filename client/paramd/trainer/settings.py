@@ -56,7 +56,7 @@ class AttachSettings:
     the sidecar; if any is on a device, all stay where they are and are copied into the arena at
     agreed boundaries that ask for it. "host": always an arena in host memory, which is what
     "auto" uses too. "device": those on one CUDA or HIP device move into memory there that the
-    sidecar owns (docs/gpu.md; not yet run on a device); where that cannot be had, as "mirror".
+    sidecar owns (docs/gpu.md); where that cannot be had, as "mirror".
     "mirror": all stay where they are, even in host memory."""
     resume: str = "never"
     """"auto": keep what a successor needs, and when started again go on from memory; "never":

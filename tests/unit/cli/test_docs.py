@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,22 @@ def test_every_link_leads_somewhere() -> None:
     for path in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             assert "://" in target or (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_extras_targets_and_files_that_pages_name_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    targets = set(re.findall(r"^([a-z-]+(?: [a-z-]+)*):", (ROOT / "Makefile").read_text(), re.M))
+    targets = {name for line in targets for name in line.split()}
+    for path in FOR_USERS:
+        text = path.read_text()
+        extras = {
+            one for found in re.findall(r"'paramd\[([a-z,]+)\]'", text) for one in found.split(",")
+        }
+        assert extras <= set(project["optional-dependencies"]), path
+        made = re.findall(r"(?:`|^\$ | {4})make ([a-z][a-z-]+)", text, re.M)
+        assert set(made) <= targets, path
+        for file in re.findall(r"`((?:tests|examples|deploy|benchmarks)/[\w/.-]+)`", text):
+            assert (ROOT / file).exists(), f"{path.name}: {file}"
 
 
 def texts_of_the_code() -> list[str]:

@@ -29,7 +29,7 @@ BEFORE = {
 STARTS = ("torchrun", "python", "pip", "make", "pkill", "mkdir", "PARAMD_", ". ")
 """Lines that a person types before anything of ours runs, or to end it."""
 
-BESIDE = ("install", "read", "edits", "exports", "insight", "alerts", "security")
+BESIDE = ("install", "read", "gradients", "edits", "exports", "insight", "alerts", "security")
 """Pages whose commands work on the quickstart's training."""
 
 ELSEWHERE = ("paramd rollback",)

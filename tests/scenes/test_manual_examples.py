@@ -32,8 +32,6 @@ STARTS = ("torchrun", "python", "pip", "make", "pkill", "mkdir", "PARAMD_", ". "
 BESIDE = ("install", "read", "gradients", "edits", "exports", "insight", "alerts", "security")
 """Pages whose commands work on the quickstart's training."""
 
-ELSEWHERE = ("paramd rollback",)
-"""Commands that need another script; other tests have them."""
 
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -69,7 +67,7 @@ def typed_in(page: str) -> list[str]:
 def lines_of(text: str) -> list[str]:
     """Commands of a console block that are ours."""
     typed = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
-    return [line for line in typed if not line.startswith((*STARTS, *ELSEWHERE))]
+    return [line for line in typed if not line.startswith(STARTS)]
 
 
 def run(kind: str, text: str, folder: Path) -> str:

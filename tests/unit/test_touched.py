@@ -19,7 +19,7 @@ from tests.touched import SCENES, touched
         ("deploy/slurm/torchrun.sbatch", {"test_slurm", "test_restarts"}),
         ("tests/slurm.py", {"test_slurm", "test_restarts"}),
         ("tests/multiprocess/workers/under_ray.py", {"test_ray"}),
-        ("docs/integrations/trainers.md", {"test_manual_examples", "test_notebook"}),
+        ("docs/integrations/hf.md", {"test_manual_examples", "test_notebook"}),
         ("service/paramd_service/destinations/object_store.py", {"test_export_s3"}),
         ("deploy/kubernetes/gone.yaml", {"test_kubernetes"}),
         ("client/paramd/layout/select.py", set()),

@@ -8,6 +8,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 FOR_USERS = [path for path in PAGES if path.parent.name != "decisions" and path.stem != "faults"]
 
 
+@cache
 def functions_in(path: Path) -> set[str]:
     """Names of the test functions in a file."""
     found = ast.walk(ast.parse(path.read_text()))
@@ -69,6 +71,7 @@ def test_extras_targets_and_files_that_pages_name_exist() -> None:
             assert (ROOT / file).exists(), f"{path.name}: {file}"
 
 
+@cache
 def texts_of_the_code() -> list[str]:
     """Texts in our Python, with {} for what is filled in."""
     found = []

@@ -17,7 +17,10 @@ project = "paramd"
 copyright = "the paramd authors; Apache-2.0"
 release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_static"]
+LEFT_OUT = ("faults.md", "decisions.md", "reports.md")
+"""For those who work on paramd: in the repository, not in the manual."""
+
+exclude_patterns = ["_static", "decisions/*", *LEFT_OUT]
 root_doc = "index"
 
 smartquotes = False
@@ -51,7 +54,10 @@ napoleon_use_rtype = False
 napoleon_use_param = False
 napoleon_preprocess_types = False
 
-_OUT = re.compile(r"\[(`?)([^]`]*)`?\]\(((?:\.\./)+)([^)#]*)(?:#[^)]*)?\)")
+_OUT = re.compile(
+    r"\[(`?)([^]`]*)`?\]\("
+    rf"((?:\.\./)+[^)#]*|{'|'.join(map(re.escape, LEFT_OUT))})(?:#[^)]*)?\)"
+)
 _MARK = re.compile(r"^<!-- from the code: (\w+) -->$", re.MULTILINE)
 
 
@@ -77,8 +83,8 @@ def _read(app: Any, name: str, source: list[str]) -> None:
     folder = (HERE / name).parent
 
     def told(found: re.Match[str]) -> str:
-        target = (folder / found[3] / found[4]).resolve()
-        if HERE in target.parents:
+        target = (folder / found[3]).resolve()
+        if HERE in target.parents and found[3] not in LEFT_OUT:
             return found[0]
         path = target.relative_to(HERE.parent).as_posix()
         return f"`{path}`" if found[2] in path else f"{found[2]} (`{path}`)"

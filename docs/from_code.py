@@ -148,6 +148,7 @@ def _plain(text: str) -> str:
     parts = text.split("`")
     # Every second part stands between backticks.
     parts[::2] = [re.sub(r"([*<\[\]])", r"\\\1", part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"docs/([\w/-]+)\.md", r"[\1](/\1.md)", part) for part in parts[::2]]
     return "`".join(parts)
 
 
@@ -159,7 +160,26 @@ def rest() -> str:
         for method, route in methods.items():
             tag = (route.get("tags") or ["other"])[0]
             by_tag.setdefault(tag, []).append(_route(method.upper(), path, route))
-    return "\n\n".join(f"## {tag}\n\n" + "\n\n".join(by_tag[tag]) for tag in by_tag)
+    parts = [f"## {tag}\n\n" + "\n\n".join(by_tag[tag]) for tag in by_tag]
+    types = document["components"]["schemas"]
+    parts += ["## Types", *(_type(name, types[name]) for name in sorted(types))]
+    return "\n\n".join(parts)
+
+
+def _type(name: str, schema: dict[str, Any]) -> str:
+    """One type of bodies and answers: its fields, or its values."""
+    lines = [f"### {name}", _plain(schema.get("description", ""))]
+    if "enum" in schema:
+        lines.append("One of " + ", ".join(f"`{one}`" for one in schema["enum"]) + ".")
+    needed = schema.get("required", ())
+    rows = [
+        f"| `{field}` | {_schema(one)}{'' if field in needed else ', optional'} "
+        f"| {_cell(one.get('description', ''))} |"
+        for field, one in schema.get("properties", {}).items()
+    ]
+    if rows:
+        lines.append("\n".join(["| field | type | meaning |", "|---|---|---|", *rows]))
+    return "\n\n".join(line for line in lines if line)
 
 
 def _route(method: str, path: str, route: dict[str, Any]) -> str:
@@ -190,7 +210,9 @@ def _parameter(one: dict[str, Any]) -> str:
 def _schema(schema: dict[str, Any]) -> str:
     if "$ref" in schema:
         return str(schema["$ref"]).rsplit("/", 1)[-1]
-    if schema.get("type") == "array":
+    if "anyOf" in schema:
+        return " or ".join(_schema(one) for one in schema["anyOf"])
+    if schema.get("type") == "array" and "items" in schema:
         return f"{_schema(schema['items'])}[]"
     return str(schema.get("type", "object"))
 

@@ -1,4 +1,4 @@
-"""The tables of docs/security.md that say who may do what, from the code.
+"""The tables of docs/reference/roles.md that say who may do what, from the code.
 
 make surface            # after a wanted change; writes them anew
 """
@@ -19,7 +19,7 @@ from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
 from paramd_service.sidecar.rpc.auth import ROLES
 
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "roles.md"
 BEGIN, END = "<!-- roles: begin -->", "<!-- roles: end -->"
 _TABLES = re.compile(f"{BEGIN}\n.*{END}\n", re.DOTALL)
 
@@ -53,9 +53,10 @@ def _operations() -> Iterator[str]:
         for method, operation in methods.items():
             action = OPERATIONS.get(operation["operationId"], Action.ADMINISTER)
             by_action[action.value].append(f"`{method.upper()} {path}`")
-    yield from _head(["action", "REST operations that need it"])
+    yield from _head(["REST operation", "needs the action"])
     for action in Action:
-        yield _row([action.value, "<br>".join(sorted(by_action[action.value])) or "by author"])
+        for operation in sorted(by_action[action.value]):
+            yield _row([operation, action.value])
 
 
 def _methods() -> Iterator[str]:

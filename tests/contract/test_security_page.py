@@ -1,4 +1,4 @@
-"""docs/security.md says of roles what the code does."""
+"""docs/reference/roles.md says of roles what the code does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model of sidecars and trainers that follow the promise protocol of docs/design.md.
+"""A small model of sidecars and trainers that follow the promise protocol of docs/step.md.
 
 Every step here is one that processes cannot see divided: a word read or written, a message
 handled. In which order they come is for the test to choose. Trainers never do what the design

@@ -31,7 +31,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     found = tmp_path_factory.mktemp("notebook")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARAMD_STATE_DIR", str(found / "state"))
-        (found / "train.py").write_text(blocks(DOCS / "tutorial.md")[0])
+        (found / "train.py").write_text(blocks((DOCS / "tutorial.md").read_text())[0])
         with start_ranks(found / "train.py", 2, state_dir=found / "state") as ranks:
             wait_until_trained(ranks)
             # Before any test begins: helpers that start later would count as that test's.

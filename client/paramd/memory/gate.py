@@ -13,7 +13,7 @@ the word `REST` and marked as not settled.
 Ordering: the trainer stores SEQ (odd) before its first parameter store, and SEQ (even) after
 its last; the sidecar loads SEQ before and after its copy. x86-64 keeps both in order. Elsewhere
 the interpreter's own atomics between those accesses order them in practice
-(docs/assumptions.md).
+(docs/step.md).
 """
 
 from __future__ import annotations

@@ -1002,7 +1002,7 @@ class AsyncMesh:
 
         Args:
             deltas: Have the ranks send only the changed elements of changed tensors, where
-                that takes fewer bytes (docs/followers.md). For links slower than a rank compares
+                that takes fewer bytes (docs/engines.md). For links slower than a rank compares
                 two states, some 5 Gbit/s a core; it takes memory here for another copy.
         """
         check_transport(transport)

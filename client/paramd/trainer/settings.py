@@ -56,7 +56,7 @@ class AttachSettings:
     the sidecar; if any is on a device, all stay where they are and are copied into the arena at
     agreed boundaries that ask for it. "host": always an arena in host memory, which is what
     "auto" uses too. "device": those on one CUDA or HIP device move into memory there that the
-    sidecar owns (docs/gpu.md; not yet run on a device); if that is impossible, as "mirror".
+    sidecar owns (docs/gpu.md); where that cannot be had, as "mirror".
     "mirror": all stay where they are, even in host memory."""
     resume: str = "never"
     """"auto": keep what resuming needs, and resume from memory when started again; "never":
@@ -84,7 +84,7 @@ class AttachSettings:
     token_file: str = ""
     """File that holds the token, when `token` is empty."""
     log: str = ""
-    """Trackers that rank 0 starts `paramd log` for, separated by commas, see docs/trackers.md:
+    """Trackers that rank 0 starts `paramd log` for, separated by commas, see docs/gradients.md:
     "tensorboard", "wandb", "mlflow", "trackio", "prometheus"; empty: none."""
     linger_s: float = 600.0
     """How long a sidecar serves the last step after its trainer has ended, in seconds, above 0."""

@@ -68,6 +68,28 @@ export function clockTick(unixMs: number, spanS: number): string {
   return spanS <= 86_400 ? time : `${date.toLocaleDateString("en-CA").slice(5)} ${time.slice(0, 5)}`;
 }
 
+const SHORT_NAME = 20;
+const TAIL = 14;
+
+/** A long name in two parts, of which the first may be cut: names differ at their ends. */
+export function halves(name: string): [string, string] {
+  const units = [...name];
+  if (units.length <= SHORT_NAME) return [name, ""];
+  return [units.slice(0, -TAIL).join(""), units.slice(-TAIL).join("")];
+}
+
+/** Facts of any shape as words, without braces and quotes. */
+export function words(value: unknown): string {
+  if (Array.isArray(value)) return value.map(words).join(", ");
+  if (typeof value === "object" && value !== null) {
+    return Object.entries(value)
+      .filter(([, one]) => one !== "" && one !== null && !(Array.isArray(one) && one.length === 0))
+      .map(([key, one]) => `${key.replaceAll("_", " ")} ${typeof one === "object" ? `(${words(one)})` : words(one)}`)
+      .join(", ");
+  }
+  return typeof value === "number" ? (Number.isInteger(value) ? String(value) : number(value, 6)) : String(value);
+}
+
 export function shape(dims: readonly number[]): string {
   return dims.length ? dims.join(" × ") : "scalar";
 }

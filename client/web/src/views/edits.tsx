@@ -13,6 +13,7 @@ import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { textOf } from "../ui/problems";
 import { BeforeAfter, EditForm } from "./edit_form";
 import { Marks } from "./marks";
+import { Rates } from "./rates";
 
 export default function Edits(): ReactNode {
   const mayEdit = useMay("edit");
@@ -28,6 +29,7 @@ export default function Edits(): ReactNode {
         )}
       </div>
       <Marks mayEdit={mayEdit} />
+      <Rates />
       {mayEdit && <EditForm />}
       <Log mayEdit={mayEdit} />
     </>

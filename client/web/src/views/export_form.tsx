@@ -176,7 +176,7 @@ export function ExportForm(props: {
           <button type="submit" className="main" disabled={busy || !draft.key.trim()}>
             {later ? "Schedule" : "Export"}
           </button>
-          {!draft.key.trim() && <span className="faint">enter a key first: files are written under it</span>}
+          {!draft.key.trim() && <span className="faint">enter a folder name first: files are written there</span>}
         </div>
       </form>
       {problem && <Trouble>{problem}</Trouble>}

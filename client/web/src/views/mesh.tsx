@@ -75,7 +75,7 @@ export default function Mesh(): ReactNode {
         {summary && (
           <span>
             {count(summary.joined_count)} of {count(world)} ranks · step{" "}
-            {count(Math.max(summary.step, live.incarnation === summary.incarnation ? live.step : -1))} · incarnation {summary.incarnation}
+            {count(Math.max(summary.step, live.incarnation === summary.incarnation ? live.step : -1))} · run {summary.incarnation}
           </span>
         )}
         <Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />
@@ -163,7 +163,7 @@ function RankPanel(props: {
           ["waited for copies", `${count(rank.stall_count)} times, ${duration(rank.stall_total_ns / 1e9)}`],
           ["longest wait", duration(rank.stall_max_ns / 1e9)],
           ["copies abandoned", count(rank.abandoned_copy_count)],
-          ["arena", bytes(rank.arena_bytes)],
+          ["shared parameter memory", bytes(rank.arena_bytes)],
           ["snapshots", `${count(rank.snapshot_count)}, ${bytes(rank.snapshot_bytes)}`],
           ["sidecar", `pid ${rank.sidecar_pid}, ${bytes(rank.sidecar_rss_bytes)}`],
           ["trainer", rank.trainer_pid ? `pid ${rank.trainer_pid}, ${bytes(rank.trainer_rss_bytes)}` : "none in the sidecar's container"],

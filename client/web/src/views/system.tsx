@@ -4,7 +4,7 @@ import { type ReactNode, useMemo } from "react";
 
 import { get, text } from "../api/client";
 import type { RankDocument } from "../api/schema";
-import { bytes, clock, count, duration } from "../lib/format";
+import { bytes, clock, count, duration, words } from "../lib/format";
 import { countBy } from "../lib/mesh";
 import { parseMetrics } from "../lib/prometheus";
 import { Bar, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
@@ -179,17 +179,10 @@ function Happenings(): ReactNode {
         {live.recent.map((event) => (
           <li key={event.id}>
             <span className="faint">{clock(event.time_s)}</span> <strong>{event.kind}</strong>{" "}
-            <span className="wrap">{words(event.data)}</span>
+            <span className="wrap">{words(Object.fromEntries(Object.entries(event.data).filter(([key]) => key !== "time_s" && key !== "job")))}</span>
           </li>
         ))}
       </ul>
     </Panel>
   );
-}
-
-function words(data: Readonly<Record<string, unknown>>): string {
-  return Object.entries(data)
-    .filter(([key, value]) => !["time_s", "job"].includes(key) && value !== "" && value !== null)
-    .map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : String(value)}`)
-    .join(", ");
 }

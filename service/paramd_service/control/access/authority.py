@@ -44,7 +44,7 @@ SAVED_EVERY_S = 600.0
 
 KEY_HEADER = "x-paramd-session"
 
-CODE_S = 60.0
+CODE_S, MAX_CODE_S = 60.0, 3600.0
 """How long a sign-in code can be used, once."""
 
 MAX_CODES = 64
@@ -139,8 +139,8 @@ class Sessions:
             self._save()
         return session.token_digest
 
-    def invite(self, token_digest: str) -> str:
-        """A code that opens one session for this token, checked to be valid, within `CODE_S`.
+    def invite(self, token_digest: str, ttl_s: float = CODE_S) -> str:
+        """A code that opens one session for this token, checked to be valid, within that time.
 
         It may stand in a URL's fragment: by the time that anybody reads a history, it is dead.
         """
@@ -150,7 +150,7 @@ class Sessions:
             ((most, _),) = Counter(of for of, _ in self._codes.values()).most_common(1)
             del self._codes[next(key for key, (of, _) in self._codes.items() if of == most)]
         code = secrets.token_urlsafe(32)
-        self._codes[_secret_digest(code)] = (token_digest, self._clock() + CODE_S)
+        self._codes[_secret_digest(code)] = (token_digest, self._clock() + ttl_s)
         return code
 
     def redeem(self, code: str) -> str:

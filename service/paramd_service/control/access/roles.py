@@ -120,6 +120,7 @@ OPERATIONS: Final[dict[str, Action]] = {
     "create_mark": Action.EDIT,
     "delete_mark": Action.EDIT,
     "create_rollback": Action.EDIT,
+    "get_hyperparameters": Action.READ,
     "set_hyperparameters": Action.EDIT,
     "get_hold": Action.VIEW,
     "begin_hold": Action.EDIT,

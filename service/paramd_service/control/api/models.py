@@ -124,6 +124,21 @@ class HyperparametersRequest(WaitRequest):
     note: str = Field("", max_length=1000, description="Reason, for the audit")
 
 
+class GroupDocument(BaseModel):
+    """One parameter group."""
+
+    optimizer: int = Field(description="Index among the optimizers given to attach")
+    group: int = Field(description="Index among its param_groups")
+    values: dict[str, Any] = Field(description="Its hyper-parameters by name, such as lr")
+
+
+class HyperparameterList(BaseModel):
+    """The parameter groups of all optimizers."""
+
+    step: int
+    groups: list[GroupDocument]
+
+
 class RollbackRequest(WaitRequest):
     """Which state to put training back to; exactly one of mark and step."""
 

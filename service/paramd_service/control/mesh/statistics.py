@@ -278,9 +278,18 @@ class StatsSource:
                 return await compute_updates(reach, patterns, deadline_s, steps)
             except DeadlineError as error:
                 raise ConflictError(
-                    f"steps: {steps:,} updates did not come within {TIMEOUT_S:.0f} s: training is "
-                    "slow, paused or over; ask for fewer, or use mesh.updates with a longer timeout"
+                    f"steps: {steps:,} were not compared within {TIMEOUT_S:.0f} s: {error}; "
+                    "ask for fewer, or use mesh.updates with a longer timeout"
                 ) from error
+
+    async def optimizer_groups(self) -> tuple[int, Sequence[Sequence[Mapping[str, Any]]]]:
+        """(step, parameter groups of each optimizer of rank 0). Raises as `get`."""
+        from paramd.mesh.exports.pins import optimizer_groups
+
+        with self._queries.one(CALLER.get()):
+            reach = await self._reaching()
+            deadline_s = time.monotonic() + TIMEOUT_S
+            return await reach.attempts(lambda of: optimizer_groups(of, deadline_s), deadline_s)
 
     async def spectrum(self, pattern: str, k: int) -> Spectrum:
         """The spectrum of the one matching parameter.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -11,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
-from paramd.filters import MAX_FILTER_BYTES, Filter, parse_filter
+from paramd.filters import MAX_FILTER_BYTES, STATISTIC_KEYS, Filter, parse_filter, statistic
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Box, Piece, TensorLayout
@@ -31,10 +33,26 @@ from paramd_service.control.mesh.jobs import Incarnation
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
 MAX_STATS = 1000
+MAX_ORDERED = 100_000
+"""Tensors of which statistics are computed to choose or order them, but not sent."""
 MAX_PIECES = 4096
 
 # Above this many tensors, filtering by facts would block the event loop for too long.
 _MANY = 2000
+
+_Row = tuple[TensorLayout, Any]
+"""A tensor, and its `Summary` where there is need of it."""
+_FACTS: dict[str, Callable[[_Row], Any]] = {
+    "name": lambda row: row[0].fqn,
+    "dtype": lambda row: row[0].dtype,
+    "numel": lambda row: row[0].numel,
+}
+_ORDERS: dict[str, Callable[[_Row], Any]] = {
+    **_FACTS,
+    "zeros": lambda row: row[1].zero_count / row[1].count if row[1].count else math.nan,
+    "bad": lambda row: row[1].nan_count + row[1].inf_count,
+}
+"""Orders besides those by a statistic of filters."""
 
 Wanted = Annotated[
     str,
@@ -54,6 +72,15 @@ Name = Annotated[
         max_length=MAX_FILTER_BYTES,
         description='One tensor; may end in a slice: "w[0:4, 8:16]"',
         examples=["layers.0.up.weight[0:4]"],
+    ),
+]
+Sort = Annotated[
+    str,
+    Query(
+        pattern=rf"^-?({'|'.join((*_ORDERS, *STATISTIC_KEYS))})$|^$",
+        description="What to order by, with - for the largest first: a fact, a term about "
+        "statistics, zeros (their share) or bad (NaN and infinite); default: the layout's order",
+        examples=["-norm"],
     ),
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Tensors on a page")]
@@ -95,17 +122,19 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         response: Response,
         request: Request,
         wanted: Wanted = "*",
+        sort: Sort = "",
         limit: Limit = DEFAULT_LIMIT,
         page_token: PageToken = "",
         if_none_match: IfNoneMatch = None,
     ) -> ParamPage | Response:
         """Names, shapes, dtypes and placements of the matching parameters and buffers.
 
-        Terms about statistics are evaluated at one step. Buffers never match them, nor do
-        small tensors if the caller may not read values.
+        Terms about statistics, and orders by them, are evaluated at one step. Buffers never match
+        them, nor do small tensors if the caller may not read values.
         """
         mesh = services.jobs.get(job)
         found_filter = parse_filter(wanted)
+        by_statistics = _needs_statistics(found_filter, sort)
         begin, name = read_token(page_token) if page_token else (0, "")
         if name:
             (found,) = pages.get(name)
@@ -113,8 +142,8 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
             if found.digest != digest:
                 raise ConflictError("page_token: the layout has changed; omit it to start over")
         else:
-            found = await _find(mesh, found_filter, reads=may_read(request))
-        if not found_filter.statistics:
+            found = await _find(mesh, found_filter, sort, reads=may_read(request))
+        if not by_statistics:
             # Facts depend on the layout alone, so its digest is their ETag.
             if _is_held(if_none_match, found.digest):
                 return Response(status_code=304, headers=_layout_headers(found.digest))
@@ -122,7 +151,8 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         end = min(begin + limit, len(found.tensors))
         token = ""
         if end < len(found.tensors):
-            name = name or pages.keep([found], name=_shared_name(found, wanted, found_filter))
+            shared = "" if by_statistics else _shared_name(found, f"{sort} {wanted}")
+            name = name or pages.keep([found], name=shared)
             token = make_token(end, name)
         return ParamPage(
             layout_digest=found.digest,
@@ -160,45 +190,62 @@ def _add_detail(routes: APIRouter, services: Services) -> None:
         )
 
 
-def _shared_name(found: Found, text: str, wanted: Filter) -> str:
-    """Without statistics a list depends on layout and filter alone; empty otherwise."""
-    if wanted.statistics:
-        return ""
+def _shared_name(found: Found, text: str) -> str:
+    """Without statistics a list depends on layout, filter and order alone."""
     return hashlib.sha256(f"{found.digest} {text}".encode()).hexdigest()[:16]
 
 
-async def _find(mesh: Incarnation, wanted: Filter, *, reads: bool) -> Found:
+def _needs_statistics(wanted: Filter, sort: str) -> bool:
+    return bool(wanted.statistics) or sort.removeprefix("-") not in ("", *_FACTS)
+
+
+async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) -> Found:
     view = mesh.registry.view()
     digest, index = await mesh.layouts.get(view)
-    many = bool(wanted.facts) and len(index.names) > _MANY
-    if not wanted.statistics:
-        listed = partial(choose_whole, index, wanted)
+    many = bool(wanted.facts or sort) and len(index.names) > _MANY
+    if not _needs_statistics(wanted, sort):
+
+        def listed() -> tuple[TensorLayout, ...]:
+            found = choose_whole(index, wanted)
+            return _in_order([(tensor, None) for tensor in found], sort) if sort else found
+
         return Found(await asyncio.to_thread(listed) if many else listed(), digest=digest)
     choosing = partial(choose, index, wanted, with_buffers=False)
     chosen = await asyncio.to_thread(choosing) if many else choosing()
     chosen, small = without_small(chosen, may_read=reads)
-    present, missing = available(mesh, chosen)
+    present, missing = available(mesh, chosen, most=MAX_ORDERED)
     missing += small
     table = await mesh.statistics.get([item.pattern for item in present], with_buffers=False)
-    tensors = tuple(
-        item.tensor
+    rows = [
+        (item.tensor, row.summary)
         for item, row in zip(present, table, strict=True)
         if wanted.matches_numbers(row.summary)
-    )
-    return Found(tensors, tuple(missing), table.incarnation, table.step, digest)
+    ]
+    return Found(_in_order(rows, sort), tuple(missing), table.incarnation, table.step, digest)
+
+
+def _in_order(rows: list[_Row], sort: str) -> tuple[TensorLayout, ...]:
+    """What has no such number comes last, either way."""
+    key = sort.removeprefix("-")
+    if key:
+        read = _ORDERS.get(key, lambda row: statistic(key, row[1]))
+        unknown = [row for row in rows if read(row) != read(row)]
+        known = [row for row in rows if read(row) == read(row)]
+        rows = sorted(known, key=read, reverse=sort != key) + unknown
+    return tuple(tensor for tensor, _ in rows)
 
 
 def available(
-    mesh: Incarnation, chosen: list[SelectedTensor]
+    mesh: Incarnation, chosen: list[SelectedTensor], *, most: int = MAX_STATS
 ) -> tuple[list[SelectedTensor], list[MissingDocument]]:
     """Split tensors into those available from the sidecars now and missing ones.
 
     Raises:
         UsageError: too many tensors. UnreachableError: none is available.
     """
-    if len(chosen) > MAX_STATS:
+    if len(chosen) > most:
         raise UsageError(
-            f"filter: {len(chosen):,} tensors match; statistics of at most {MAX_STATS:,} at once, "
+            f"filter: {len(chosen):,} tensors match; statistics of at most {most:,} at once, "
             "narrow it with globs or terms about facts"
         )
     present, missing = split(chosen, mesh.registry.view())

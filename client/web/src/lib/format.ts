@@ -87,7 +87,7 @@ export function words(value: unknown): string {
       .map(([key, one]) => `${key.replaceAll("_", " ")} ${typeof one === "object" ? `(${words(one)})` : words(one)}`)
       .join(", ");
   }
-  return typeof value === "number" ? (Number.isInteger(value) ? String(value) : number(value, 6)) : String(value);
+  return String(typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(6)) : value);
 }
 
 export function shape(dims: readonly number[]): string {

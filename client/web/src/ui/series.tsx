@@ -6,7 +6,7 @@ import { drawn, type Line, linesCsv, type Mode, placeOf, stepAt } from "../lib/c
 import { clockTick, count } from "../lib/format";
 import { smooth } from "../lib/samples";
 import type { Happening } from "../lib/timeline";
-import { Choice } from "./bits";
+import { Choice, Empty } from "./bits";
 import { axis, Chart, eventLines } from "./chart";
 import { useShared } from "./context";
 import { useQuery } from "./hooks";
@@ -35,6 +35,15 @@ export function ModeControls(props: { alongSteps?: boolean }): ReactNode {
         <input type="range" min={0} max={0.98} step={0.02} value={mode.weight} onChange={(event) => setWeight(event.target.value)} />
       </label>
     </>
+  );
+}
+
+/** The room of a chart that is not there yet: what stands below must not move. */
+export function ChartSpace(props: { height: number; children: ReactNode }): ReactNode {
+  return (
+    <div className="chart-space" style={{ height: props.height }}>
+      <Empty>{props.children}</Empty>
+    </div>
   );
 }
 

@@ -10,7 +10,7 @@ import type { Happening } from "../lib/timeline";
 import { Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { usePoll, useQuery } from "../ui/hooks";
-import { ModeControls, SeriesChart } from "../ui/series";
+import { ChartSpace, SeriesChart } from "../ui/series";
 
 const PREFIX = "log:";
 /** Ranks asked for each number: few of many charts, more of one. */
@@ -82,10 +82,9 @@ export function LoggedNumbers(props: { incarnation: number; events: readonly Hap
     <Panel
       title="Logged metrics"
       source={<Source what={`/jobs/${job}/history/series`} at={found.at || series.at} error={series.error ?? found.error} busy={found.busy} />}
-      actions={names.length > 0 && <ModeControls />}
     >
       {(series.error ?? found.error) && <Trouble>{series.error ?? found.error}</Trouble>}
-      {!series.data && !series.error && <Empty>Loading …</Empty>}
+      {!series.data && !series.error && <ChartSpace height={250}>Loading …</ChartSpace>}
       {series.data && names.length === 0 && <Empty>None; the script may call attachment.log(loss=loss).</Empty>}
       {names.length > 1 && (
         <div className="choice many" role="group" aria-label="Metrics">
@@ -110,7 +109,7 @@ export function LoggedNumbers(props: { incarnation: number; events: readonly Hap
               {one && shown ? (
                 <SeriesChart label={`${name} over the run`} unit="" lines={one.lines} height={chosen.length > 1 ? 170 : 220} events={props.events} small={chosen.length > 1} />
               ) : (
-                <div className="chart-space" style={{ height: chosen.length > 1 ? 170 : 220 }}><Empty>{one ? "No point yet." : "Loading …"}</Empty></div>
+                <ChartSpace height={chosen.length > 1 ? 170 : 220}>{one ? "No point yet." : "Loading …"}</ChartSpace>
               )}
             </section>
           );

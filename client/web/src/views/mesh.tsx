@@ -6,12 +6,13 @@ import { get } from "../api/client";
 import type { RankDocument } from "../api/schema";
 import { bytes, count, duration } from "../lib/format";
 import { type Axis, axesOf, countBy, median, stragglers } from "../lib/mesh";
-import { Badge, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
+import { Badge, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { phaseText, Tiles, type TileData } from "./mesh_tiles";
 import { FieldMap } from "./mesh_field";
 import { RankTable } from "./mesh_table";
+import { ChartSpace } from "../ui/series";
 import { StepTimes } from "./mesh_times";
 import { LogPanel } from "./mesh_log";
 import { WhyPanel } from "./mesh_why";
@@ -87,7 +88,7 @@ export default function Mesh(): ReactNode {
         title="Ranks"
         source={<span className="source" title="From the placements of the parameters">axes {axesText}</span>}
       >
-        {all.length === 0 && !ranks.error && <Empty>Loading ranks …</Empty>}
+        {all.length === 0 && !ranks.error && <ChartSpace height={Math.min(world, 12) > 4 ? 220 : 120}>Loading …</ChartSpace>}
         {all.length > 0 && all.length <= MAX_TILES && (
           <Tiles ranks={tiles} at={ranks.at} axes={axes} picked={picked} onPick={pick} />
         )}
@@ -95,7 +96,7 @@ export default function Mesh(): ReactNode {
       </Panel>
       {chosen && <RankPanel rank={chosen} axes={axes} reasons={alertsOf.get(chosen.rank) ?? []} at={ranks.at} />}
       {chosen && <LogPanel key={`${job}/${chosen.rank}`} rank={chosen.rank} />}
-      {all.length > 0 && <RankTable ranks={tiles} at={ranks.at} picked={picked} onPick={pick} />}
+      {(all.length > 0 || !ranks.error) && <RankTable ranks={tiles} at={ranks.at} picked={picked} onPick={pick} />}
       <WhyPanel />
       <StepTimes world={world} incarnation={summary?.incarnation ?? -1} />
     </>
@@ -106,7 +107,7 @@ const NO_RANKS: readonly RankDocument[] = [];
 
 function Totals(props: { ranks: readonly TileData[] }): ReactNode {
   const { ranks } = props;
-  if (ranks.length === 0) return null;
+  const loading = ranks.length === 0;
   const phases = [...countBy(ranks.filter((r) => r.membership === "joined"), (r) => r.phase)];
   const middle = median(ranks.filter((r) => r.step_time_ns > 0).map((r) => r.step_time_ns));
   const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes"): number =>
@@ -115,7 +116,7 @@ function Totals(props: { ranks: readonly TileData[] }): ReactNode {
     <Panel title="Now">
       <Facts
         rows={[
-          ["phases", phases.map(([phase, n]) => `${count(n)} ${phaseText(phase)}`).join(", ") || "–"],
+          ["phases", loading ? "…" : phases.map(([phase, n]) => `${count(n)} ${phaseText(phase)}`).join(", ") || "–"],
           ["median step time", duration(middle / 1e9)],
           ["stragglers", count(ranks.filter((rank) => rank.late).length)],
           ["not ok", count(ranks.filter((rank) => rank.state !== "ok").length)],

@@ -8,7 +8,7 @@ import type { Happening } from "../lib/timeline";
 import { Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
-import { SeriesChart } from "../ui/series";
+import { ChartSpace, ModeControls, SeriesChart } from "../ui/series";
 import { lineOf } from "./logged";
 
 const MAX_LINES = 6;
@@ -46,11 +46,12 @@ export function StepTimes(props: { world: number; incarnation: number; events?: 
   return (
     <Panel
       title="Step time"
+      actions={!props.events && <ModeControls />}
       source={<Source what={`/jobs/${job}/history`} at={found.at} error={found.error} busy={found.busy} />}
     >
       {found.error && <Trouble>{found.error}</Trouble>}
       {found.data && points === 0 && <Empty>No data yet; there is a sample every 10 s.</Empty>}
-      {!found.data && !found.error && <Empty>Loading …</Empty>}
+      {!found.data && !found.error && <ChartSpace height={200}>Loading …</ChartSpace>}
       {points > 0 && <SeriesChart label="Step time" unit="ms" lines={lines} height={200} events={events} />}
     </Panel>
   );

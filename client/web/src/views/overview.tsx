@@ -11,10 +11,10 @@ import { median, stragglers } from "../lib/mesh";
 import { placeHash } from "../lib/route";
 import { badCount } from "../lib/stats";
 import { changeBefore, drawnOf, type Happening } from "../lib/timeline";
-import { Badge, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
+import { Badge, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
-import { SeriesChart } from "../ui/series";
+import { ChartSpace, ModeControls, SeriesChart } from "../ui/series";
 import { CauseItem } from "./causes";
 import { LoggedNumbers } from "./logged";
 import { pollMs } from "./mesh";
@@ -37,9 +37,12 @@ export default function Overview(): ReactNode {
         <h1>{job}</h1>
         {summary && (
           <span className="faint">
-            run {summary.incarnation}, {count(summary.joined_count)} of {count(summary.world_size)} ranks
+            run {summary.incarnation}, {count(summary.joined_count)} of {plural(summary.world_size, "rank")}
           </span>
         )}
+        <span className="sources" role="group" aria-label="Charts">
+          <ModeControls />
+        </span>
       </div>
       <section className={`panel verdict ${health.tone}`} aria-label="Health" role="status">
         <Badge state={health.word} tone={health.tone} />
@@ -143,21 +146,21 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
   const all = ranks.data?.ranks ?? [];
   const late = [...stragglers(all)];
   const middle = median(all.filter((rank) => rank.step_time_ns > 0).map((rank) => rank.step_time_ns)) / 1e9;
+  const loading = !ranks.data && !ranks.error;
   const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes" | "trainer_rss_bytes"): string =>
-    bytes(all.reduce((total, rank) => total + rank[key], 0));
+    loading ? "…" : bytes(all.reduce((total, rank) => total + rank[key], 0));
   const held = summary?.hold === "held";
   const step = Math.max(summary?.step ?? -1, live.incarnation === summary?.incarnation ? live.step : -1);
   return (
     <Panel title="Now" source={<Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />}>
       {ranks.error && <Trouble>{ranks.error}</Trouble>}
-      {all.length === 0 && !ranks.error && summary?.state !== "ended" && <Empty>Loading …</Empty>}
-      {all.length > 0 && (
+      {summary?.state !== "ended" && (
         <Facts
           rows={[
             ["step", step >= 0 ? count(step) : "–"],
             ["steps per second", held ? "0, paused" : Number.isFinite(middle) ? number(1 / middle, 3) : "–"],
             ["median step time", held ? `${duration(middle)} before the pause` : duration(middle)],
-            ["stragglers", late.length ? late.map((rank) => <a key={rank} className="spaced" href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>rank {rank}</a>) : "none"],
+            ["stragglers", loading ? "…" : late.length ? late.map((rank) => <a key={rank} className="spaced" href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>rank {rank}</a>) : "none"],
             ["gradient norm", gradient],
             ["learning rates", <a key="lr" href={placeHash({ job, view: "edits", query: {} })}>see and set</a>],
             ["training", summary?.hold ?? "–"],
@@ -168,11 +171,16 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
           ]}
         />
       )}
-      {points.length > 1 && <SeriesChart label="Gradient norm over the run" unit="gradient norm" lines={line} height={170} events={props.events} />}
+      {points.length > 1 ? (
+        <SeriesChart label="Gradient norm over the run" unit="gradient norm" lines={line} height={170} events={props.events} />
+      ) : (
+        gradient === WAITING && summary?.state !== "ended" && <ChartSpace height={170}>Loading …</ChartSpace>
+      )}
     </Panel>
   );
 }
 
+const WAITING = "…";
 const KEPT_S = 3600;
 /** Norms kept of the gradients while the page is open. */
 const MAX_NORMS = 600;
@@ -186,7 +194,7 @@ type Tell = (shown: ReactNode, point?: Point) => void;
 
 /** The norm of all gradients, every tenth update, where following them is cheap. */
 function useTotal(job: string, alive: boolean): Total {
-  const [total, setTotal] = useState<Total>({ shown: "…", points: [] });
+  const [total, setTotal] = useState<Total>({ shown: WAITING, points: [] });
   useEffect(() => {
     if (!alive) return;
     const controller = new AbortController();
@@ -195,7 +203,7 @@ function useTotal(job: string, alive: boolean): Total {
     );
     return () => {
       controller.abort();
-      setTotal({ shown: "…", points: [] });
+      setTotal({ shown: WAITING, points: [] });
     };
   }, [job, alive]);
   return total;

@@ -51,7 +51,7 @@ LINES = {
     "unit/trainer/": 4051,
     "walks/": 144,
     "walks/inject/": 52,
-    "web/": 905,
+    "web/": 928,
 }
 """At most, by folder."""
 FILE_LINES = 700

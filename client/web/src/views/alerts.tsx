@@ -10,6 +10,7 @@ import { Choice, Dialog, Empty, Facts, Name, Panel, Source, Trouble } from "../u
 import { useMay, useShared } from "../ui/context";
 import { usePoll, useQuery } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
+import { ChartSpace } from "../ui/series";
 import { CauseItem } from "./causes";
 
 type Wanted = "firing" | "resolved" | "all";
@@ -93,6 +94,7 @@ function AlertList(): ReactNode {
           Parameters are not sampled, so NaN and jumps of norms raise no alerts. To turn sampling on, set <code>watch = true</code> in <code>[alerts]</code>.
         </p>
       )}
+      {!alerts.data && !alerts.error && <ChartSpace height={160}>Loading …</ChartSpace>}
       {alerts.data && causes.length === 0 && <Empty>{filter ? "No alert matches the filter." : `No ${state === "all" ? "" : `${state} `}alerts in run ${alerts.data.incarnation}.`}</Empty>}
       <ul className="bare" aria-label="Causes">
         {causes.slice(0, CAUSES_SHOWN).map((cause) => (

@@ -64,6 +64,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
       source={<Source what={`/jobs/${job}/edits`} at={edits.at} error={edits.error} busy={edits.busy} refresh={edits.refresh} />}
     >
       {edits.error && <Trouble>{edits.error}</Trouble>}
+      {!edits.data && !edits.error && <Empty>Loading …</Empty>}
       {edits.data && shown.length === 0 && <Empty>{filter ? "No edit matches the filter." : "No edits yet."}</Empty>}
       {shown.length > 0 && (
         <div className="scroll">

@@ -99,6 +99,15 @@ export function ExportForm(props: {
       .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)))
       .finally(() => setBusy(false));
   };
+  if (at === 0) {
+    return (
+      <Panel title="Export">
+        <div className="form-space">
+          <Empty>Loading …</Empty>
+        </div>
+      </Panel>
+    );
+  }
   if (destinations.length === 0) {
     return (
       <Panel title="Export">

@@ -131,7 +131,7 @@ function One(props: { one: ExportInfo; mayExport: boolean; onChanged: () => void
       {one.state === "DONE" && !one.removed && (
         <>
           <p className="faint wrap">
-            {bytes(one.size_bytes)} in the folder <code>{folderOf(one)}</code> of the destination <code>{one.destination.split("/")[0]}</code>, whose place the control plane's settings name. To load it there, back into a training, or from here:
+            {bytes(one.size_bytes)} in the folder <code>{folderOf(one)}</code> of the destination <code>{one.destination.split("/")[0]}</code>, whose place the control plane's settings name. To load it there, or back into a training (to download it, see Files):
           </p>
           <Line>{loadLine(one)}</Line>
           {one.format === "safetensors" && <Line>{`paramd restore ${one.destination} --job ${job}`}</Line>}

@@ -63,9 +63,10 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
           <button type="submit" title={why} disabled={busy || why !== "" || !name.trim()}>
             Create restore point
           </button>
-          <span className="faint">{why || "in the sidecars' memory; training pauses while it is copied"}</span>
+          <span className="faint why">{why || "in the sidecars' memory; training pauses while it is copied"}</span>
         </form>
       )}
+      {!marks.data && !marks.error && <Empty>Loading …</Empty>}
       {marks.data && all.length === 0 && <Empty>Nothing is kept.</Empty>}
       {all.length > 0 && (
         <div className="scroll">

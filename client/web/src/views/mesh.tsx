@@ -94,6 +94,7 @@ export default function Mesh(): ReactNode {
         )}
         {all.length > MAX_TILES && <FieldMap ranks={tiles} axes={axes} picked={picked} onPick={pick} />}
       </Panel>
+      {picked !== "" && all.length === 0 && !ranks.error && <ChartSpace height={420}>Loading …</ChartSpace>}
       {chosen && <RankPanel rank={chosen} axes={axes} reasons={alertsOf.get(chosen.rank) ?? []} at={ranks.at} />}
       {chosen && <LogPanel key={`${job}/${chosen.rank}`} rank={chosen.rank} />}
       {(all.length > 0 || !ranks.error) && <RankTable ranks={tiles} at={ranks.at} picked={picked} onPick={pick} />}

@@ -10,7 +10,7 @@ import { meanOf, parseRun, type Run, runText } from "../lib/runs";
 import { Badge, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { patchQuery, usePlace, usePoll, useQuery } from "../ui/hooks";
-import { ModeControls, SeriesChart } from "../ui/series";
+import { ChartSpace, ModeControls, SeriesChart } from "../ui/series";
 import { lineOf } from "./logged";
 
 export default function Runs(): ReactNode {
@@ -112,6 +112,7 @@ function RunsOf(props: { job: string }): ReactNode {
       source={<Source what={`/jobs/${job}/incarnations`} at={found.at} error={found.error} busy={found.busy} refresh={found.refresh} />}
     >
       {found.error && <Trouble>{found.error}</Trouble>}
+      {!found.data && !found.error && <Empty>Loading …</Empty>}
       {found.data && rows.length === 0 && <Empty>No run is known.</Empty>}
       <div className="scroll" tabIndex={0} role="region" aria-label="Runs">
         <table className="plain roomy" aria-label="Runs">
@@ -251,6 +252,7 @@ function Comparison(): ReactNode {
           {metric === "norm" ? "No norms are kept of these runs: the watch was off." : metric === "grad_norm" ? "No gradient norms are kept of these runs: nobody followed gradients." : `Nothing is kept of ${title} in these runs.`}
         </Empty>
       )}
+      {runs.length > 1 && !found.data && !found.error && !offered.error && (subjects.length > 0 || !offered.data) && <ChartSpace height={330}>Loading …</ChartSpace>}
       {series.length > 0 && <Both runs={runs} series={series} metric={metric} />}
       {series.some((one) => one.points.length > 0) && <SeriesChart label={`${title} of ${runs.map(runText).join(" and ")}`} unit={metric === "step_time_s" ? "ms" : title} lines={lines} height={260} alongSteps />}
     </Panel>

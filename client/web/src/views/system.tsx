@@ -78,6 +78,7 @@ function Stalls(): ReactNode {
           ["sidecars' versions", versions.map(([version, n]) => `${version} (${count(n)})`).join(", ") || "–"],
         ]}
       />
+      {all.length === 0 && !ranks.error && <Empty>Loading …</Empty>}
       <Rows label="Waits by rank" columns={columns} items={all} keyOf={(r) => String(r.rank)} height="18rem" />
     </Panel>
   );
@@ -148,7 +149,7 @@ function ControlPlane(): ReactNode {
   return (
     <Panel title="Requests and rounds" source={<Source what="/metrics" at={metrics.at} error={metrics.error} busy={metrics.busy} refresh={metrics.refresh} />}>
       {metrics.error && <Trouble>{metrics.error}</Trouble>}
-      <div className="scroll" style={{ maxHeight: "20rem" }} tabIndex={0}>
+      <div className="scroll" style={{ height: "20rem" }} tabIndex={0}>
         <table className="plain">
           <tbody>
             {shown.map((one) => (

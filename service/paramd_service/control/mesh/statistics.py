@@ -47,7 +47,7 @@ FindSidecars = Callable[[], Awaitable["SidecarFinder"]]
 Work = Callable[["Reading", "ReadPlan"], Awaitable[Result]]
 """A read of what is pinned."""
 
-TIMEOUT_S = 30.0
+TIMEOUT_S, TOLD_S = 30.0, 10.0
 MAX_CONCURRENT = 8
 """Most concurrent queries; each takes a thread and some memory on every rank."""
 
@@ -288,7 +288,7 @@ class StatsSource:
 
         with self._queries.one(CALLER.get()):
             reach = await self._reaching()
-            deadline_s = time.monotonic() + TIMEOUT_S
+            deadline_s = time.monotonic() + TOLD_S
             return await reach.attempts(lambda of: optimizer_groups(of, deadline_s), deadline_s)
 
     async def spectrum(self, pattern: str, k: int) -> Spectrum:

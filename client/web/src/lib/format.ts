@@ -13,6 +13,11 @@ export function count(value: number | null | undefined): string {
   return value === null || value === undefined || Number.isNaN(value) ? "–" : value.toLocaleString("en-US");
 }
 
+/** Who holds training, without what tells two holds of one token apart. */
+export function holderText(holder: string): string {
+  return holder.replace(/\/[0-9a-f]{8}$/, "");
+}
+
 /** Such as "1 step" and "2 steps". */
 export function plural(value: number, one: string, many = `${one}s`): string {
   return `${count(value)} ${value === 1 ? one : many}`;

@@ -3,7 +3,7 @@
 import type { Edit, ExportInfo, IncarnationRecord, Mark } from "../api/schema";
 import { type Cause } from "./causes";
 import { opText } from "./edits";
-import { count, duration, plural } from "./format";
+import { count, duration, holderText, plural } from "./format";
 import type { Live } from "./live";
 
 export const KINDS = ["edit", "mark", "export", "restart", "alert", "hold"] as const;
@@ -179,7 +179,7 @@ function ofHold(event: Live["recent"][number]): Happening {
     time_s: event.time_s,
     step: typeof step === "number" ? step : -1,
     incarnation: typeof incarnation === "number" ? incarnation : -1,
-    who: text("holder"),
+    who: holderText(text("holder")),
     what: "training",
     state: text("state") || "changed",
     view: "edits",

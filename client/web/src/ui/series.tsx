@@ -82,7 +82,7 @@ export function SeriesChart(props: {
       csv={() => linesCsv(job, lines)}
       deps={[lines, mode, dark, events]}
       option={(ink) => ({
-        ...(lines.length > 1 ? { legend: { type: "scroll" as const, top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" } } : {}),
+        ...(lines.length > 1 ? { legend: { type: "scroll" as const, data: lines.map((line) => line.name), top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" } } : {}),
         xAxis: axis(ink, times ? "" : "step", {
           type: times ? "time" : "value",
           scale: true,

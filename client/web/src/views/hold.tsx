@@ -5,7 +5,7 @@ import { type ReactNode, useState } from "react";
 import { del, get, post } from "../api/client";
 import type { Hold as Held } from "../api/schema";
 import { leaseLeft } from "../lib/edits";
-import { count, plural } from "../lib/format";
+import { count, holderText, plural } from "../lib/format";
 import { Badge, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
@@ -59,7 +59,7 @@ export function Hold(): ReactNode {
           {held && <Badge state={found.state} />}
           {held && (
             <span>
-              Paused by {found.holder || "an unknown holder"} at step {count(found.step)}
+              Paused by {holderText(found.holder) || "an unknown holder"} at step {count(found.step)}
               {found.steps_left > 0 ? `, ${plural(found.steps_left, "step")} to go` : ""}
               {/* No lease runs before the ranks are held. */}
               {found.lease_left_s > 0 && (

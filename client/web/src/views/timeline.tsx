@@ -91,7 +91,7 @@ export function Timeline(props: { history: History }): ReactNode {
   const { job } = useShared();
   const [show, setShow] = useQuery("show", "all");
   const shown = history.timeline.filter((one) => show === "all" || one.kind === show);
-  const several = new Set(history.timeline.map((one) => one.incarnation)).size > 1;
+  const several = new Set(history.timeline.flatMap((one) => (one.incarnation >= 0 ? one.incarnation : []))).size > 1;
   return (
     <Panel
       title="What changed"

@@ -34,7 +34,7 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
     page.get_by_role("button", name="Cancel").click()
     assert norm(door) == before
     page.get_by_role("button", name="Apply").click()
-    page.click("text=Change 40 elements of 1 tensors")
+    page.click("text=Change 40 elements of 1 tensor")
     page.get_by_role("status").get_by_text("APPLIED").wait_for()
     wait_for("the edit", lambda: abs(norm(door) - 0.25 * 40**0.5) < 1e-6)
     told = next(edit for edit in door.get("edits")["edits"] if edit["state"] == "APPLIED")

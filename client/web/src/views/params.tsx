@@ -210,7 +210,7 @@ function columnsOf(stats: ReadonlyMap<string, StatsDocument>, narrow: boolean, w
       width: one.width!,
       numeric: true,
       wide: one.wide ?? false,
-      render: (row) => cell(row, (found) => text(one, found)),
+      render: (row) => cell(row, (found) => (badCount(found) > 0 && one.key !== "zero_count" ? <span title={`without ${count(badCount(found))} NaN or Inf`}>{text(one, found)} *</span> : text(one, found))),
     })),
     { key: "nan", title: "NaN/Inf", width: "4.4rem", numeric: true, render: (row) => cell(row, (found) => count(badCount(found))) },
   ];

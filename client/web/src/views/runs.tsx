@@ -4,7 +4,7 @@ import { type ReactNode, useMemo } from "react";
 
 import { get } from "../api/client";
 import type { HistoryDocument, IncarnationRecord, JobSummary } from "../api/schema";
-import { clock, count, duration, number } from "../lib/format";
+import { clock, count, duration, number, plural } from "../lib/format";
 import { placeHash } from "../lib/route";
 import { meanOf, parseRun, type Run, runText } from "../lib/runs";
 import { Badge, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
@@ -19,7 +19,7 @@ export default function Runs(): ReactNode {
     <>
       <div className="head">
         <h1>Jobs &amp; runs</h1>
-        <span className="faint">{count(jobs.length)} job{jobs.length === 1 ? "" : "s"} of this control plane</span>
+        <span className="faint">{plural(jobs.length, "job")} of this control plane</span>
       </div>
       <Jobs jobs={jobs} />
       {job && <RunsOf job={job} />}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -213,7 +213,7 @@ async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) ->
     choosing = partial(choose, index, wanted, with_buffers=False)
     chosen = await asyncio.to_thread(choosing) if many else choosing()
     chosen, small = without_small(chosen, may_read=reads)
-    present, missing = available(mesh, chosen, most=MAX_ORDERED)
+    present, missing = available(mesh, chosen, MAX_ORDERED)
     missing += small
     table = await mesh.statistics.get([item.pattern for item in present], with_buffers=False)
     rows = [
@@ -235,19 +235,24 @@ def _in_order(rows: list[_Row], sort: str) -> tuple[TensorLayout, ...]:
     return tuple(tensor for tensor, _ in rows)
 
 
+def check_few(chosen: Sequence[object], most: int = MAX_STATS) -> None:
+    """Raise UsageError if these are more than one answer may take."""
+    if len(chosen) > most:
+        raise UsageError(
+            f"filter: {len(chosen):,} tensors match; statistics of at most {most:,} at once, "
+            "narrow it with globs or terms about facts"
+        )
+
+
 def available(
-    mesh: Incarnation, chosen: list[SelectedTensor], *, most: int = MAX_STATS
+    mesh: Incarnation, chosen: list[SelectedTensor], most: int = MAX_STATS
 ) -> tuple[list[SelectedTensor], list[MissingDocument]]:
     """Split tensors into those available from the sidecars now and missing ones.
 
     Raises:
         UsageError: too many tensors. UnreachableError: none is available.
     """
-    if len(chosen) > most:
-        raise UsageError(
-            f"filter: {len(chosen):,} tensors match; statistics of at most {most:,} at once, "
-            "narrow it with globs or terms about facts"
-        )
+    check_few(chosen, most)
     present, missing = split(chosen, mesh.registry.view())
     if not present:
         raise UnreachableError(

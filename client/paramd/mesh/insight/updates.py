@@ -186,8 +186,7 @@ async def _next_update(
     ahead = 0
     while True:
         status = await mesh_status(sidecars, time.monotonic() + STATUS_S)
-        slow = min(row.step_time_s for row in status) > SLOW_S
-        ahead = ahead or (1 if slow else AHEAD)
+        ahead = ahead or (1 if min(row.step_time_s for row in status) > SLOW_S else AHEAD)
         step = max(row.step for row in status) + ahead
         history = (await present(sidecars)).history
         try:

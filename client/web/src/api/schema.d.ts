@@ -1952,23 +1952,14 @@ export interface components {
         GradKind: "stats" | "histogram";
         /**
          * GroupDocument
-         * @description One parameter group.
+         * @description Hyper-parameters of one group of an optimizer, both by their index.
          */
         GroupDocument: {
-            /**
-             * Group
-             * @description Index among its param_groups
-             */
+            /** Group */
             group: number;
-            /**
-             * Optimizer
-             * @description Index among the optimizers given to attach
-             */
+            /** Optimizer */
             optimizer: number;
-            /**
-             * Values
-             * @description Its hyper-parameters by name, such as lr
-             */
+            /** Values */
             values: {
                 [key: string]: unknown;
             };
@@ -2216,7 +2207,7 @@ export interface components {
         HoldState: "running" | "pausing" | "held" | "stepping";
         /**
          * HyperparameterList
-         * @description The parameter groups of all optimizers.
+         * @description Those of all optimizers.
          */
         HyperparameterList: {
             /** Groups */
@@ -5378,7 +5369,7 @@ export interface operations {
             query?: {
                 /** @description Globs over names, and terms that tensors must satisfy: `layers.*.weight numel>1M dtype=bfloat16 norm>10` */
                 filter?: string;
-                /** @description What to order by, with - for the largest first: a fact, a term about statistics, zeros (their share) or bad (NaN and infinite); default: the layout's order */
+                /** @description Order: a fact or statistic, zeros (their share) or bad (NaN and infinite); - for the largest first */
                 sort?: string;
                 /** @description Tensors on a page */
                 limit?: number;

@@ -125,15 +125,15 @@ class HyperparametersRequest(WaitRequest):
 
 
 class GroupDocument(BaseModel):
-    """One parameter group."""
+    """Hyper-parameters of one group of an optimizer, both by their index."""
 
-    optimizer: int = Field(description="Index among the optimizers given to attach")
-    group: int = Field(description="Index among its param_groups")
-    values: dict[str, Any] = Field(description="Its hyper-parameters by name, such as lr")
+    optimizer: int
+    group: int
+    values: dict[str, Any]
 
 
 class HyperparameterList(BaseModel):
-    """The parameter groups of all optimizers."""
+    """Those of all optimizers."""
 
     step: int
     groups: list[GroupDocument]

@@ -442,9 +442,8 @@ class Jobs:
         present = self.get(job)
         known = {r.incarnation: r for r in await asyncio.to_thread(places.incarnations, job)}
         mine = present.record()
-        # Of an earlier control plane: the training began before this one did.
-        first = known.get(mine.incarnation, mine)
-        known[mine.incarnation] = replace(mine, began_s=min(first.began_s, mine.began_s))
+        began_s = known.get(mine.incarnation, mine).began_s  # as an earlier control plane saw it
+        known[mine.incarnation] = replace(mine, began_s=min(began_s, mine.began_s))
         return [
             known[incarnation] for incarnation in sorted(known) if incarnation <= present.number
         ]

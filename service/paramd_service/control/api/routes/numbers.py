@@ -23,15 +23,7 @@ from paramd_service.control.api.models import (
     StatsList,
     ValuesDocument,
 )
-from paramd_service.control.api.routes.params import (
-    MAX_ORDERED,
-    MAX_STATS,
-    Buffers,
-    Name,
-    Wanted,
-    available,
-    check_few,
-)
+from paramd_service.control.api.routes.params import Buffers, Name, Wanted, available, check_few
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
 
@@ -95,8 +87,7 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         chosen, small = without_small(
             choose(index, found_filter, with_buffers=buffers), may_read=may_read(request)
         )
-        most = MAX_ORDERED if found_filter.statistics else MAX_STATS
-        present, missing = available(mesh, chosen, most)
+        present, missing = available(mesh, chosen, few=not found_filter.statistics)
         missing += small
         table = await mesh.statistics.get(
             [item.pattern for item in present], with_buffers=buffers, with_histogram=histogram

@@ -16,6 +16,7 @@ from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.filters import MAX_FILTER_BYTES, STATISTIC_KEYS, Filter, parse_filter, statistic
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.select import SelectedTensor
+from paramd.layout.stats import Summary
 from paramd.layout.types import Box, Piece, TensorLayout
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.api.choice import choose, choose_one, choose_whole, split, without_small
@@ -34,25 +35,18 @@ DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
 MAX_STATS = 1000
 MAX_ORDERED = 100_000
-"""Tensors of which statistics are computed to choose or order them, but not sent."""
+"""Tensors that statistics choose or order, without being sent."""
 MAX_PIECES = 4096
 
 # Above this many tensors, filtering by facts would block the event loop for too long.
 _MANY = 2000
 
-_Row = tuple[TensorLayout, Any]
-"""A tensor, and its `Summary` where there is need of it."""
-_FACTS: dict[str, Callable[[_Row], Any]] = {
-    "name": lambda row: row[0].fqn,
-    "dtype": lambda row: row[0].dtype,
-    "numel": lambda row: row[0].numel,
+_FACTS = {"name": "fqn", "dtype": "dtype", "numel": "numel"}
+_ORDERS: dict[str, Callable[[Summary], float]] = {
+    "zeros": lambda one: one.zero_count / one.count if one.count else math.nan,
+    "bad": lambda one: one.nan_count + one.inf_count,
 }
-_ORDERS: dict[str, Callable[[_Row], Any]] = {
-    **_FACTS,
-    "zeros": lambda row: row[1].zero_count / row[1].count if row[1].count else math.nan,
-    "bad": lambda row: row[1].nan_count + row[1].inf_count,
-}
-"""Orders besides those by a statistic of filters."""
+"""What tensors are ordered by, besides the statistics of filters."""
 
 Wanted = Annotated[
     str,
@@ -77,10 +71,9 @@ Name = Annotated[
 Sort = Annotated[
     str,
     Query(
-        pattern=rf"^-?({'|'.join((*_ORDERS, *STATISTIC_KEYS))})$|^$",
-        description="What to order by, with - for the largest first: a fact, a term about "
-        "statistics, zeros (their share) or bad (NaN and infinite); default: the layout's order",
-        examples=["-norm"],
+        pattern=rf"^-?({'|'.join((*_FACTS, *_ORDERS, *STATISTIC_KEYS))})$|^$",
+        description="Order: a fact or statistic, zeros (their share) or bad (NaN and infinite); "
+        "- for the largest first",
     ),
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Tensors on a page")]
@@ -213,7 +206,7 @@ async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) ->
     choosing = partial(choose, index, wanted, with_buffers=False)
     chosen = await asyncio.to_thread(choosing) if many else choosing()
     chosen, small = without_small(chosen, may_read=reads)
-    present, missing = available(mesh, chosen, MAX_ORDERED)
+    present, missing = available(mesh, chosen, few=False)
     missing += small
     table = await mesh.statistics.get([item.pattern for item in present], with_buffers=False)
     rows = [
@@ -224,12 +217,17 @@ async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) ->
     return Found(_in_order(rows, sort), tuple(missing), table.incarnation, table.step, digest)
 
 
-def _in_order(rows: list[_Row], sort: str) -> tuple[TensorLayout, ...]:
+def _in_order(rows: list[tuple[TensorLayout, Any]], sort: str) -> tuple[TensorLayout, ...]:
     """What has no such number comes last, either way."""
     key = sort.removeprefix("-")
+
+    def read(row: tuple[TensorLayout, Any]) -> Any:
+        if fact := _FACTS.get(key):
+            return getattr(row[0], fact)
+        return _ORDERS.get(key, partial(statistic, key))(row[1])
+
     if key:
-        read = _ORDERS.get(key, lambda row: statistic(key, row[1]))
-        unknown = [row for row in rows if read(row) != read(row)]
+        unknown = [row for row in rows if read(row) != read(row)]  # NaN
         known = [row for row in rows if read(row) == read(row)]
         rows = sorted(known, key=read, reverse=sort != key) + unknown
     return tuple(tensor for tensor, _ in rows)
@@ -245,14 +243,14 @@ def check_few(chosen: Sequence[object], most: int = MAX_STATS) -> None:
 
 
 def available(
-    mesh: Incarnation, chosen: list[SelectedTensor], most: int = MAX_STATS
+    mesh: Incarnation, chosen: list[SelectedTensor], *, few: bool = True
 ) -> tuple[list[SelectedTensor], list[MissingDocument]]:
     """Split tensors into those available from the sidecars now and missing ones.
 
     Raises:
         UsageError: too many tensors. UnreachableError: none is available.
     """
-    check_few(chosen, most)
+    check_few(chosen, MAX_STATS if few else MAX_ORDERED)
     present, missing = split(chosen, mesh.registry.view())
     if not present:
         raise UnreachableError(

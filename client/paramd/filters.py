@@ -135,7 +135,7 @@ class Filter:
         """Whether all terms about statistics hold."""
         return all(
             # Comparisons with a nonexistent number never hold, not even "!=".
-            not math.isnan(value := _statistic(term.key, numbers))
+            not math.isnan(value := statistic(term.key, numbers))
             and _ORDER[term.comparison](value, term.number)
             for term in self.statistics
         )
@@ -277,7 +277,8 @@ def _rank(term: Term, ranks: frozenset[int]) -> bool:
     return any(_ORDER[term.comparison](rank, term.number) for rank in ranks)
 
 
-def _statistic(key: str, numbers: Summary) -> float:
+def statistic(key: str, numbers: Summary) -> float:
+    """One of `STATISTIC_KEYS`; NaN where there is no finite element to have it of."""
     if key == "absmax":
         return max(abs(numbers.min), abs(numbers.max))
     return float(getattr(numbers, _STATISTICS[key]))

@@ -103,11 +103,11 @@ def test_filters_choose_by_name_fact_and_statistic(rest: Ready) -> None:
 
 def test_pages_join_up(rest: Ready) -> None:
     asked, _ = rest
-    for wanted in ("*", "* nan=0"):
-        whole = asked.get("/params", filter=wanted)
+    for wanted in ({}, {"filter": "* nan=0"}, {"sort": "-norm"}, {"sort": "numel"}):
+        whole = asked.get("/params", **wanted)
         names, token, steps = [], "", set()
         while True:
-            page = asked.get("/params", filter=wanted, limit=2, page_token=token)
+            page = asked.get("/params", **wanted, limit=2, page_token=token)
             assert page["total_count"] == whole["total_count"]
             names += [one["name"] for one in page["params"]]
             steps.add(page["step"])
@@ -119,6 +119,18 @@ def test_pages_join_up(rest: Ready) -> None:
     for token in ("!", "AAAA", "MTo=", "LTE6eA=="):
         problem = asked.get("/params", page_token=token, status=422 if token != "MTo=" else 200)
         assert token == "MTo=" or problem["type"] == "urn:paramd:error:usage"
+
+
+def test_the_largest_comes_first_and_what_is_not_known_last(rest: Ready) -> None:
+    asked, _ = rest
+    norms = {one["name"]: one["norm"] for one in asked.get("/params/stats", filter="*")["stats"]}
+    for sort, sign in (("-norm", -1), ("norm", 1)):
+        found = [norms[one["name"]] for one in asked.get("/params", sort=sort)["params"]]
+        known = [norm for norm in found if norm is not None]
+        assert found == sorted(known, key=lambda norm: sign * norm) + [None] * (
+            len(found) - len(known)
+        )
+    asked.get("/params", 422, sort="size")
 
 
 @pytest.mark.parametrize("name", [*WHOLE, "scalar", "empty", "flags"])

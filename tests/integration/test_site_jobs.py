@@ -204,6 +204,7 @@ async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_in
         incarnation = register(first, "run", 1)
         async with join(first.grpc_address, incarnation, 0) as stream:
             generation = stream.welcome.generation
+            runs = document(first, "/run/incarnations")["incarnations"]
             first.process.kill()
             first.wait()
     with site_plane() as second:
@@ -212,6 +213,7 @@ async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_in
             assert stream.welcome.generation > generation
             found = document(second, "/run")
             assert (found["incarnation"], found["world_size"], found["state"]) == (2, 1, "ok")
+            assert document(second, "/run/incarnations")["incarnations"] == runs
         assert register(second, "run", 1, incarnation_floor=0).incarnation == 3
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async with join(second.grpc_address, incarnation, 0):

@@ -110,10 +110,10 @@ def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     box = heatmap.bounding_box()
     assert box is not None
     tab.page.mouse.move(box["x"] + box["width"] / 16, box["y"] + box["height"] / 16)
-    tab.see(f"columns 0\u20130 of what is shown: {part[0]:.5g}")
+    tab.see(f"row 4, column 8: {part[0]:.5g}")
 
 
-def test_tokens_are_made_shown_once_and_revoked(tab: Tab, door: Door) -> None:
+def test_tokens_are_made_shown_once_and_revoked(browser: Browser, tab: Tab, door: Door) -> None:
     page = tab.page
     tab.open("system")
     page.fill("input[name=token-name]", "on-call")
@@ -126,6 +126,12 @@ def test_tokens_are_made_shown_once_and_revoked(tab: Tab, door: Door) -> None:
         return httpx2.get(f"{door.url}/api/v1/jobs", headers=offered, trust_env=False).status_code
 
     assert status() == 200
+    page.get_by_role("button", name="Make an invitation link").click()
+    link = page.locator(".line code", has_text="/sign-in/").inner_text()
+    assert secret not in link
+    with Tab(browser, door) as guest:
+        guest.page.goto(link)
+        guest.see("on-call", within=".side")
     page.get_by_role("button", name="Done").click()
     assert secret not in page.content()
     row = page.get_by_role("row", name="on-call")

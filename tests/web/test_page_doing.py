@@ -34,7 +34,7 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
     page.get_by_role("button", name="Cancel").click()
     assert norm(door) == before
     page.get_by_role("button", name="Apply").click()
-    page.click("text=Change 40 elements of 1 tensors")
+    page.click("text=Change 40 elements of 1 tensor")
     page.get_by_role("status").get_by_text("APPLIED").wait_for()
     wait_for("the edit", lambda: abs(norm(door) - 0.25 * 40**0.5) < 1e-6)
     told = next(edit for edit in door.get("edits")["edits"] if edit["state"] == "APPLIED")
@@ -58,13 +58,34 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
     page.locator(f"tr[data-edit='{undo}']").get_by_text(f"undoes {told['id'][:8]}").wait_for()
 
 
-def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) -> None:
+def test_a_learning_rate_is_seen_set_and_undone(tab: Tab, door: Door) -> None:
+    def rate() -> float:
+        return float(door.get("hyperparameters")["groups"][0]["values"]["lr"])
+
+    before = rate()
     tab.open("edits")
+    groups = tab.page.get_by_role("table", name="Parameter groups")
+    groups.get_by_text(f"{before:g}", exact=True).wait_for()
+    groups.get_by_role("button", name="Set").click()
+    tab.page.fill("input[name=rate]", "2e-4")
+    tab.page.get_by_role("button", name="Set lr").click()
+    groups.get_by_text("0.0002", exact=True).wait_for()
+    assert rate() == 2e-4
+    tab.page.get_by_role("row", name="sets lr").get_by_role("button", name="Undo").click()
+    tab.page.click("text=Undo: restore the values")
+    wait_for("the undo", lambda: rate() == before)
+
+
+def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) -> None:
+    tab.open("params")  # as in the header of every view
+    tab.page.get_by_role("button", name="Restore point …").click()
+    tab.page.get_by_role("dialog").get_by_label("Name").fill("safe")
+    tab.page.get_by_role("button", name="Create it").click()
+    tab.see("Restore point safe is kept", within="dialog")
+    tab.page.get_by_role("link", name="All restore points").click()
     panel = tab.page.locator(
         "section.panel", has=tab.page.get_by_role("heading", name="Restore points")
     )
-    panel.get_by_label("Name of the mark").fill("safe")
-    panel.get_by_role("button", name="Create restore point").click()
     row = panel.locator('tr[data-mark="safe"]')
     row.get_by_role("button", name="Roll back …").wait_for()
     mark = next(one for one in door.get("marks")["marks"] if one["name"] == "safe")

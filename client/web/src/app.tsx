@@ -282,8 +282,14 @@ function showLink(link: HTMLAnchorElement | null): void {
 
 /** Warns when the data shown is no longer updated. */
 function Offline(): ReactNode {
-  const { live, health } = useShared();
-  if (health.word === "unknown") return <Trouble>{health.why}. Retrying; everything below is old.</Trouble>;
+  const { job, live, health } = useShared();
+  if (health.word === "unknown") {
+    return (
+      <Trouble>
+        {health.why}. Retrying; everything below is old. If the training has ended, so has this control plane: paramd status {job} reads its records, and its next start is served here again.
+      </Trouble>
+    );
+  }
   if (live.problem && live.time_s > 0) {
     return (
       <p className="offline" role="status">

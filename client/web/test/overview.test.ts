@@ -5,7 +5,7 @@ import { causesOf, WINDOW_S } from "../src/lib/causes";
 import { csvOf, withGaps, zoomed } from "../src/lib/chart";
 import { count } from "../src/lib/format";
 import { healthOf, type Known, STALE_MS } from "../src/lib/health";
-import { alongSteps, meanOf, parseRun } from "../src/lib/runs";
+import { meanOf, parseRun } from "../src/lib/runs";
 import { indexTicks, roundStep, valueTicks } from "../src/lib/ticks";
 import { changeBefore, drawnOf, editText, type Happening, linesOf, sizeOf, timelineOf } from "../src/lib/timeline";
 
@@ -151,7 +151,7 @@ describe("charts", () => {
   });
 
   it("save rows that no spreadsheet runs", () => {
-    expect(csvOf([{ name: '=a"b', data: [[1, 2], [2, "-"]] }])).toBe('series,x,y\n"\'=a""b",1,2\n');
+    expect(csvOf("run", [{ name: '=a"b', data: [[1, 2], [2, "-"]] }], "value")).toBe('job,series,"value","y"\n"run","\'=a""b",1,2\n');
   });
 });
 
@@ -175,10 +175,8 @@ describe("runs", () => {
     for (const wrong of ["", "run", "run@", "run@x", "@3", "run@0"]) expect(parseRun(wrong)).toBeNull();
   });
 
-  it("are drawn along their steps, without a line over what was not finite", () => {
-    const series = { points: [{ step: 1, mean: 2, count: 3 }, { step: 2, mean: null, count: 0 }, { step: -1, mean: 1, count: 0 }] };
-    expect(alongSteps(series, 10)).toEqual([[1, 20], [2, "-"]]);
-    expect(meanOf(series)).toBe(2);
+  it("have a mean of what was finite", () => {
+    expect(meanOf({ points: [{ step: 1, mean: 2, count: 3 }, { step: 2, mean: null, count: 0 }] })).toBe(2);
     expect(meanOf({ points: [] })).toBeNull();
   });
 });

@@ -80,6 +80,7 @@ EXPECTED: dict[tuple[str, str], set[UserRole]] = {
     ("POST", "/api/v1/jobs/{job}/marks"): {E, A},
     ("DELETE", "/api/v1/jobs/{job}/marks/{mark}"): {E, A},
     ("POST", "/api/v1/jobs/{job}/rollback"): {E, A},
+    ("GET", "/api/v1/jobs/{job}/hyperparameters"): READERS,
     ("POST", "/api/v1/jobs/{job}/hyperparameters"): {E, A},
     ("GET", "/api/v1/jobs/{job}/hold"): EVERYBODY,
     ("POST", "/api/v1/jobs/{job}/hold"): {E, A},

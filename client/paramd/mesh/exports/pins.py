@@ -299,6 +299,22 @@ async def _pinned(
     return replace(held, table=table)
 
 
+async def optimizer_groups(
+    sidecars: Sidecars, deadline_s: float
+) -> tuple[int, Sequence[Sequence[Mapping[str, Any]]]]:
+    """(step, parameter groups of each optimizer of rank 0). Raises as `pin_with_optimizer`."""
+    transport = _Beside(sidecars, [(0, "")], with_buffers=False)
+    pinned = await _soon_or_now(Pinner(transport), {-1: ()}, deadline_s)
+    pin = transport.real(pinned.pins[-1])
+    try:
+        (found,) = (await _tables(sidecars, replace(pinned, pins={0: pin}), deadline_s)).values()
+    finally:
+        sidecars.release(pin)
+    if failure := found.get("failure"):
+        raise ConflictError(f"rank 0 cannot tell its hyper-parameters: {failure}")
+    return int(found["step"]), found["groups"]
+
+
 async def _soon_or_now(pinner: Pinner, spans: Spans, deadline_s: float) -> Pinned:
     """Pin at a boundary if one comes soon, else the present state: training hangs, or has ended."""
     patience_s = FIRST_PATIENCE_S

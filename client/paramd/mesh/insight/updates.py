@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -39,6 +40,9 @@ from paramd.state import At
 
 AHEAD = 3
 """Steps between request and the first step requested; more after each that was missed."""
+
+SLOW_S = 0.5
+"""Steps that take longer leave time to ask for the next one."""
 
 MOST_AHEAD = 100
 STATUS_S = 5.0
@@ -155,7 +159,11 @@ async def compute_updates(
 
 
 def _bytes(item: SelectedTensor) -> int:
-    return item.tensor.numel * item_bytes(item.tensor.dtype)
+    """Most that one rank holds of it, which is what counts for the rank's budget."""
+    held: Counter[int] = Counter()
+    for piece in item.tensor.pieces:
+        held[piece.rank] += piece.region.numel
+    return max(held.values(), default=0) * item_bytes(item.tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +183,10 @@ async def _next_update(
     deadline_s: float,
     steps: int,
 ) -> _Part:
-    ahead = AHEAD
+    ahead = 0
     while True:
         status = await mesh_status(sidecars, time.monotonic() + STATUS_S)
+        ahead = ahead or (1 if min(row.step_time_s for row in status) > SLOW_S else AHEAD)
         step = max(row.step for row in status) + ahead
         history = (await present(sidecars)).history
         try:

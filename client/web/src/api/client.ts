@@ -106,6 +106,28 @@ export async function signInWithCode(code: string): Promise<Answer<"/api/v1/sess
   return session;
 }
 
+/** A one-time code for a link that signs somebody in with this token, within an hour. */
+export async function invitationFor(token: string): Promise<string> {
+  const answer = await send("post", "/api/v1/session/codes?ttl_s=3600", { authorization: `Bearer ${token}`, "x-paramd-session": "" });
+  return ((await answer.json()) as Answer<"/api/v1/session/codes", "post">).code;
+}
+
+/** A file of an export, part by part; `tell` hears which share of it is here. */
+export async function exportFile(job: string, destination: string, name: string, tell: (share: number) => void): Promise<Blob> {
+  const parts: Blob[] = [];
+  let [have, all] = [0, Number.POSITIVE_INFINITY];
+  while (have < all) {
+    const answer = await send("get", urlOf("/api/v1/jobs/{job}/export-file", { job }, { destination, name, offset_bytes: have }), {});
+    all = Number(answer.headers.get("paramd-file-bytes"));
+    const part = await answer.blob();
+    if (part.size === 0) break;
+    parts.push(part);
+    have += part.size;
+    tell(have / Math.max(1, all));
+  }
+  return new Blob(parts);
+}
+
 /** A response that is not JSON, such as metrics. */
 export async function text(path: string, signal?: AbortSignal): Promise<string> {
   return (await send("get", path, {}, undefined, signal)).text();

@@ -588,7 +588,11 @@ export interface paths {
             path?: never;
             cookie?: never;
         };
-        get?: never;
+        /**
+         * Get Hyperparameters
+         * @description Learning rates and other hyper-parameters of all parameter groups, as rank 0 has them.
+         */
+        get: operations["get_hyperparameters"];
         put?: never;
         /**
          * Set Hyperparameters
@@ -678,8 +682,8 @@ export interface paths {
          * List Params
          * @description Names, shapes, dtypes and placements of the matching parameters and buffers.
          *
-         *     Terms about statistics are evaluated at one step. Buffers never match them, nor do
-         *     small tensors if the caller may not read values.
+         *     Terms about statistics, and orders by them, are evaluated at one step. Buffers never match
+         *     them, nor do small tensors if the caller may not read values.
          */
         get: operations["list_params"];
         put?: never;
@@ -1105,8 +1109,8 @@ export interface paths {
         put?: never;
         /**
          * Create Sign In Code
-         * @description A code for a link that signs a browser in: good once, for 60 s, with the rights of the
-         *     token that asks. A session cannot ask for one.
+         * @description A code for a link that signs a browser in: good once, with the rights of the token that
+         *     asks. A session cannot ask for one. An hour is for a link that is sent to somebody.
          */
         post: operations["create_sign_in_code"];
         delete?: never;
@@ -1940,6 +1944,20 @@ export interface components {
          */
         ExportState: "PLANNED" | "RUNNING" | "VERIFYING" | "DONE" | "FAILED" | "CANCELLED";
         /**
+         * GroupDocument
+         * @description Hyper-parameters of one group of an optimizer, both by their index.
+         */
+        GroupDocument: {
+            /** Group */
+            group: number;
+            /** Optimizer */
+            optimizer: number;
+            /** Values */
+            values: {
+                [key: string]: unknown;
+            };
+        };
+        /**
          * HeatmapDocument
          * @description Heat map of a tensor at one step: a matrix reduced to cells.
          * @example {
@@ -2180,6 +2198,16 @@ export interface components {
          * @enum {string}
          */
         HoldState: "running" | "pausing" | "held" | "stepping";
+        /**
+         * HyperparameterList
+         * @description Those of all optimizers.
+         */
+        HyperparameterList: {
+            /** Groups */
+            groups: components["schemas"]["GroupDocument"][];
+            /** Step */
+            step: number;
+        };
         /**
          * Hyperparameters
          * @description Hyper-parameters that an edit sets.
@@ -4184,6 +4212,7 @@ export type ExportInfo = components['schemas']['ExportInfo'];
 export type ExportList = components['schemas']['ExportList'];
 export type ExportRequest = components['schemas']['ExportRequest'];
 export type ExportState = components['schemas']['ExportState'];
+export type GroupDocument = components['schemas']['GroupDocument'];
 export type HeatmapDocument = components['schemas']['HeatmapDocument'];
 export type HeldDocument = components['schemas']['HeldDocument'];
 export type HistogramDocument = components['schemas']['HistogramDocument'];
@@ -4191,6 +4220,7 @@ export type HistoryDocument = components['schemas']['HistoryDocument'];
 export type Hold = components['schemas']['Hold'];
 export type HoldRequest = components['schemas']['HoldRequest'];
 export type HoldState = components['schemas']['HoldState'];
+export type HyperparameterList = components['schemas']['HyperparameterList'];
 export type Hyperparameters = components['schemas']['Hyperparameters'];
 export type HyperparametersRequest = components['schemas']['HyperparametersRequest'];
 export type IncarnationList = components['schemas']['IncarnationList'];
@@ -5171,6 +5201,29 @@ export interface operations {
             };
         };
     };
+    get_hyperparameters: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HyperparameterList"];
+                };
+            };
+        };
+    };
     set_hyperparameters: {
         parameters: {
             query?: never;
@@ -5301,6 +5354,8 @@ export interface operations {
             query?: {
                 /** @description Globs over names, and terms that tensors must satisfy: `layers.*.weight numel>1M dtype=bfloat16 norm>10` */
                 filter?: string;
+                /** @description Order: a fact or statistic, zeros (their share) or bad (NaN and infinite); - for the largest first */
+                sort?: string;
                 /** @description Tensors on a page */
                 limit?: number;
                 /** @description From the previous page */
@@ -5884,7 +5939,9 @@ export interface operations {
     };
     create_sign_in_code: {
         parameters: {
-            query?: never;
+            query?: {
+                ttl_s?: number;
+            };
             header?: never;
             path?: never;
             cookie?: never;

@@ -30,6 +30,17 @@ const FAMILIES: Record<string, string> = {
   "layout-mismatch": "ranks",
 };
 
+const RULES: Record<string, string> = {
+  "non-finite": "NaN or Inf", "norm-jump": "Norm jumped", "gradient-jump": "Gradient jumped", "replica-drift": "Replicas differ",
+  "stale-rank": "Rank lost", "stalled-rank": "Rank stalled", straggler: "Rank slower", "slow-rank": "Slow rank", stuck: "Stuck",
+  "stall-budget": "Copy delayed a step", "layout-mismatch": "Layouts differ", certificate: "Certificate expires", "logged-number": "Logged metric",
+};
+
+/** A rule in words for people; the settings call it by its own name. */
+export function ruleText(rule: string): string {
+  return RULES[rule] ?? rule;
+}
+
 /** What alerts of these rules have in common. */
 export function familyOf(rule: string): string {
   return FAMILIES[rule] ?? rule;

@@ -113,6 +113,12 @@ export function opText(op: {
   return [op.op, ...parts, op.data ? "data" : ""].filter(Boolean).join(" ");
 }
 
+/** Edits that changed a parameter, or the whole training; of those of many tensors not all names are told. */
+export function editsOf(name: string, all: readonly Edit[]): Edit[] {
+  const touches = (edit: Edit): boolean => edit.rollback !== null || edit.ops.some((op) => op.names.includes(name));
+  return all.filter((edit) => edit.state === "APPLIED" && !edit.dry_run && touches(edit));
+}
+
 type Past = Pick<Edit, "id" | "incarnation" | "state" | "step" | "created_s" | "undone_by" | "rollback">;
 
 /** Applied edits that a later rollback went back before: training goes on without them. */

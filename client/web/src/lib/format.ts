@@ -13,6 +13,11 @@ export function count(value: number | null | undefined): string {
   return value === null || value === undefined || Number.isNaN(value) ? "–" : value.toLocaleString("en-US");
 }
 
+/** Who holds training, without what tells two holds of one token apart. */
+export function holderText(holder: string): string {
+  return holder.replace(/\/[0-9a-f]{8}$/, "");
+}
+
 /** Such as "1 step" and "2 steps". */
 export function plural(value: number, one: string, many = `${one}s`): string {
   return `${count(value)} ${value === 1 ? one : many}`;
@@ -66,6 +71,28 @@ export function clockTick(unixMs: number, spanS: number): string {
   const date = new Date(unixMs);
   const time = date.toLocaleTimeString("en-GB");
   return spanS <= 86_400 ? time : `${date.toLocaleDateString("en-CA").slice(5)} ${time.slice(0, 5)}`;
+}
+
+const SHORT_NAME = 20;
+const TAIL = 14;
+
+/** A long name in two parts, of which the first may be cut: names differ at their ends. */
+export function halves(name: string): [string, string] {
+  const units = [...name];
+  if (units.length <= SHORT_NAME) return [name, ""];
+  return [units.slice(0, -TAIL).join(""), units.slice(-TAIL).join("")];
+}
+
+/** Facts of any shape as words, without braces and quotes. */
+export function words(value: unknown): string {
+  if (Array.isArray(value)) return value.map(words).join(", ");
+  if (typeof value === "object" && value !== null) {
+    return Object.entries(value)
+      .filter(([, one]) => one !== "" && one !== null && !(Array.isArray(one) && one.length === 0))
+      .map(([key, one]) => `${key.replaceAll("_", " ")} ${typeof one === "object" ? `(${words(one)})` : words(one)}`)
+      .join(", ");
+  }
+  return String(typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(6)) : value);
 }
 
 export function shape(dims: readonly number[]): string {

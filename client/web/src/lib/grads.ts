@@ -44,7 +44,8 @@ export interface Grads {
   clip: number | null;
   scale: number;
   total: Stats | null;
-  totals: [number, number | null][];
+  /** Step, norm, and when it came here in seconds since the Unix epoch. */
+  totals: [number, number | null, number][];
   rows: ReadonlyMap<string, GradRow>;
 }
 
@@ -67,7 +68,7 @@ export const NO_GRADS: Grads = {
   rows: new Map(),
 };
 
-export function withFrame(before: Grads, frame: Frame): Grads {
+export function withFrame(before: Grads, frame: Frame, time_s = Date.now() / 1000): Grads {
   const fresh = before.incarnation !== frame.incarnation;
   const rows = new Map(fresh ? [] : before.rows);
   for (const param of frame.params) rows.set(param.name, rowOf(rows.get(param.name), param, frame.step));
@@ -80,7 +81,7 @@ export function withFrame(before: Grads, frame: Frame): Grads {
     clip: frame.clip.factor,
     scale: frame.scale,
     total: frame.total,
-    totals: [...totals, [frame.step, frame.total.norm] as [number, number | null]].slice(-KEPT_TOTALS),
+    totals: [...totals, [frame.step, frame.total.norm, time_s] as [number, number | null, number]].slice(-KEPT_TOTALS),
     rows,
   };
 }

@@ -19,13 +19,6 @@ interface Points {
   points: readonly { step: number; mean: number | null; count: number }[];
 }
 
-/** A series against its steps; "-" where nothing finite was seen, so that no line bridges it. */
-export function alongSteps(series: Points, scale: number): [number, number | string][] {
-  return series.points
-    .filter((point) => point.step >= 0)
-    .map((point) => [point.step, point.mean === null || (scale !== 1 && point.mean === 0) ? "-" : Number((point.mean * scale).toPrecision(6))]);
-}
-
 /** The mean of all finite samples; null when there is none. */
 export function meanOf(series: Points): number | null {
   const total = series.points.reduce((sum, point) => sum + point.count, 0);

@@ -3,7 +3,7 @@
 import type { Edit, ExportInfo, IncarnationRecord, Mark } from "../api/schema";
 import { type Cause } from "./causes";
 import { opText } from "./edits";
-import { count } from "./format";
+import { count, duration, holderText, plural } from "./format";
 import type { Live } from "./live";
 
 export const KINDS = ["edit", "mark", "export", "restart", "alert", "hold"] as const;
@@ -42,7 +42,7 @@ export function timelineOf(sources: Sources): Happening[] {
     ...sources.exports.map(ofExport),
     ...sources.incarnations.flatMap(ofIncarnation),
     ...sources.causes.map(ofCause),
-    ...sources.recent.filter((event) => event.kind === "hold").map(ofHold),
+    ...ofHolds(sources.recent),
   ].sort((a, b) => b.time_s - a.time_s);
 }
 
@@ -120,7 +120,7 @@ function ofIncarnation(one: IncarnationRecord): Happening[] {
     key: `begin ${one.incarnation}`,
     time_s: one.began_s,
     step: -1,
-    what: `incarnation ${one.incarnation} began with ${count(one.world_size)} rank${one.world_size === 1 ? "" : "s"}`,
+    what: `run ${one.incarnation} began with ${plural(one.world_size, "rank")}`,
     state: "began",
   };
   if (one.ended_s === null) return [began];
@@ -131,7 +131,7 @@ function ofIncarnation(one: IncarnationRecord): Happening[] {
       key: `end ${one.incarnation}`,
       time_s: one.ended_s,
       step: one.step,
-      what: `incarnation ${one.incarnation} ended${one.reason ? `: ${one.reason}` : ""}`,
+      what: `run ${one.incarnation} ended${one.reason ? `: ${one.reason}` : ""}`,
       state: "ended",
     },
   ];
@@ -153,6 +153,22 @@ function ofCause(cause: Cause): Happening {
   };
 }
 
+/** A pause is one line, from its first event to the one that ends it. */
+function ofHolds(recent: Live["recent"]): Happening[] {
+  const found: Happening[] = [];
+  for (const event of [...recent].reverse().filter((one) => one.kind === "hold")) {
+    const now = ofHold(event);
+    const open = found.at(-1);
+    if (!open || open.state === "running" || open.incarnation !== now.incarnation) {
+      found.push(now);
+      continue;
+    }
+    const ended = now.state === "running" ? `training for ${duration(now.time_s - open.time_s)}` : open.what;
+    found[found.length - 1] = { ...open, state: now.state, step: Math.max(open.step, now.step), who: open.who || now.who, what: ended };
+  }
+  return found.map((one) => (one.state === "running" ? { ...one, state: "resumed" } : one));
+}
+
 function ofHold(event: Live["recent"][number]): Happening {
   const text = (name: string): string => (typeof event.data[name] === "string" ? (event.data[name] as string) : "");
   const step = event.data["step"];
@@ -163,7 +179,7 @@ function ofHold(event: Live["recent"][number]): Happening {
     time_s: event.time_s,
     step: typeof step === "number" ? step : -1,
     incarnation: typeof incarnation === "number" ? incarnation : -1,
-    who: text("holder"),
+    who: holderText(text("holder")),
     what: "training",
     state: text("state") || "changed",
     view: "edits",
@@ -171,14 +187,23 @@ function ofHold(event: Live["recent"][number]): Happening {
   };
 }
 
-/** Share of a chart's width, or of a minute if that is longer, that a name beside a line takes. */
+/** Share of a chart's width, or `least` if that is longer, that a name beside a line takes. */
 const NAME_SHARE = 0.04;
 
-/** Lines in a chart over `[begin, end]` in milliseconds; names that would overlap are told at the first one. */
-export function linesOf(events: readonly Happening[], begin: number, end: number): { name: string; xAxis: number }[] {
-  const apart = NAME_SHARE * Math.max(end - begin, 60_000);
+/** Lines in a chart over `[begin, end]`; names that would overlap are told at the first one. */
+export function linesOf(
+  events: readonly Happening[],
+  begin: number,
+  end: number,
+  place: (one: Happening) => number | null = (one) => one.time_s * 1000,
+  least = 60_000,
+): { name: string; xAxis: number }[] {
+  const apart = NAME_SHARE * Math.max(end - begin, least);
   const lines = events
-    .map((one) => ({ name: one.kind as string, xAxis: one.time_s * 1000 }))
+    .flatMap((one) => {
+      const xAxis = place(one);
+      return xAxis === null ? [] : [{ name: one.kind === "restart" ? `run ${one.incarnation}` : (one.kind as string), xAxis }];
+    })
     .filter((line) => line.xAxis >= begin && line.xAxis <= end)
     .sort((a, b) => a.xAxis - b.xAxis);
   let named = lines[0];

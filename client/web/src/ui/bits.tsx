@@ -1,9 +1,9 @@
 /** Small components shared by all views. */
 
-import { type ReactNode, useEffect, useRef } from "react";
+import { type ReactNode, useEffect, useRef, useState } from "react";
 
-import { clock, duration } from "../lib/format";
-import { useNow } from "./hooks";
+import { clock, duration, halves } from "../lib/format";
+import { useNow, usePlace } from "./hooks";
 
 /** The origin of the numbers and their age. */
 export function Source(props: {
@@ -19,11 +19,10 @@ export function Source(props: {
   const { what, at, step, incarnation, error, busy, refresh } = props;
   const age = at ? Math.max(0, (Math.max(now, at) - at) / 1000) : 0;
   const old = at > 0 && error;
+  const isPath = what.startsWith("/");
   return (
     <span className={`source${error ? " bad" : ""}`}>
-      <span className="what" title={`GET ${what}`}>
-        {what}
-      </span>
+      {isPath ? <Curl path={what} /> : <span className="what">{what}</span>}
       {at > 0 && (
         <span title={clock(at / 1000)}>
           {old ? "last updated " : ""}
@@ -34,7 +33,7 @@ export function Source(props: {
       {step !== undefined && step >= 0 && <span>step {step.toLocaleString("en-US")}</span>}
       {incarnation !== undefined && incarnation >= 0 && <span>run {incarnation}</span>}
       {refresh && (
-        <button type="button" className="quiet" onClick={refresh} aria-label={`Reload ${what}`}>
+        <button type="button" className="quiet" onClick={refresh} aria-label="Reload" title="Reload">
           ↻
         </button>
       )}
@@ -94,11 +93,50 @@ export function Badge(props: { state: string; tone?: Tone }): ReactNode {
   return <span className={`badge ${tone ?? toneOf(state)}`}>{state}</span>;
 }
 
-/** An untrusted name: plain text, isolated from the surrounding text direction. */
-export function Name(props: { children: string; className?: string }): ReactNode {
+/** Paths that are not of one job. */
+const GLOBAL = /^\/(jobs\/|metrics|tokens|destinations|audit)/;
+
+/** The question behind the numbers, to be asked in a shell. */
+function Curl(props: { path: string }): ReactNode {
+  const place = usePlace();
+  const [copied, setCopied] = useState(false);
+  const own = GLOBAL.test(props.path) ? props.path : `/jobs/${encodeURIComponent(place.job)}${props.path}`;
+  const url = `${window.location.origin}${own === "/metrics" ? "" : "/api/v1"}${own}`;
+  const text = `curl -H "Authorization: Bearer $PARAMD_TOKEN" '${url}'`;
   return (
-    <bdi className={`name ${props.className ?? ""}`} title={props.children}>
-      {props.children}
+    <button type="button" className="quiet" title={text} aria-label={`Copy as curl: ${own}`} onClick={() => void navigator.clipboard?.writeText(text).then(() => setCopied(true))}>
+      {copied ? "copied" : "curl"}
+    </button>
+  );
+}
+
+/** A line to be copied whole. */
+export function Line(props: { children: string }): ReactNode {
+  const [copied, setCopied] = useState(false);
+  return (
+    <span className="line">
+      <code className="wrap">{props.children}</code>
+      <button type="button" className="small" onClick={() => void navigator.clipboard?.writeText(props.children).then(() => setCopied(true))}>
+        {copied ? "Copied" : "Copy"}
+      </button>
+    </span>
+  );
+}
+
+/** An untrusted name: plain text, isolated from the surrounding text direction; cut in its middle. */
+export function Name(props: { children: string; className?: string }): ReactNode {
+  const { children, className = "" } = props;
+  const [head, tail] = className.includes("wrap") ? [children, ""] : halves(children);
+  return (
+    <bdi className={`name ${tail ? "cut" : ""} ${className}`} title={children}>
+      {tail ? (
+        <>
+          <span>{head}</span>
+          <span>{tail}</span>
+        </>
+      ) : (
+        children
+      )}
     </bdi>
   );
 }

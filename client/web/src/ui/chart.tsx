@@ -49,13 +49,25 @@ export interface ChartProps {
   /** The option is rebuilt when one of these changes. */
   deps: readonly unknown[];
   option: (ink: Ink) => ChartOption;
+  /** Charts of the same kind show their numbers at the place that is pointed at in one of them. */
+  link?: string;
+  /** The file of its numbers; without it what is drawn. */
+  csv?: () => string;
+  small?: boolean;
 }
 
 const EChart = lazy(() => import("./echart"));
 
 export function Chart(props: ChartProps): ReactNode {
   return (
-    <Suspense fallback={<div className="chart" style={{ height: props.height }} />}>
+    <Suspense
+      fallback={
+        <>
+          <div className="chart" style={{ height: props.height }} />
+          <div className="chart-tools" />
+        </>
+      }
+    >
       <EChart {...props} />
     </Suspense>
   );
@@ -77,13 +89,20 @@ export function axis(ink: Ink, name: string, more: Record<string, unknown> = {})
 }
 
 /** Vertical lines, each with its kind, at those events that lie within the points drawn. */
-export function eventLines(ink: Ink, events: readonly Happening[], begin: number, end: number): NonNullable<LineSeriesOption["markLine"]> {
+export function eventLines(
+  ink: Ink,
+  events: readonly Happening[],
+  begin: number,
+  end: number,
+  place: (one: Happening) => number | null,
+  least: number,
+): NonNullable<LineSeriesOption["markLine"]> {
   return {
     silent: true,
     symbol: "none",
     animation: false,
     lineStyle: { color: ink.faint, type: "dashed", width: 1 },
     label: { color: ink.faint, fontSize: 10, position: "insideEndTop", formatter: (line) => line.name },
-    data: linesOf(events, begin, end),
+    data: linesOf(events, begin, end, place, least),
   };
 }

@@ -78,7 +78,7 @@ const CHECK_EVERY_MS = 60_000;
 const MAX_CHECKED = 1000;
 const MAX_CHECKED_NUMEL = 1e8;
 
-/** Whether the parameters' values are finite, looked at once a minute while the page is visible. */
+/** Whether the parameters' values are finite: what the control plane's watch says, else looked at once a minute. */
 function useValues(job: string, summary: JobSummary | null): Values {
   const alive = summary !== null && summary.state !== "ended" && summary.joined_count > 0;
   const found = usePoll<Values>(
@@ -92,6 +92,10 @@ function useValues(job: string, summary: JobSummary | null): Values {
 
 async function valuesOf(job: string, signal: AbortSignal): Promise<Values> {
   const path = { job };
+  const alerts = await get("/api/v1/jobs/{job}/alerts", { path, query: { limit: MAX_CHECKED }, signal });
+  const found = alerts.alerts.filter((alert) => alert.rule === "non-finite");
+  // The control plane samples the values itself: reading them here would tell nothing more.
+  if (found.length > 0 || alerts.watch) return { bad: found.length, first: found.at(-1)?.subject ?? "", why: "" };
   let why = "the model is too large to be read every minute";
   if (await isSmall(job, signal)) {
     const stats = await get("/api/v1/jobs/{job}/params/stats", { path, query: { filter: "*" }, signal });
@@ -101,10 +105,7 @@ async function valuesOf(job: string, signal: AbortSignal): Promise<Values> {
     if (bad.length > 0 || !missing) return { bad: bad.length, first: bad[0]?.name ?? "", why: "" };
     why = `${missing.name}: ${missing.reason}`;
   }
-  const alerts = await get("/api/v1/jobs/{job}/alerts", { path, query: { limit: MAX_CHECKED }, signal });
-  const bad = alerts.alerts.filter((alert) => alert.rule === "non-finite");
-  if (bad.length === 0 && !alerts.watch) return { ...UNCHECKED, why: `${why}, and watch in [alerts] is off` };
-  return { bad: bad.length, first: bad.at(-1)?.subject ?? "", why: "" };
+  return { ...UNCHECKED, why: `${why}, and watch in [alerts] is off` };
 }
 
 async function isSmall(job: string, signal: AbortSignal): Promise<boolean> {

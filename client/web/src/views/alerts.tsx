@@ -5,11 +5,12 @@ import { type ReactNode, useCallback, useEffect, useMemo, useState } from "react
 import { get } from "../api/client";
 import type { AuditPage, AuditRecord } from "../api/schema";
 import { causesOf } from "../lib/causes";
-import { clock, count } from "../lib/format";
-import { Choice, Dialog, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
+import { clock, count, words } from "../lib/format";
+import { Choice, Dialog, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll, useQuery } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
+import { ChartSpace } from "../ui/series";
 import { CauseItem } from "./causes";
 
 type Wanted = "firing" | "resolved" | "all";
@@ -73,11 +74,11 @@ function AlertList(): ReactNode {
         <>
           <Choice label="State" value={state as Wanted} options={[["firing", "Firing"], ["resolved", "Resolved"], ["all", "All"]] as const} onChange={setState} />
           {known.length > 1 && (
-            <select aria-label="Incarnation" value={run} onChange={(event) => setRun(event.target.value)}>
-              <option value="">incarnation {summary?.incarnation}, the last</option>
+            <select aria-label="Run" value={run} onChange={(event) => setRun(event.target.value)}>
+              <option value="">run {summary?.incarnation}, the last</option>
               {known.filter((one) => one.incarnation !== summary?.incarnation).reverse().map((one) => (
                 <option key={one.incarnation} value={one.incarnation}>
-                  incarnation {one.incarnation}
+                  run {one.incarnation}
                 </option>
               ))}
             </select>
@@ -93,7 +94,8 @@ function AlertList(): ReactNode {
           Parameters are not sampled, so NaN and jumps of norms raise no alerts. To turn sampling on, set <code>watch = true</code> in <code>[alerts]</code>.
         </p>
       )}
-      {alerts.data && causes.length === 0 && <Empty>{filter ? "No alert matches the filter." : `No ${state === "all" ? "" : `${state} `}alerts in incarnation ${alerts.data.incarnation}.`}</Empty>}
+      {!alerts.data && !alerts.error && <ChartSpace height={160}>Loading …</ChartSpace>}
+      {alerts.data && causes.length === 0 && <Empty>{filter ? "No alert matches the filter." : `No ${state === "all" ? "" : `${state} `}alerts in run ${alerts.data.incarnation}.`}</Empty>}
       <ul className="bare" aria-label="Causes">
         {causes.slice(0, CAUSES_SHOWN).map((cause) => (
           <CauseItem key={cause.id} cause={cause} open={cause.id === picked} />
@@ -113,7 +115,7 @@ const COLUMNS: readonly Column<AuditRecord>[] = [
   { key: "actor", title: "who", width: "minmax(5rem, 9rem)", render: (r) => <Name>{r.actor || "–"}</Name> },
   { key: "kind", title: "kind", width: "5rem", wide: true, render: (r) => r.kind },
   { key: "result", title: "result", width: "8rem", render: (r) => <Name>{r.result ?? ""}</Name> },
-  { key: "detail", title: "arguments", width: "minmax(12rem, 1fr)", render: (r) => <Name>{JSON.stringify(r.detail)}</Name> },
+  { key: "detail", title: "arguments", width: "minmax(12rem, 1fr)", render: (r) => <span title={words(r.detail)}>{words(r.detail)}</span> },
 ];
 
 function Audit(): ReactNode {
@@ -160,7 +162,7 @@ function Audit(): ReactNode {
       )}
       {picked && (
         <Dialog title={`Record ${picked.seq}`} onClose={() => setPicked(null)}>
-          <pre className="wrap">{pretty(picked.body)}</pre>
+          <Facts rows={told(picked.body)} />
           <p className="faint wrap">
             hash <code>{picked.hash}</code>
           </p>
@@ -170,10 +172,13 @@ function Audit(): ReactNode {
   );
 }
 
-function pretty(body: string): string {
+/** A record as pairs of words; one that cannot be read as it is. */
+function told(body: string): [string, string][] {
   try {
-    return JSON.stringify(JSON.parse(body), null, 2);
+    const found: unknown = JSON.parse(body);
+    if (typeof found === "object" && found !== null) return Object.entries(found).map(([key, value]) => [key.replaceAll("_", " "), words(value)]);
   } catch {
-    return body;
+    // As it is.
   }
+  return [["record", body]];
 }

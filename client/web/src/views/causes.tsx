@@ -4,7 +4,7 @@ import { type ReactNode, useState } from "react";
 
 import { get } from "../api/client";
 import type { Alert } from "../api/schema";
-import type { Cause } from "../lib/causes";
+import { type Cause, ruleText } from "../lib/causes";
 import { clock, count, duration } from "../lib/format";
 import { placeHash } from "../lib/route";
 import { Badge, Name } from "../ui/bits";
@@ -23,7 +23,7 @@ export function CauseItem(props: { cause: Cause; open?: boolean; children?: Reac
     <li className="alert" data-rule={first.rule} data-cause={cause.id}>
       <div className="bar-row">
         <Badge state={cause.firing ? (cause.critical ? "critical" : "warning") : "resolved"} />
-        <strong>{cause.rules.map(([rule, n]) => (n > 1 ? `${rule} × ${count(n)}` : rule)).join(", ")}</strong>
+        <strong title={cause.rules.map(([rule]) => rule).join(", ")}>{cause.rules.map(([rule, n]) => (n > 1 ? `${ruleText(rule)} × ${count(n)}` : ruleText(rule))).join(", ")}</strong>
         <span className="faint">
           {cause.firing ? "since" : "from"} {clock(first.first_seen_s)}, {duration(Math.max(0, Math.round(ended - first.first_seen_s)))}
         </span>
@@ -98,7 +98,7 @@ function Members(props: { alerts: readonly Alert[] }): ReactNode {
     <ul className="bare list-small" tabIndex={0} aria-label="Alerts of this cause">
       {alerts.slice(0, MEMBERS_SHOWN).map((alert) => (
         <li key={alert.id}>
-          <span className="faint">{clock(alert.first_seen_s)}</span> <Badge state={alert.state === "firing" ? alert.severity : "resolved"} /> {alert.rule} <Where alert={alert} />{" "}
+          <span className="faint">{clock(alert.first_seen_s)}</span> <Badge state={alert.state === "firing" ? alert.severity : "resolved"} /> {ruleText(alert.rule)} <Where alert={alert} />{" "}
           <span className="wrap">{alert.reason}</span>
         </li>
       ))}

@@ -9,7 +9,7 @@ import { count, number } from "../lib/format";
 import { Badge, Dialog, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { useQuery } from "../ui/hooks";
-import { Names } from "./edits";
+import { Names, sizeText } from "./edits";
 
 interface Tried {
   draft: Draft;
@@ -139,7 +139,7 @@ export function EditForm(): ReactNode {
               Cancel
             </button>
             <button type="button" className="danger" disabled={busy} onClick={apply}>
-              Change {count(tried.edit.ops.reduce((sum, op) => sum + op.numel, 0))} elements of {count(tried.edit.ops.reduce((sum, op) => sum + op.name_count, 0))} tensors
+              Change {sizeText(tried.edit)}
             </button>
           </div>
         </Dialog>

@@ -5,7 +5,7 @@ import { type ReactNode, useMemo, useState } from "react";
 import { get, post } from "../api/client";
 import type { Edit } from "../api/schema";
 import { discardedOf, newId, opText } from "../lib/edits";
-import { clock, count, duration } from "../lib/format";
+import { clock, count, duration, plural } from "../lib/format";
 import { editText, sizeOf } from "../lib/timeline";
 import { Badge, Dialog, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
@@ -13,6 +13,7 @@ import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { textOf } from "../ui/problems";
 import { BeforeAfter, EditForm } from "./edit_form";
 import { Marks } from "./marks";
+import { Rates } from "./rates";
 
 export default function Edits(): ReactNode {
   const mayEdit = useMay("edit");
@@ -28,6 +29,7 @@ export default function Edits(): ReactNode {
         )}
       </div>
       <Marks mayEdit={mayEdit} />
+      <Rates />
       {mayEdit && <EditForm />}
       <Log mayEdit={mayEdit} />
     </>
@@ -62,6 +64,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
       source={<Source what={`/jobs/${job}/edits`} at={edits.at} error={edits.error} busy={edits.busy} refresh={edits.refresh} />}
     >
       {edits.error && <Trouble>{edits.error}</Trouble>}
+      {!edits.data && !edits.error && <Empty>Loading …</Empty>}
       {edits.data && shown.length === 0 && <Empty>{filter ? "No edit matches the filter." : "No edits yet."}</Empty>}
       {shown.length > 0 && (
         <div className="scroll">
@@ -216,7 +219,7 @@ function Undo(props: { edit: Edit; later: readonly Edit[]; onClose: () => void; 
       <p>
         These elements get the values back that they had before step {count(edit.step)}.{" "}
         <strong>
-          What they have learned since is lost{steps > 0 ? `: ${count(steps)} update${steps === 1 ? "" : "s"}` : ""}.
+          What they have learned since is lost{steps > 0 ? `: ${plural(steps, "update")}` : ""}.
         </strong>{" "}
         All other elements stay as they are. Optimizer state that the edit reset stays reset.
       </p>
@@ -232,16 +235,16 @@ function Undo(props: { edit: Edit; later: readonly Edit[]; onClose: () => void; 
           Cancel
         </button>
         <button type="button" className="danger" disabled={busy} onClick={undo}>
-          {edit.rollback ? `Undo: go forward to step ${count(edit.step)}` : edit.hyperparameters ? "Undo: restore the values" : `Undo: restore ${count(sizeOf(edit).elements)} elements`}
+          {edit.rollback ? `Undo: go forward to step ${count(edit.step)}` : edit.hyperparameters ? "Undo: restore the values" : `Undo: restore ${plural(sizeOf(edit).elements, "element")}`}
         </button>
       </div>
     </Dialog>
   );
 }
 
-function sizeText(edit: Edit): string {
+export function sizeText(edit: Edit): string {
   const { tensors, elements } = sizeOf(edit);
-  return `${count(elements)} element${elements === 1 ? "" : "s"} of ${count(tensors)} tensor${tensors === 1 ? "" : "s"}`;
+  return `${plural(elements, "element")} of ${plural(tensors, "tensor")}`;
 }
 
 /** The tensors that an edit changes. */
@@ -250,7 +253,7 @@ export function Names(props: { edit: Edit }): ReactNode {
     <ul className="bare list-small" tabIndex={0} aria-label="What changes">
       {props.edit.ops.map((op, i) => (
         <li key={i}>
-          <strong>{opText(op)}</strong> <Name>{op.pattern}</Name>: {count(op.name_count)} tensor{op.name_count === 1 ? "" : "s"}, {count(op.numel)} elements
+          <strong>{opText(op)}</strong> <Name>{op.pattern}</Name>: {plural(op.name_count, "tensor")}, {plural(op.numel, "element")}
           {op.names.map((name) => (
             <div key={name}>
               <Name>{name}</Name>

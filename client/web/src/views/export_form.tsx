@@ -99,6 +99,15 @@ export function ExportForm(props: {
       .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)))
       .finally(() => setBusy(false));
   };
+  if (at === 0) {
+    return (
+      <Panel title="Export">
+        <div className="form-space">
+          <Empty>Loading …</Empty>
+        </div>
+      </Panel>
+    );
+  }
   if (destinations.length === 0) {
     return (
       <Panel title="Export">
@@ -176,7 +185,7 @@ export function ExportForm(props: {
           <button type="submit" className="main" disabled={busy || !draft.key.trim()}>
             {later ? "Schedule" : "Export"}
           </button>
-          {!draft.key.trim() && <span className="faint">enter a key first: files are written under it</span>}
+          {!draft.key.trim() && <span className="faint">enter a folder name first: files are written there</span>}
         </div>
       </form>
       {problem && <Trouble>{problem}</Trouble>}

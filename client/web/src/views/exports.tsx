@@ -2,12 +2,14 @@
 
 import { type ReactNode, useState } from "react";
 
-import { del, get } from "../api/client";
+import { del, exportFile, get } from "../api/client";
 import type { ExportInfo } from "../api/schema";
 import { bytes, clock, count, duration } from "../lib/format";
-import { Badge, Bar, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
+import { Badge, Bar, Empty, Line, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
+import { textOf } from "../ui/problems";
+import { save } from "../ui/save";
 import { ExportForm } from "./export_form";
 
 const UNDER_WAY = new Set(["PLANNED", "RUNNING", "VERIFYING"]);
@@ -127,24 +129,46 @@ function One(props: { one: ExportInfo; mayExport: boolean; onChanged: () => void
       {one.reason && <p className="wrap">{one.reason}</p>}
       {problem && <Trouble>{problem}</Trouble>}
       {one.state === "DONE" && !one.removed && (
-        <p className="faint wrap">
-          To load it, from the folder that the destination stands for: <code>{loadLine(one)}</code>
-        </p>
+        <>
+          <p className="faint wrap">
+            {bytes(one.size_bytes)} in the folder <code>{folderOf(one)}</code> of the destination <code>{one.destination.split("/")[0]}</code>, whose place the control plane's settings name. To load it there, or back into a training (to download it, see Files):
+          </p>
+          <Line>{loadLine(one)}</Line>
+          {one.format === "safetensors" && <Line>{`paramd restore ${one.destination} --job ${job}`}</Line>}
+        </>
       )}
-      {open === one.id && <Files id={one.id} everyMs={working ? 1000 : 0} />}
+      {open === one.id && <Files id={one.id} everyMs={working ? 1000 : 0} done={one.state === "DONE" && !one.removed} destination={one.destination} />}
     </li>
   );
 }
 
-/** The line that loads a checkpoint; DIR is where the destination (its first part) leads. */
-function loadLine(one: ExportInfo): string {
-  const folder = `DIR/${one.destination.split("/").slice(1).join("/")}`;
-  return one.format === "dcp" ? `dcp.load(state, checkpoint_id="${folder}")` : `for file in Path("${folder}").glob("*.safetensors"): load_file(file)`;
+function folderOf(one: ExportInfo): string {
+  return one.destination.split("/").slice(1).join("/");
 }
 
-function Files(props: { id: string; everyMs: number }): ReactNode {
-  const { id, everyMs } = props;
+/** The line that loads a checkpoint; DIR is where the destination leads. */
+function loadLine(one: ExportInfo): string {
+  const folder = `DIR/${folderOf(one)}`;
+  return one.format === "dcp" ? `dcp.load(state, checkpoint_id="${folder}")` : `for file in Path("${folder}").glob("*.safetensors"): model.load_state_dict(load_file(file), strict=False)`;
+}
+
+/** A browser holds a download in memory until it is whole. */
+const MAX_DOWNLOAD = 2 ** 31;
+
+function Files(props: { id: string; everyMs: number; done: boolean; destination: string }): ReactNode {
+  const { id, everyMs, done, destination } = props;
   const { job } = useShared();
+  const mayEdit = useMay("edit");
+  const [loading, setLoading] = useState("");
+  const [problem, setProblem] = useState("");
+  const download = (name: string): void => {
+    setProblem("");
+    setLoading(`${name}: 0 %`);
+    exportFile(job, destination, name, (share) => setLoading(`${name}: ${Math.round(100 * share)} %`))
+      .then((blob) => save(name, blob))
+      .catch((error: unknown) => setProblem(textOf(error)))
+      .finally(() => setLoading(""));
+  };
   const found = usePoll(
     `${job} ${id}`,
     (signal) => get("/api/v1/jobs/{job}/exports/{export}", { path: { job, export: id }, signal }),
@@ -154,6 +178,8 @@ function Files(props: { id: string; everyMs: number }): ReactNode {
   if (found.error) return <Trouble>{found.error}</Trouble>;
   return (
     <div className="scroll">
+      {problem && <Trouble>{problem}</Trouble>}
+      {loading && <p className="faint" role="status">{loading}</p>}
       <table className="plain roomy" aria-label="Files">
         <thead>
           <tr>
@@ -163,6 +189,7 @@ function Files(props: { id: string; everyMs: number }): ReactNode {
             <th className="num">size</th>
             <th>state</th>
             <th>checksum</th>
+            {done && mayEdit && <th>do</th>}
           </tr>
         </thead>
         <tbody>
@@ -176,6 +203,13 @@ function Files(props: { id: string; everyMs: number }): ReactNode {
               <td className="num">{bytes(file.size_bytes)}</td>
               <td>{file.state}</td>
               <td className="mono">{file.checksum.slice(0, 16)}</td>
+              {done && mayEdit && (
+                <td>
+                  <button type="button" className="small" disabled={loading !== "" || file.size_bytes > MAX_DOWNLOAD} title={file.size_bytes > MAX_DOWNLOAD ? "too large for a browser: copy it from the destination" : undefined} onClick={() => download(file.name)}>
+                    Download
+                  </button>
+                </td>
+              )}
             </tr>
           ))}
         </tbody>

@@ -15,6 +15,7 @@ import { axis, Chart } from "../ui/chart";
 import { useShared } from "../ui/context";
 import { usePoll, useQuery, useSettled } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
+import { ModeControls, SeriesChart } from "../ui/series";
 
 const TONES: Record<Mark, Tone> = {
   "": "ok",
@@ -33,7 +34,7 @@ interface Following {
 }
 
 export default function Gradients(): ReactNode {
-  const { job, dark } = useShared();
+  const { job } = useShared();
   const [filter, setFilter] = useQuery("filter");
   const [every, setEvery] = useQuery("every", "1");
   const [paused, setPaused] = useState(false);
@@ -53,6 +54,7 @@ export default function Gradients(): ReactNode {
   }, [known, marked, sort]);
   const order = useMemo(() => ({ key: sort.replace(/^-/, ""), down: sort.startsWith("-") }), [sort]);
   const chosen = grads.rows.get(name);
+  const lines = useMemo(() => [{ name: "norm of all gradients", points: grads.totals.map(([step, value, time_s]) => ({ step, time_s, value })) }], [grads.totals]);
   const wrong = [...grads.rows.values()].filter((row) => row.mark === "non-finite" || row.firstBad !== null);
   return (
     <>
@@ -72,7 +74,7 @@ export default function Gradients(): ReactNode {
       </div>
       {problem && <Trouble>{problem}</Trouble>}
       {wrong.length > 0 && <Broken rows={wrong} />}
-      <Panel title="All gradients" source={<span className="source">{count(grads.frames)} frames, {count(grads.dropped)} dropped</span>}>
+      <Panel title="All gradients" actions={<ModeControls />} source={<span className="source">{count(grads.frames)} frames, {count(grads.dropped)} dropped</span>}>
         {grads.total === null && <Empty>{problem ? "No frame received; see the reason above." : "Waiting for the next update …"}</Empty>}
         {grads.total && (
           <Facts
@@ -88,16 +90,7 @@ export default function Gradients(): ReactNode {
           <Empty>No update since this page was opened had a finite gradient, so there is no norm to draw.</Empty>
         )}
         {grads.totals.length > 1 && grads.totals.some(([, norm]) => norm !== null) && (
-          <Chart
-            label="Norm of all gradients over steps"
-            height={180}
-            deps={[grads.totals, dark]}
-            option={(ink) => ({
-              xAxis: axis(ink, "step", { type: "value", scale: true }),
-              yAxis: axis(ink, "norm", { type: "value", scale: true, nameGap: 50 }),
-              series: [{ type: "line", showSymbol: false, lineStyle: { width: 1.3 }, data: grads.totals.map(([step, norm]) => [step, norm === null ? "-" : Number(norm.toPrecision(7))]) }],
-            })}
-          />
+          <SeriesChart label="Norm of all gradients" unit="norm" lines={lines} height={180} />
         )}
       </Panel>
       {rows.length === 0 && grads.rows.size > 0 && filter && marked === "all" && <Empty>No gradient matches the filter.</Empty>}

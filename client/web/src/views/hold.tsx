@@ -5,11 +5,11 @@ import { type ReactNode, useState } from "react";
 import { del, get, post } from "../api/client";
 import type { Hold as Held } from "../api/schema";
 import { leaseLeft } from "../lib/edits";
-import { count, plural } from "../lib/format";
-import { placeHash } from "../lib/route";
+import { count, holderText, plural } from "../lib/format";
 import { Badge, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
+import { Checkpoint, RestorePoint } from "./keep";
 
 /** The hold of this token. */
 const MINE = "";
@@ -22,6 +22,7 @@ export function Hold(): ReactNode {
   const now = useNow();
   const [lease, setLease] = useQuery("lease", "30");
   const [steps, setSteps] = useState("1");
+  const [keeping, setKeeping] = useState<"" | "checkpoint" | "point">("");
   const [busy, setBusy] = useState(false);
   const [problem, setProblem] = useState("");
   const hold = usePoll(
@@ -51,12 +52,14 @@ export function Hold(): ReactNode {
     <section className="training" aria-label="Training">
       {hold.error && <Trouble>{hold.error}</Trouble>}
       {problem && <Trouble>{problem}</Trouble>}
+      {keeping === "checkpoint" && <Checkpoint onClose={() => setKeeping("")} />}
+      {keeping === "point" && <RestorePoint onClose={() => setKeeping("")} />}
       {found && (
         <div className="hold">
           {held && <Badge state={found.state} />}
           {held && (
             <span>
-              Paused by {found.holder || "an unknown holder"} at step {count(found.step)}
+              Paused by {holderText(found.holder) || "an unknown holder"} at step {count(found.step)}
               {found.steps_left > 0 ? `, ${plural(found.steps_left, "step")} to go` : ""}
               {/* No lease runs before the ranks are held. */}
               {found.lease_left_s > 0 && (
@@ -70,14 +73,14 @@ export function Hold(): ReactNode {
             </span>
           )}
           {mayExport && (
-            <a className="button" href={placeHash({ job, view: "exports", query: {} })}>
+            <button type="button" onClick={() => setKeeping("checkpoint")}>
               Checkpoint …
-            </a>
+            </button>
           )}
           {mayEdit && (
-            <a className="button" href={placeHash({ job, view: "edits", query: {} })}>
-              Restore points …
-            </a>
+            <button type="button" onClick={() => setKeeping("point")}>
+              Restore point …
+            </button>
           )}
           {mayEdit && (
             <div className="actions">

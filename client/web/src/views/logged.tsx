@@ -1,21 +1,24 @@
-/** Numbers that the script logs (`attachment.log`), from the control plane's history. */
+/** Numbers that the script logs (`attachment.log`), from the control plane's history: many small charts. */
 
-import type { ReactNode } from "react";
+import { type ReactNode, useMemo } from "react";
 
 import { get } from "../api/client";
-import { MAX_POINTS, withGaps } from "../lib/chart";
-import { clock, clockTick, number } from "../lib/format";
+import type { HistoryDocument } from "../api/schema";
+import { agreed, type Line, MAX_POINTS } from "../lib/chart";
+import { clock, number } from "../lib/format";
 import type { Happening } from "../lib/timeline";
-import { Choice, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
-import { axis, Chart, eventLines } from "../ui/chart";
+import { Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { usePoll, useQuery } from "../ui/hooks";
+import { ChartSpace, SeriesChart } from "../ui/series";
 
 const PREFIX = "log:";
+/** Ranks asked for each number: few of many charts, more of one. */
 const MAX_LINES = 8;
-/** Numbers whose last value is shown beside each other. */
-const MAX_LAST = 12;
-const LAST_S = 600;
+const MANY_LINES = 3;
+const FIRST_CHARTS = 4;
+const MAX_CHARTS = 12;
+const NONE = "none";
 
 /** Metrics of logged numbers among all series, each with the ranks that log it. */
 export function loggedOf(series: readonly { metric: string; subject: string }[]): Map<string, string[]> {
@@ -26,89 +29,92 @@ export function loggedOf(series: readonly { metric: string; subject: string }[])
   return found;
 }
 
+/** The metrics that the address names, else the first ones. */
+export function chosenOf(text: string, all: readonly string[]): string[] {
+  if (text === NONE) return [];
+  const named = text.split("~").filter((one) => all.includes(one));
+  return named.length ? named.slice(0, MAX_CHARTS) : all.slice(0, FIRST_CHARTS);
+}
+
+export function lineOf(name: string, found: HistoryDocument): Line {
+  return { name, points: found.points.map(({ step, time_s, mean, count }) => ({ step, time_s, value: mean, count })) };
+}
+
+/** Where a logged number stands: of the first rank that logs it. */
+function Last(props: { of: HistoryDocument | undefined }): ReactNode {
+  const point = props.of?.points.at(-1);
+  if (!point) return "–";
+  return <span title={`rank ${props.of?.subject}, at ${clock(point.time_s)}`}>{point.mean === null ? "not finite" : number(point.mean, 5)}</span>;
+}
+
 export function LoggedNumbers(props: { incarnation: number; events: readonly Happening[] }): ReactNode {
-  const { job, dark } = useShared();
+  const { job } = useShared();
   const [picked, setPicked] = useQuery("number");
   const series = usePoll(
     `${job}/${props.incarnation}/series`,
     (signal) => get("/api/v1/jobs/{job}/history/series", { path: { job }, query: { limit: 5000 }, signal }),
     30_000,
   );
-  const logged = loggedOf(series.data?.series ?? []);
-  const metric = logged.has(picked) ? picked : ([...logged.keys()][0] ?? "");
-  const ranks = (logged.get(metric) ?? []).slice(0, MAX_LINES);
+  const logged = useMemo(() => loggedOf(series.data?.series ?? []), [series.data]);
+  const names = useMemo(() => [...logged.keys()].map((one) => one.slice(PREFIX.length)), [logged]);
+  const chosen = chosenOf(picked, names);
+  const wanted = chosen.map((name) => {
+    const ranks = logged.get(PREFIX + name) ?? [];
+    return { name, total: ranks.length, ranks: ranks.slice(0, chosen.length > 2 ? MANY_LINES : MAX_LINES) };
+  });
   const found = usePoll(
-    metric ? `${job}/${props.incarnation}/${metric}/${ranks.join()}` : null,
+    wanted.length ? `${job}/${props.incarnation}/${wanted.map((one) => `${one.name} ${one.ranks.join()}`).join("/")}` : null,
     (signal) =>
       Promise.all(
-        ranks.map((subject) => get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric, subject, max_points: MAX_POINTS }, signal })),
-      ),
-    10_000,
-  );
-  const shown = [...logged].slice(0, MAX_LAST);
-  const last = usePoll(
-    shown.length ? `${job}/${props.incarnation}/last/${shown.map(([name]) => name).join()}` : null,
-    (signal) =>
-      Promise.all(
-        shown.map(async ([name, [subject = "0"]]) => {
-          const query = { metric: name, subject, begin_s: Date.now() / 1000 - LAST_S };
-          const { points } = await get("/api/v1/jobs/{job}/history", { path: { job }, query, signal });
-          return { name: name.slice(PREFIX.length), rank: subject, point: points.at(-1) };
+        wanted.map(async ({ name, ranks, total }) => {
+          const asked = ranks.map((subject) => get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: PREFIX + name, subject, max_points: MAX_POINTS }, signal }));
+          const documents = await Promise.all(asked);
+          return { name, total, documents, lines: agreed(documents.map((one) => lineOf(`rank ${one.subject}`, one))) };
         }),
       ),
     10_000,
   );
-  const lines = found.data ?? [];
-  const times = lines.flatMap((line) => line.points.map((point) => point.time_s * 1000));
-  const [begin, end] = [Math.min(...times), Math.max(...times)];
+  const turn = (name: string): void => {
+    const next = chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name];
+    setPicked(next.join("~") || NONE);
+  };
   return (
     <Panel
       title="Logged metrics"
-      source={<Source what={`/jobs/${job}/history`} at={found.at} error={found.error} busy={found.busy} />}
-      actions={
-        logged.size > 1 && (
-          <Choice
-            label="Number"
-            value={metric}
-            options={[...logged.keys()].map((one) => [one, one.slice(PREFIX.length)] as const)}
-            onChange={setPicked}
-          />
-        )
-      }
+      source={<Source what={`/jobs/${job}/history/series`} at={found.at || series.at} error={series.error ?? found.error} busy={found.busy} />}
     >
       {(series.error ?? found.error) && <Trouble>{series.error ?? found.error}</Trouble>}
-      {series.data && !metric && <Empty>None; the script may call attachment.log(loss=loss).</Empty>}
-      {last.data && (
-        <Facts
-          rows={last.data.map(({ name, rank, point }) => [
-            name,
-            <span key={name} title={point ? `Rank ${rank}, at ${clock(point.time_s)}` : undefined}>
-              {!point ? "none for 10 minutes" : point.mean === null ? "not finite" : number(point.mean, 5)}
-            </span>,
-          ])}
-        />
+      {!series.data && !series.error && <ChartSpace height={250}>Loading …</ChartSpace>}
+      {series.data && names.length === 0 && <Empty>None; the script may call attachment.log(loss=loss).</Empty>}
+      {names.length > 1 && (
+        <div className="choice many" role="group" aria-label="Metrics">
+          {names.map((name) => (
+            <button key={name} type="button" aria-pressed={chosen.includes(name)} disabled={!chosen.includes(name) && chosen.length >= MAX_CHARTS} onClick={() => turn(name)}>
+              {name}
+            </button>
+          ))}
+        </div>
       )}
-      {lines.some((line) => line.points.length > 0) && (
-        <Chart
-          label={`${metric.slice(PREFIX.length)} over the run`}
-          height={200}
-          deps={[found.data, dark, props.events]}
-          option={(ink) => ({
-            legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" },
-            xAxis: axis(ink, "", { type: "time", axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clockTick(ms, (end - begin) / 1000) } }),
-            yAxis: axis(ink, metric.slice(PREFIX.length), { type: "value", scale: true, nameGap: 50 }),
-            series: lines.map((line, at) => ({
-              ...(at === 0 && { markLine: eventLines(ink, props.events, begin, end) }),
-              type: "line" as const,
-              name: `rank ${line.subject}`,
-              showSymbol: line.points.length < 4,
-              symbolSize: 5,
-              lineStyle: { width: 1.3 },
-              data: withGaps(line.points.filter((point) => point.mean !== null).map((point) => [point.time_s * 1000, Number(point.mean!.toPrecision(6))])),
-            })),
-          })}
-        />
-      )}
+      <div className={chosen.length > 1 ? "charts" : ""}>
+        {chosen.map((name) => {
+          const one = found.data?.find((each) => each.name === name);
+          const shown = one?.lines.some((line) => line.points.length > 0);
+          return (
+            <section key={name} aria-label={name}>
+              <h3 className="bar-row">
+                <span>{name}</span> <strong className="num"><Last of={one?.documents[0]} /></strong>
+                {one && one.lines.length > 1 && one.total > one.lines.length && <span className="faint">the first {one.lines.length} of {one.total} ranks</span>}
+                {one && one.lines.length === 1 && one.documents.length > 1 && <span className="faint">{one.documents.length < one.total ? `ranks looked at agree: ${one.documents.length} of ${one.total}` : `all ${one.total} ranks agree`}</span>}
+              </h3>
+              {one && shown ? (
+                <SeriesChart label={`${name} over the run`} unit="" lines={one.lines} height={chosen.length > 1 ? 170 : 220} events={props.events} small={chosen.length > 1} />
+              ) : (
+                <ChartSpace height={chosen.length > 1 ? 170 : 220}>{one ? "No point yet." : "Loading …"}</ChartSpace>
+              )}
+            </section>
+          );
+        })}
+      </div>
     </Panel>
   );
 }

@@ -5,11 +5,12 @@ import { type ReactNode, useState } from "react";
 import { del, get, post } from "../api/client";
 import type { Mark } from "../api/schema";
 import { newId } from "../lib/edits";
-import { bytes, clock, count } from "../lib/format";
+import { bytes, clock, count, plural } from "../lib/format";
 import { Dialog, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
 import { textOf } from "../ui/problems";
+import { whyNoMark } from "./keep";
 
 /** A mark's own key; standing snapshots have no name. */
 const keyOf = (mark: Mark): string => `${mark.name} ${mark.step}`;
@@ -40,6 +41,7 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
       });
   };
   const all = marks.data?.marks ?? [];
+  const why = whyNoMark(marks.data?.marks ?? null);
   const chosen = all.find((mark) => keyOf(mark) === going);
   const leaving = all.find((mark) => mark.name !== "" && mark.name === forgetting);
   return (
@@ -57,14 +59,15 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
             act(post("/api/v1/jobs/{job}/marks", { path, body: { name: name.trim() } }));
           }}
         >
-          <input aria-label="Name of the mark" placeholder="name of the mark" maxLength={64} value={name} onChange={(event) => setName(event.target.value)} />
-          <button type="submit" disabled={busy || !name.trim()}>
+          <input aria-label="Name of the restore point" placeholder="name of the restore point" maxLength={64} value={name} onChange={(event) => setName(event.target.value)} />
+          <button type="submit" title={why} disabled={busy || why !== "" || !name.trim()}>
             Create restore point
           </button>
-          <span className="faint">in the sidecars' memory; training pauses while it is copied</span>
+          <span className="faint why">{why || "in the sidecars' memory; training pauses while it is copied"}</span>
         </form>
       )}
-      {marks.data && all.length === 0 && <Empty>Nothing is kept. Marks and standing snapshots need attach(resume="auto").</Empty>}
+      {!marks.data && !marks.error && <Empty>Loading …</Empty>}
+      {marks.data && all.length === 0 && <Empty>Nothing is kept.</Empty>}
       {all.length > 0 && (
         <div className="scroll">
           <table className="plain roomy" aria-label="Restore points">
@@ -82,7 +85,7 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
               {[...all].reverse().map((mark) => (
                 <tr key={keyOf(mark)} data-mark={mark.name || `step ${mark.step}`}>
                   <td>
-                    {mark.name ? <Name>{mark.name}</Name> : <span className="faint">standing snapshot</span>}
+                    {mark.name ? <Name>{mark.name}</Name> : <span className="faint">automatic</span>}
                     {!mark.whole && <div className="faint wrap">{mark.reason}</div>}
                   </td>
                   <td className="num">{mark.step >= 0 ? count(mark.step) : "–"}</td>
@@ -113,7 +116,7 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
       )}
       {chosen && <RollBack mark={chosen} onClose={() => setGoing("")} onDone={marks.refresh} />}
       {leaving && (
-        <Dialog title={`Forget mark ${leaving.name}?`} onClose={() => setForgetting("")}>
+        <Dialog title={`Forget restore point ${leaving.name}?`} onClose={() => setForgetting("")}>
           <p>
             Its {bytes(leaving.size_bytes)} of memory are given back, and training cannot go back to step {count(leaving.step)} by it any more.
           </p>
@@ -167,11 +170,11 @@ function RollBack(props: { mark: Mark; onClose: () => void; onDone: () => void }
     <Dialog title={`Put training back to step ${count(mark.step)}?`} onClose={onClose}>
       <p>
         Parameters, optimizer state, hyper-parameters and everything in keep become what they were
-        {mark.name ? ` at mark ${mark.name}` : ""}, on all ranks or on none.{" "}
+        {mark.name ? ` at restore point ${mark.name}` : ""}, on all ranks or on none.{" "}
         <strong>
-          {steps > 0 ? `The ${count(steps)} update${steps === 1 ? "" : "s"} since, with every edit made since, are left` : "What was done since is left"}
-        </strong>{" "}
-        and made again from there. Undoing the rollback goes forward to them, as long as no other rollback follows.
+          {steps > 0 ? `${plural(steps, "update")} since, with every edit made since, ${steps === 1 ? "is" : "are"} discarded` : "What was done since is discarded"}
+        </strong>
+        ; training continues from step {count(mark.step)}. Undoing the rollback goes forward to them, as long as no other rollback follows.
       </p>
       <label>
         note <input aria-label="Note" maxLength={1000} value={note} onChange={(event) => setNote(event.target.value)} />

@@ -6,12 +6,13 @@ import { get } from "../api/client";
 import type { RankDocument } from "../api/schema";
 import { bytes, count, duration } from "../lib/format";
 import { type Axis, axesOf, countBy, median, stragglers } from "../lib/mesh";
-import { Badge, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
+import { Badge, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { phaseText, Tiles, type TileData } from "./mesh_tiles";
 import { FieldMap } from "./mesh_field";
 import { RankTable } from "./mesh_table";
+import { ChartSpace } from "../ui/series";
 import { StepTimes } from "./mesh_times";
 import { LogPanel } from "./mesh_log";
 import { WhyPanel } from "./mesh_why";
@@ -75,7 +76,7 @@ export default function Mesh(): ReactNode {
         {summary && (
           <span>
             {count(summary.joined_count)} of {count(world)} ranks · step{" "}
-            {count(Math.max(summary.step, live.incarnation === summary.incarnation ? live.step : -1))} · incarnation {summary.incarnation}
+            {count(Math.max(summary.step, live.incarnation === summary.incarnation ? live.step : -1))} · run {summary.incarnation}
           </span>
         )}
         <Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />
@@ -87,15 +88,16 @@ export default function Mesh(): ReactNode {
         title="Ranks"
         source={<span className="source" title="From the placements of the parameters">axes {axesText}</span>}
       >
-        {all.length === 0 && !ranks.error && <Empty>Loading ranks …</Empty>}
+        {all.length === 0 && !ranks.error && <ChartSpace height={Math.min(world, 12) > 4 ? 220 : 120}>Loading …</ChartSpace>}
         {all.length > 0 && all.length <= MAX_TILES && (
           <Tiles ranks={tiles} at={ranks.at} axes={axes} picked={picked} onPick={pick} />
         )}
         {all.length > MAX_TILES && <FieldMap ranks={tiles} axes={axes} picked={picked} onPick={pick} />}
       </Panel>
+      {picked !== "" && all.length === 0 && !ranks.error && <ChartSpace height={420}>Loading …</ChartSpace>}
       {chosen && <RankPanel rank={chosen} axes={axes} reasons={alertsOf.get(chosen.rank) ?? []} at={ranks.at} />}
       {chosen && <LogPanel key={`${job}/${chosen.rank}`} rank={chosen.rank} />}
-      {all.length > 0 && <RankTable ranks={tiles} at={ranks.at} picked={picked} onPick={pick} />}
+      {(all.length > 0 || !ranks.error) && <RankTable ranks={tiles} at={ranks.at} picked={picked} onPick={pick} />}
       <WhyPanel />
       <StepTimes world={world} incarnation={summary?.incarnation ?? -1} />
     </>
@@ -106,7 +108,7 @@ const NO_RANKS: readonly RankDocument[] = [];
 
 function Totals(props: { ranks: readonly TileData[] }): ReactNode {
   const { ranks } = props;
-  if (ranks.length === 0) return null;
+  const loading = ranks.length === 0;
   const phases = [...countBy(ranks.filter((r) => r.membership === "joined"), (r) => r.phase)];
   const middle = median(ranks.filter((r) => r.step_time_ns > 0).map((r) => r.step_time_ns));
   const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes"): number =>
@@ -115,7 +117,7 @@ function Totals(props: { ranks: readonly TileData[] }): ReactNode {
     <Panel title="Now">
       <Facts
         rows={[
-          ["phases", phases.map(([phase, n]) => `${count(n)} ${phaseText(phase)}`).join(", ") || "–"],
+          ["phases", loading ? "…" : phases.map(([phase, n]) => `${count(n)} ${phaseText(phase)}`).join(", ") || "–"],
           ["median step time", duration(middle / 1e9)],
           ["stragglers", count(ranks.filter((rank) => rank.late).length)],
           ["not ok", count(ranks.filter((rank) => rank.state !== "ok").length)],
@@ -163,7 +165,7 @@ function RankPanel(props: {
           ["waited for copies", `${count(rank.stall_count)} times, ${duration(rank.stall_total_ns / 1e9)}`],
           ["longest wait", duration(rank.stall_max_ns / 1e9)],
           ["copies abandoned", count(rank.abandoned_copy_count)],
-          ["arena", bytes(rank.arena_bytes)],
+          ["shared parameter memory", bytes(rank.arena_bytes)],
           ["snapshots", `${count(rank.snapshot_count)}, ${bytes(rank.snapshot_bytes)}`],
           ["sidecar", `pid ${rank.sidecar_pid}, ${bytes(rank.sidecar_rss_bytes)}`],
           ["trainer", rank.trainer_pid ? `pid ${rank.trainer_pid}, ${bytes(rank.trainer_rss_bytes)}` : "none in the sidecar's container"],

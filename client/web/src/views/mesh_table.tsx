@@ -2,23 +2,24 @@
 
 import { type ReactNode, useMemo } from "react";
 
-import { bytes, count, duration } from "../lib/format";
+import { bytes, count, duration, plural } from "../lib/format";
+import { nextSort } from "../lib/sort";
 import { Badge, Panel } from "../ui/bits";
-import { useQuery } from "../ui/hooks";
+import { patchQuery, useQuery } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
 import { phaseText, type TileData, toneOfRank } from "./mesh_tiles";
 
 const COLUMNS: readonly Column<TileData>[] = [
   { key: "rank", title: "rank", width: "4rem", numeric: true, render: (r) => r.rank },
-  { key: "state", title: "state", width: "6rem", render: (r) => <Badge state={r.state} /> },
-  { key: "phase", title: "phase", width: "9rem", render: (r) => phaseText(r.phase) },
-  { key: "step", title: "step", width: "6rem", numeric: true, render: (r) => count(r.step) },
-  { key: "step_time_ns", title: "step time", width: "6rem", numeric: true, render: (r) => duration(r.step_time_ns / 1e9) },
-  { key: "age_s", title: "age", width: "5rem", numeric: true, render: (r) => duration(r.age_s) },
-  { key: "stall_max_ns", title: "longest wait", width: "6.5rem", numeric: true, render: (r) => duration(r.stall_max_ns / 1e9) },
-  { key: "arena_bytes", title: "arena", width: "6rem", numeric: true, render: (r) => bytes(r.arena_bytes) },
-  { key: "sidecar_rss_bytes", title: "sidecar", width: "6rem", numeric: true, render: (r) => bytes(r.sidecar_rss_bytes) },
-  { key: "why", title: "what is wrong", width: "minmax(10rem, 1fr)", render: (r) => [r.reason, r.late ? "straggler" : ""].filter(Boolean).join("; ") },
+  { key: "state", title: "state", width: "5.4rem", render: (r) => <Badge state={r.state} /> },
+  { key: "phase", title: "phase", width: "9rem", wide: true, render: (r) => phaseText(r.phase) },
+  { key: "step", title: "step", width: "5rem", numeric: true, render: (r) => count(r.step) },
+  { key: "step_time_ns", title: "step time", width: "5.4rem", numeric: true, render: (r) => duration(r.step_time_ns / 1e9) },
+  { key: "age_s", title: "age", width: "5rem", wide: true, numeric: true, render: (r) => duration(r.age_s) },
+  { key: "stall_max_ns", title: "longest wait", width: "6.5rem", wide: true, numeric: true, render: (r) => duration(r.stall_max_ns / 1e9) },
+  { key: "arena_bytes", title: "parameters", width: "6rem", wide: true, numeric: true, render: (r) => bytes(r.arena_bytes) },
+  { key: "sidecar_rss_bytes", title: "sidecar", width: "6rem", wide: true, numeric: true, render: (r) => bytes(r.sidecar_rss_bytes) },
+  { key: "why", title: "what is wrong", width: "minmax(10rem, 1fr)", wide: true, render: (r) => [r.reason, r.late ? "straggler" : ""].filter(Boolean).join("; ") },
 ];
 const SORTABLE = new Set(COLUMNS.map((column) => column.key).filter((key) => key !== "why"));
 const keyOf = (rank: TileData): string => String(rank.rank);
@@ -37,7 +38,7 @@ export function RankTable(props: {
   const shown = useMemo(() => chosen(ranks, filter, key, down), [ranks, filter, key, down]);
   return (
     <Panel
-      title={`${count(shown.length)} of ${count(ranks.length)} ranks`}
+      title={shown.length === ranks.length ? plural(ranks.length, "rank") : `${count(shown.length)} of ${plural(ranks.length, "rank")}`}
       actions={
         <input
           type="search"
@@ -56,8 +57,10 @@ export function RankTable(props: {
         keyOf={keyOf}
         selected={picked}
         onPick={(rank) => onPick(rank.rank)}
+        onMove={(rank) => patchQuery({ rank: String(rank.rank) }, { replace: true })}
         sort={{ key, down }}
-        onSort={(each) => setSort(each === key && !down ? `-${each}` : each)}
+        onSort={(each) => setSort(nextSort(sort, each) || "rank")}
+        onClose={() => patchQuery({ rank: "" })}
         sortable={SORTABLE}
         toneOf={toneOfRank}
         height="24rem"

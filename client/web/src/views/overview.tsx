@@ -4,17 +4,17 @@ import { type ReactNode, useEffect, useMemo, useState } from "react";
 
 import { get, urlOf } from "../api/client";
 import { follow } from "../api/sse";
-import { withGaps, type XY } from "../lib/chart";
-import { bytes, clock, count, duration, number } from "../lib/format";
+import type { Point } from "../lib/chart";
+import { bytes, clock, count, duration, number, plural } from "../lib/format";
 import type { Frame } from "../lib/grads";
 import { median, stragglers } from "../lib/mesh";
 import { placeHash } from "../lib/route";
 import { badCount } from "../lib/stats";
 import { changeBefore, drawnOf, type Happening } from "../lib/timeline";
-import { Badge, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
-import { axis, Chart, eventLines } from "../ui/chart";
+import { Badge, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
+import { ChartSpace, ModeControls, SeriesChart } from "../ui/series";
 import { CauseItem } from "./causes";
 import { LoggedNumbers } from "./logged";
 import { pollMs } from "./mesh";
@@ -37,20 +37,57 @@ export default function Overview(): ReactNode {
         <h1>{job}</h1>
         {summary && (
           <span className="faint">
-            run {summary.incarnation}, {count(summary.joined_count)} of {count(summary.world_size)} ranks
+            run {summary.incarnation}, {count(summary.joined_count)} of {plural(summary.world_size, "rank")}
           </span>
         )}
+        <span className="sources" role="group" aria-label="Charts">
+          <ModeControls />
+        </span>
       </div>
       <section className={`panel verdict ${health.tone}`} aria-label="Health" role="status">
         <Badge state={health.word} tone={health.tone} />
         <p className="wrap">{health.why || "Every rank reports, no alert fires, no NaN or Inf found."}</p>
       </section>
+      <Ended history={history} />
+      <LostMarks history={history} />
       <Firing history={history} />
       <Numbers events={events} />
       <LoggedNumbers incarnation={summary?.incarnation ?? -1} events={events} />
       <Timeline history={history} />
       <StepTimes world={summary?.world_size ?? 0} incarnation={summary?.incarnation ?? -1} events={events} />
     </>
+  );
+}
+
+/** What is left to be seen of a training that is over. */
+function Ended(props: { history: History }): ReactNode {
+  const { job, summary } = useShared();
+  if (summary?.state !== "ended") return null;
+  const run = props.history.runs.find((one) => one.incarnation === summary.incarnation);
+  const step = Math.max(run?.step ?? -1, summary.step);
+  return (
+    <section className="panel" aria-label="The end">
+      <p>
+        <strong>Training ended{step >= 0 ? ` at step ${count(step)}` : ""}</strong>
+        {run?.ended_s ? `, ${clock(run.ended_s)}, after ${duration(run.ended_s - run.began_s)}` : ""}
+        {run?.reason ? `: ${run.reason}` : ""}. What was logged, changed and written is below, as long as this control plane runs; later <code>paramd status {job}</code> and <code>paramd edits --job {job}</code> read its records.
+      </p>
+    </section>
+  );
+}
+
+/** A restore point that some rank has lost cannot be used; nobody would learn of it before they need it. */
+function LostMarks(props: { history: History }): ReactNode {
+  const { job } = useShared();
+  const lost = props.history.marks.filter((mark) => mark.name && !mark.whole);
+  if (lost.length === 0) return null;
+  return (
+    <section className="panel verdict warn" aria-label="Lost restore points" role="status">
+      <p className="wrap">
+        {lost.map((mark) => `Restore point ${mark.name} (step ${count(mark.step)}) can no longer be used: ${mark.reason}`).join("; ")}.{" "}
+        <a href={placeHash({ job, view: "edits", query: {} })}>Restore points</a>
+      </p>
+    </section>
   );
 }
 
@@ -63,7 +100,7 @@ function Firing(props: { history: History }): ReactNode {
   if (firing.length === 0) return null;
   return (
     <Panel
-      title={`What is wrong: ${count(firing.length)} cause${firing.length === 1 ? "" : "s"}, the first one first`}
+      title={`What is wrong: ${plural(firing.length, "cause")}, the first one first`}
       actions={<a href={placeHash({ job, view: "alerts", query: { state: "firing" } })}>all alerts</a>}
     >
       {held && (
@@ -97,7 +134,7 @@ function Firing(props: { history: History }): ReactNode {
 }
 
 function Numbers(props: { events: readonly Happening[] }): ReactNode {
-  const { job, summary, live, dark } = useShared();
+  const { job, summary, live } = useShared();
   const world = summary?.world_size ?? 0;
   const ranks = usePoll(
     world && summary?.state !== "ended" ? `${job}/ranks` : null,
@@ -105,24 +142,27 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
     pollMs(world),
   );
   const { shown: gradient, points } = useTotal(job, summary !== null && summary.state !== "ended");
+  const line = useMemo(() => [{ name: "gradient norm", points }], [points]);
   const all = ranks.data?.ranks ?? [];
   const late = [...stragglers(all)];
   const middle = median(all.filter((rank) => rank.step_time_ns > 0).map((rank) => rank.step_time_ns)) / 1e9;
+  const loading = !ranks.data && !ranks.error;
   const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes" | "trainer_rss_bytes"): string =>
-    bytes(all.reduce((total, rank) => total + rank[key], 0));
+    loading ? "…" : bytes(all.reduce((total, rank) => total + rank[key], 0));
+  const held = summary?.hold === "held";
   const step = Math.max(summary?.step ?? -1, live.incarnation === summary?.incarnation ? live.step : -1);
   return (
     <Panel title="Now" source={<Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />}>
       {ranks.error && <Trouble>{ranks.error}</Trouble>}
-      {summary?.state === "ended" && <Empty>The training has ended; its edits, exports and alerts are below.</Empty>}
-      {all.length > 0 && (
+      {summary?.state !== "ended" && (
         <Facts
           rows={[
             ["step", step >= 0 ? count(step) : "–"],
-            ["steps per second", Number.isFinite(middle) ? number(1 / middle, 3) : "–"],
-            ["median step time", duration(middle)],
-            ["stragglers", late.length ? late.map((rank) => <a key={rank} className="spaced" href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>rank {rank}</a>) : "none"],
+            ["steps per second", held ? "0, paused" : Number.isFinite(middle) ? number(1 / middle, 3) : "–"],
+            ["median step time", held ? `${duration(middle)} before the pause` : duration(middle)],
+            ["stragglers", loading ? "…" : late.length ? late.map((rank) => <a key={rank} className="spaced" href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>rank {rank}</a>) : "none"],
             ["gradient norm", gradient],
+            ["learning rates", <a key="lr" href={placeHash({ job, view: "edits", query: {} })}>see and set</a>],
             ["training", summary?.hold ?? "–"],
             ["shared parameter memory", sum("arena_bytes")],
             ["snapshot memory", sum("snapshot_bytes")],
@@ -131,66 +171,49 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
           ]}
         />
       )}
-      {points.length > 1 && (
-        <Chart
-          label="Gradient norm over time"
-          height={170}
-          deps={[points, dark, props.events]}
-          option={(ink) => ({
-            xAxis: axis(ink, "", { type: "time", axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clock(ms / 1000).slice(-8) } }),
-            yAxis: axis(ink, "gradient norm", { type: "value", nameGap: 50, scale: true }),
-            series: [
-              {
-                type: "line",
-                name: "gradient norm",
-                showSymbol: false,
-                lineStyle: { width: 1.3 },
-                markLine: eventLines(ink, props.events, points[0]![0], points.at(-1)![0]),
-                data: withGaps(points),
-              },
-            ],
-          })}
-        />
+      {points.length > 1 ? (
+        <SeriesChart label="Gradient norm over the run" unit="gradient norm" lines={line} height={170} events={props.events} />
+      ) : (
+        gradient === WAITING && summary?.state !== "ended" && <ChartSpace height={170}>Loading …</ChartSpace>
       )}
     </Panel>
   );
 }
 
+const WAITING = "…";
 const KEPT_S = 3600;
 /** Norms kept of the gradients while the page is open. */
 const MAX_NORMS = 600;
 
 interface Total {
   shown: ReactNode;
-  /** Time in ms, and norm. */
-  points: readonly XY[];
+  points: readonly Point[];
 }
+
+type Tell = (shown: ReactNode, point?: Point) => void;
 
 /** The norm of all gradients, every tenth update, where following them is cheap. */
 function useTotal(job: string, alive: boolean): Total {
-  const [total, setTotal] = useState<Total>({ shown: "…", points: [] });
+  const [total, setTotal] = useState<Total>({ shown: WAITING, points: [] });
   useEffect(() => {
     if (!alive) return;
     const controller = new AbortController();
-    void begin(job, controller.signal, (shown, norm, at = Date.now()) =>
-      setTotal(({ points }) => ({
-        shown,
-        points: norm === undefined ? points : [...points.slice(1 - MAX_NORMS), [at, Number(norm.toPrecision(6))]],
-      })),
+    void begin(job, controller.signal, (shown, point) =>
+      setTotal(({ points }) => ({ shown, points: point === undefined ? points : [...points.slice(1 - MAX_NORMS), point] })),
     );
     return () => {
       controller.abort();
-      setTotal({ shown: "…", points: [] });
+      setTotal({ shown: WAITING, points: [] });
     };
   }, [job, alive]);
   return total;
 }
 
-async function begin(job: string, signal: AbortSignal, tell: (shown: ReactNode, norm?: number, at?: number) => void): Promise<void> {
+async function begin(job: string, signal: AbortSignal, tell: Tell): Promise<void> {
   try {
     // What the control plane has kept: no waiting for the next update, and a past.
     const kept = await get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "grad_norm", subject: "total", begin_s: Date.now() / 1000 - KEPT_S }, signal });
-    for (const point of kept.points) tell(number(point.mean), point.mean ?? undefined, 1000 * point.time_s);
+    for (const { mean, step, time_s } of kept.points) tell(number(mean), { step, time_s, value: mean });
   } catch {
     // There may be none.
   }
@@ -208,7 +231,7 @@ async function begin(job: string, signal: AbortSignal, tell: (shown: ReactNode, 
     const frame = JSON.parse(event.data) as Frame;
     const { norm } = frame.total;
     if (badCount(frame.total) || norm === null) tell(<Badge state="not finite" tone="bad" />);
-    else tell(number(norm), norm);
+    else tell(number(norm), { step: frame.step, time_s: Date.now() / 1000, value: norm });
   };
   await follow(url, { onEvent, onState: () => undefined }, signal);
 }

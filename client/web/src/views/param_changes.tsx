@@ -13,7 +13,7 @@ import { type Measure, MeasureTable } from "./measures";
 const STEPS = [["1", "1 step"], ["10", "10 steps"], ["100", "100 steps"]] as const;
 
 export const MEASURES: readonly Measure<UpdateRow>[] = [
-  { key: "norm", title: "norm", of: (row) => row.norm },
+  { key: "norm", title: "update norm", of: (row) => row.norm },
   { key: "ratio", title: "ratio", of: (row) => row.ratio },
   { key: "max", title: "max", of: (row) => row.max_abs },
   { key: "changed", title: "changed", of: (row) => (row.numel ? row.changed / row.numel : null), text: (row) => percent(row.changed, row.numel) },

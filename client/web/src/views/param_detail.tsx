@@ -1,12 +1,15 @@
 /** One parameter: statistics now and over steps, heat map, placement, values. */
 
-import { type ReactNode, useEffect, useRef } from "react";
+import { type ReactNode, useEffect, useMemo, useRef } from "react";
 
 import { get } from "../api/client";
 import { literal } from "../lib/filters";
-import { count, plural, shape } from "../lib/format";
+import { clock, count, plural, shape } from "../lib/format";
+import { placeHash } from "../lib/route";
+import { editsOf } from "../lib/edits";
+import { drawnOf, type Happening, timelineOf } from "../lib/timeline";
 import { badCount, badText, facts as statFacts, type Stats } from "../lib/stats";
-import { Choice, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
+import { Badge, Choice, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { Compare } from "./param_compare";
@@ -37,6 +40,9 @@ export function ParamDetail(props: { name: string }): ReactNode {
     if (window.matchMedia("(max-width: 1100px)").matches) box.current?.scrollIntoView({ block: "start" });
   }, [name]);
   const mayRead = useMay("read");
+  const mayEdit = useMay("edit");
+  const edited = useEdits(name);
+  const events = useMemo(() => drawnOf(edited), [edited]);
   const [part, setPart] = useQuery("part", "numbers");
   const [collecting, setCollecting] = useQuery("collect", "on");
   const detail = usePoll(
@@ -52,11 +58,18 @@ export function ParamDetail(props: { name: string }): ReactNode {
     <div className="detail" ref={box}>
       <Panel
         title={<Name className="wrap">{name}</Name>}
-        source={<Source what="/params/stats" at={found.at} step={last?.step} incarnation={last?.incarnation} error={found.error} />}
+        source={<Source what={`/params/stats?filter=${encodeURIComponent(`"${name}"`)}`} at={found.at} step={last?.step} incarnation={last?.incarnation} error={found.error} />}
         actions={
+          <>
+          {mayEdit && (
+            <a className="button" href={placeHash({ job, view: "edits", query: { pattern: literal(name) } })}>
+              Edit this …
+            </a>
+          )}
           <button type="button" className="quiet" aria-label="Close the detail" onClick={() => patchQuery({ name: "", part: "" })}>
             ✕
           </button>
+          </>
         }
       >
         {detail.error && <Trouble>{detail.error}</Trouble>}
@@ -74,6 +87,18 @@ export function ParamDetail(props: { name: string }): ReactNode {
               ...(last ? statRows(last.stats) : []),
             ]}
           />
+        )}
+        {edited.length > 0 && (
+          <ul className="bare list-small" tabIndex={0} aria-label="Edits of this parameter">
+            {edited.map((one) => (
+              <li key={one.key}>
+                <span className="faint">{clock(one.time_s)}</span> <Badge state={one.state} /> <a href={placeHash({ job, view: "edits", query: one.query })}>{one.what}</a>{" "}
+                <span className="faint">
+                  {one.step >= 0 ? `step ${count(one.step)}, ` : ""}by {one.who}
+                </span>
+              </li>
+            ))}
+          </ul>
         )}
       </Panel>
       {facts && (
@@ -93,7 +118,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
       {part === "numbers" && facts && (
         <>
           <HistogramPanel samples={found.samples} />
-          <NormPanel name={name} samples={found.samples} />
+          <NormPanel name={name} samples={found.samples} events={events} />
         </>
       )}
       {!mayRead && (part === "heat" || part === "values") && (
@@ -107,6 +132,21 @@ export function ParamDetail(props: { name: string }): ReactNode {
       {part === "values" && facts && mayRead && <Values name={name} shape={facts.shape} />}
       {part === "compare" && facts && <Compare samples={found.samples} keep={found.keep} mayRead={mayRead} />}
     </div>
+  );
+}
+
+/** What changed this parameter on purpose, newest first. */
+function useEdits(name: string): readonly Happening[] {
+  const { job, live } = useShared();
+  const found = usePoll(
+    `${job} edits`,
+    (signal) => get("/api/v1/jobs/{job}/edits", { path: { job }, query: { limit: 100 }, signal }),
+    60_000,
+    live.changes["edit"] ?? 0,
+  );
+  return useMemo(
+    () => timelineOf({ edits: editsOf(name, found.data?.edits ?? []), marks: [], exports: [], incarnations: [], causes: [], recent: [] }),
+    [name, found.data],
   );
 }
 

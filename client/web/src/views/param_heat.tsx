@@ -134,7 +134,7 @@ function Picture(props: {
       </div>
       <p className="readout" data-testid="readout">
         {over && where
-          ? `rows ${where.rows.begin}–${where.rows.end - 1}, columns ${where.cols.begin}–${where.cols.end - 1} of what is shown: ${value === null || value === undefined ? "no finite element" : number(value, 5)}`
+          ? `${placed("row", where.rows, beginOf(shape, ranges, "rows"))}, ${placed("column", where.cols, beginOf(shape, ranges, "cols"))}: ${value === null || value === undefined ? "no finite element" : number(value, 5)}`
           : "drag over a part to look closer"}
       </p>
       <div className="legend">
@@ -179,6 +179,12 @@ function Scale(props: { bounds: [number, number]; color: (value: number) => read
       <Ticks className="" side="top" ticks={[...ticks].reverse().map((tick) => ({ ...tick, at: 1 - tick.at }))} />
     </div>
   );
+}
+
+/** Rows or columns of the tensor; one alone without a range. */
+function placed(what: string, range: Range, from: number): string {
+  const [first, last] = [from + range.begin, from + range.end - 1];
+  return first === last ? `${what} ${first}` : `${what}s ${first}–${last}`;
 }
 
 /** The first index of the tensor that is shown, down or across; 0 when dims are flattened. */

@@ -4,7 +4,8 @@ import { type ReactNode, useMemo, useState } from "react";
 
 import { get } from "../api/client";
 import type { DiffDocument, ExportInfo, JobSummary, Mark } from "../api/schema";
-import { count, number, percent } from "../lib/format";
+import { count, number, percent, plural } from "../lib/format";
+import { placeHash } from "../lib/route";
 import { Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
@@ -15,7 +16,7 @@ const PATIENCE_S = 90;
 const AHEAD = [1, 10, 100];
 
 export const MEASURES: readonly Measure<DiffDocument>[] = [
-  { key: "norm", title: "norm", of: (row) => row.norm },
+  { key: "norm", title: "norm of the difference", of: (row) => row.norm },
   { key: "relative", title: "relative", of: (row) => row.relative },
   { key: "cosine", title: "cosine", of: (row) => row.cosine, text: (row) => number(row.cosine, 7) },
   { key: "max", title: "max", of: (row) => row.max_abs },
@@ -33,7 +34,7 @@ export function statesOf(
   return [
     ["now", "now"],
     ...AHEAD.map((n): [string, string] => [`+${n}`, n === 1 ? "the next step" : `${n} steps from now`]),
-    ...marks.filter((one) => one.name && one.whole).map((one): [string, string] => [`mark:${one.name}`, `mark ${one.name}, step ${count(one.step)}`]),
+    ...[...marks].reverse().filter((one) => one.name && one.whole).map((one): [string, string] => [`mark:${one.name}`, `restore point ${one.name}, step ${count(one.step)}`]),
     ...exports
       .filter((one) => one.state === "DONE" && one.format === "safetensors" && !one.removed)
       .map((one): [string, string] => [`export:${one.id}`, `export ${one.destination}, step ${count(one.step ?? 0)}`]),
@@ -44,10 +45,11 @@ export function statesOf(
 export function States(): ReactNode {
   const { job, jobs } = useShared();
   const mayRead = useMay("read");
-  const [a, setA] = useQuery("a", "now");
-  const [b, setB] = useQuery("b", "+10");
+  const mayEdit = useMay("edit");
+  const [from, setA] = useQuery("a");
+  const [to, setB] = useQuery("b");
   const [filter] = useQuery("filter");
-  const [sort, setSort] = useQuery("by", "-relative");
+  const [sort, setSort] = useQuery("diff", "-relative");
   const [one, setOne] = useState("");
   const [asked, setAsked] = useState<{ a: string; b: string; round: number } | null>(null);
   const marks = usePoll(`${job} marks`, (signal) => get("/api/v1/jobs/{job}/marks", { path: { job }, signal }), 0);
@@ -56,6 +58,10 @@ export function States(): ReactNode {
     () => statesOf(marks.data?.marks ?? [], exports.data?.exports ?? [], jobs, job),
     [marks.data, exports.data, jobs, job],
   );
+  // The past by default, where there is one: the newest restore point or export, and now.
+  const past = options.filter(([each]) => /^(mark|export):/.test(each)).at(0)?.[0];
+  const a = from || (past ?? "now");
+  const b = to || (past ? "now" : "+10");
   // The API's own patterns are globs; a filter of the list may say more.
   const text = filter.trim();
   const globs = text && !/[=<>\s]/.test(text) ? [text] : undefined;
@@ -99,7 +105,13 @@ export function States(): ReactNode {
             ? "Needs a reader's token."
             : found.busy && asked
               ? "Waits for both states and reads them; training goes on."
-              : "Choose two states: this training now or some steps ahead, a mark, an export in a directory, or another job."}
+              : "Choose two states: this training now or some steps ahead, a restore point, an export in a directory, or another job. Steps that are past and were not kept cannot be read."}
+          {mayRead && mayEdit && !past && (
+            <>
+              {" "}
+              <a href={placeHash({ job, view: "edits", query: {} })}>Create a restore point</a> now, to compare with later.
+            </>
+          )}
         </Empty>
       )}
       {found.data && (
@@ -173,5 +185,5 @@ export function summaryOf(rows: readonly DiffDocument[]): string {
   const differ = compared.filter((row) => row.changed > 0);
   const norm = Math.hypot(...differ.map((row) => row.norm ?? 0));
   const others = rows.length - compared.length;
-  return `${count(differ.length)} tensors differ (norm ${number(norm, 4)}), ${count(compared.length - differ.length)} are equal${others ? `, ${count(others)} cannot be compared` : ""}.`;
+  return `${plural(differ.length, "tensor differs", "tensors differ")} (norm ${number(norm, 4)}), ${count(compared.length - differ.length)} are equal${others ? `, ${count(others)} cannot be compared` : ""}.`;
 }

@@ -1,6 +1,6 @@
 /** Parameters: a filtered list with statistics, and one parameter in detail. */
 
-import { type ReactNode, useCallback, useMemo, useState } from "react";
+import { type ReactNode, useCallback, useEffect, useMemo, useState } from "react";
 
 import type { ParamDocument, StatsDocument } from "../api/schema";
 import { count, shape, short } from "../lib/format";
@@ -29,20 +29,23 @@ export default function Params(): ReactNode {
   const [name] = useQuery("name");
   const asked = substrings(useSettled(filter, TYPING_MS));
   const [round, setRound] = useState(0);
-  const listed = useParams(job, asked, round);
+  // The control plane orders and filters what is too much to be loaded.
+  const [large, setLarge] = useState({ of: "", many: false });
+  const many = large.of === `${job} ${asked}` && large.many;
+  const listed = useParams(job, asked, many ? orderOf(sort) : "", round);
+  useEffect(() => {
+    if (listed.order === "" && listed.total > 0) setLarge({ of: `${job} ${listed.filter}`, many: listed.total > MAX_WHOLE });
+  }, [job, listed]);
   const numbers = useNumbers(job, asked, listed);
   const [closed, setClosed] = useState<ReadonlySet<string>>(new Set());
   // All that can be had is there: what is missing now is not known, or not for this role.
   const whole = numbers.at > 0 && !numbers.busy && listed.done && listed.total <= MAX_WHOLE;
-  const many = listed.total > MAX_WHOLE;
-  const sortable = many ? FACTS : SORTABLE;
   const tree = useMemo(() => (as === "tree" ? treeOf(listed.items) : null), [as, listed.items]);
   const rows = useMemo<Item[]>(() => {
     if (tree) return rowsOf(tree, closed);
     const leaves = listed.items.map((item): Item => ({ kind: "leaf", item, label: item.name, depth: 0 }));
-    // Of a part of the rows, an order by statistics would be a wrong one.
-    return sortable.has(sort.replace(/^-/, "")) ? [...sortedBy(leaves, sort, (row, key) => sortValue(row, key, numbers.of))] : leaves;
-  }, [tree, closed, listed.items, sort, sortable, numbers.of]);
+    return SORTABLE.has(sort.replace(/^-/, "")) && !many ? [...sortedBy(leaves, sort, (row, key) => sortValue(row, key, numbers.of))] : leaves;
+  }, [tree, closed, listed.items, sort, many, numbers.of]);
   const toggle = useCallback((path: string) => {
     setClosed((old) => {
       const next = new Set(old);
@@ -107,16 +110,23 @@ export default function Params(): ReactNode {
             <Choice label="Show as" value={SHOWN.find(([one]) => one === as)?.[0] ?? "list"} options={SHOWN} onChange={setAs} />
           </div>
           {listed.error && <Trouble>{listed.error}</Trouble>}
+          {listed.error && listed.order && <button type="button" className="small" onClick={() => setSort("")}>The model's order</button>}
           {numbers.error && !listed.error && <Trouble>{numbers.error}</Trouble>}
           {listed.missing.length > 0 && (
             <Trouble>
               {listed.missing.length} not available now, first {listed.missing[0]!.name}: {listed.missing[0]!.reason}
             </Trouble>
           )}
+          {many && listed.step >= 0 && (
+            <p className="faint">
+              In the order of {sort.replace(/^-/, "")} at step {count(listed.step)}, without buffers. <button type="button" className="small" onClick={() => setRound((n) => n + 1)}>Order again</button>
+            </p>
+          )}
+          {many && listed.busy && <p className="faint">The ranks order {count(listed.total || undefined)} tensors …</p>}
           {steps === undefined && numbers.steps[0] >= 0 && (
             <p className="faint">
               Statistics of the rows in view, loaded while scrolling: steps {count(numbers.steps[0])} to{" "}
-              {count(numbers.steps[1])}. Narrow the filter to {count(MAX_WHOLE)} tensors to get all at one step, and to order by them.
+              {count(numbers.steps[1])}. Narrow the filter to {count(MAX_WHOLE)} tensors to get all at one step.
             </p>
           )}
         </div>
@@ -139,8 +149,7 @@ export default function Params(): ReactNode {
           onClose={close}
           sort={order}
           onSort={as === "tree" ? noSort : onSort}
-          sortable={as === "tree" ? NONE : sortable}
-          unsortable={many ? `order by statistics: narrow the filter to ${count(MAX_WHOLE)} tensors` : ""}
+          sortable={as === "tree" ? NONE : SORTABLE}
           onSight={onSight}
           toneOf={toneOf}
         />}
@@ -153,7 +162,9 @@ export default function Params(): ReactNode {
 const NONE: ReadonlySet<string> = new Set();
 const noSort = (): void => undefined;
 const SORTABLE = new Set(["name", "dtype", "numel", "nan", ...COLUMNS.map((one) => one.title)]);
-const FACTS: ReadonlySet<string> = new Set(["name", "dtype", "numel"]);
+
+/** The order as the API names it. */
+const orderOf = (sort: string): string => (SORTABLE.has(sort.replace(/^-/, "")) ? sort.replace(/nan$/, "bad") : "");
 const close = (): void => patchQuery({ name: "", part: "" });
 const onMove = (row: Item): void => {
   if (row.kind === "leaf") patchQuery({ name: row.item.name, part: "" }, { replace: true });
@@ -199,7 +210,7 @@ function columnsOf(stats: ReadonlyMap<string, StatsDocument>, narrow: boolean, w
       width: one.width!,
       numeric: true,
       wide: one.wide ?? false,
-      render: (row) => cell(row, (found) => text(one, found)),
+      render: (row) => cell(row, (found) => (badCount(found) > 0 && one.key !== "zero_count" ? <span title={`without ${count(badCount(found))} NaN or Inf`}>{text(one, found)} *</span> : text(one, found))),
     })),
     { key: "nan", title: "NaN/Inf", width: "4.4rem", numeric: true, render: (row) => cell(row, (found) => count(badCount(found))) },
   ];

@@ -13,6 +13,11 @@ const SETTLE_MS = 250;
 
 export interface Listed {
   key: string;
+  filter: string;
+  /** As the API orders them; empty: as the model has them. */
+  order: string;
+  /** Asked for, and nothing is there yet. */
+  busy: boolean;
   items: readonly ParamDocument[];
   total: number;
   done: boolean;
@@ -26,6 +31,9 @@ export interface Listed {
 
 const NOTHING: Listed = {
   key: "",
+  filter: "",
+  order: "",
+  busy: false,
   items: [],
   total: 0,
   done: false,
@@ -37,20 +45,22 @@ const NOTHING: Listed = {
 };
 
 /** All tensors that the filter selects. The first page is shown at once, others are added. */
-export function useParams(job: string, filter: string, round: number): Listed {
+export function useParams(job: string, filter: string, order: string, round: number): Listed {
   const [listed, setListed] = useState<Listed>(NOTHING);
-  const key = `${job} ${filter} ${round}`;
+  const key = `${job} ${filter} ${order} ${round}`;
   useEffect(() => {
     const controller = new AbortController();
-    void loadAll(job, filter, key, controller.signal, setListed);
+    setListed((old) => ({ ...old, busy: true }));
+    void loadAll(job, filter, order, key, controller.signal, setListed);
     return () => controller.abort();
-  }, [job, filter, key]);
+  }, [job, filter, order, key]);
   return listed;
 }
 
 async function loadAll(
   job: string,
   filter: string,
+  order: string,
   key: string,
   signal: AbortSignal,
   tell: (listed: Listed) => void,
@@ -61,7 +71,7 @@ async function loadAll(
     do {
       const page = await get("/api/v1/jobs/{job}/params", {
         path: { job },
-        query: { filter: filter.trim() || "*", limit: PAGE, ...(token ? { page_token: token } : {}) },
+        query: { filter: filter.trim() || "*", limit: PAGE, ...(order ? { sort: order } : {}), ...(token ? { page_token: token } : {}) },
         signal,
       });
       if (signal.aborted) return;
@@ -69,6 +79,9 @@ async function loadAll(
       token = page.next_page_token;
       tell({
         key,
+        filter,
+        order,
+        busy: false,
         items,
         total: page.total_count,
         done: token === "",
@@ -81,7 +94,7 @@ async function loadAll(
     } while (token);
   } catch (error) {
     if (signal.aborted) return;
-    tell({ ...NOTHING, key, items, error: error instanceof Error ? error.message : String(error) });
+    tell({ ...NOTHING, key, filter, order, items, error: error instanceof Error ? error.message : String(error) });
   }
 }
 

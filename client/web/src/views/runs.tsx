@@ -4,13 +4,14 @@ import { type ReactNode, useMemo } from "react";
 
 import { get } from "../api/client";
 import type { HistoryDocument, IncarnationRecord, JobSummary } from "../api/schema";
-import { clock, count, duration, number } from "../lib/format";
+import { clock, count, duration, number, plural } from "../lib/format";
 import { placeHash } from "../lib/route";
-import { alongSteps, meanOf, parseRun, type Run, runText } from "../lib/runs";
-import { Badge, Choice, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
-import { axis, Chart } from "../ui/chart";
+import { meanOf, parseRun, type Run, runText } from "../lib/runs";
+import { Badge, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { patchQuery, usePlace, usePoll, useQuery } from "../ui/hooks";
+import { ChartSpace, ModeControls, SeriesChart } from "../ui/series";
+import { lineOf } from "./logged";
 
 export default function Runs(): ReactNode {
   const { jobs, job } = useShared();
@@ -18,7 +19,7 @@ export default function Runs(): ReactNode {
     <>
       <div className="head">
         <h1>Jobs &amp; runs</h1>
-        <span className="faint">{count(jobs.length)} job{jobs.length === 1 ? "" : "s"} of this control plane</span>
+        <span className="faint">{plural(jobs.length, "job")} of this control plane</span>
       </div>
       <Jobs jobs={jobs} />
       {job && <RunsOf job={job} />}
@@ -111,6 +112,7 @@ function RunsOf(props: { job: string }): ReactNode {
       source={<Source what={`/jobs/${job}/incarnations`} at={found.at} error={found.error} busy={found.busy} refresh={found.refresh} />}
     >
       {found.error && <Trouble>{found.error}</Trouble>}
+      {!found.data && !found.error && <Empty>Loading …</Empty>}
       {found.data && rows.length === 0 && <Empty>No run is known.</Empty>}
       <div className="scroll" tabIndex={0} role="region" aria-label="Runs">
         <table className="plain roomy" aria-label="Runs">
@@ -163,13 +165,12 @@ function lasted(run: IncarnationRecord): string {
 }
 
 const METRICS = [["step_time_s", "Step time"], ["norm", "Norm"], ["grad_norm", "Gradient norm"]] as const;
-type Metric = (typeof METRICS)[number][0];
+const LOGGED = "log:";
 
 function Comparison(): ReactNode {
-  const { dark } = useShared();
   const [a] = useQuery("a");
   const [b] = useQuery("b");
-  const [metric, setMetric] = useQuery("metric", "step_time_s");
+  const [asked, setMetric] = useQuery("metric");
   const [subject, setSubject] = useQuery("subject");
   const runs = useMemo(() => [parseRun(a), parseRun(b)].filter((run): run is Run => run !== null), [a, b]);
   const offered = usePoll(
@@ -177,6 +178,13 @@ function Comparison(): ReactNode {
     (signal) => Promise.all(runs.map((run) => get("/api/v1/jobs/{job}/history/series", { path: { job: run.job }, query: { incarnation: run.incarnation, limit: 5000 }, signal }))),
     0,
   );
+  // What the scripts log comes first: runs are compared by their loss.
+  const metrics = useMemo<(readonly [string, string])[]>(() => {
+    const all = (offered.data ?? []).flatMap((page) => page.series.map((one) => one.metric));
+    return [...[...new Set(all)].filter((one) => one.startsWith(LOGGED)).map((one) => [one, one.slice(LOGGED.length)] as const), ...METRICS];
+  }, [offered.data]);
+  const metric = asked || metrics[0]![0];
+  const title = metrics.find(([one]) => one === metric)?.[1] ?? metric;
   const subjects = useMemo(() => {
     const lists = (offered.data ?? []).map((page) => page.series.filter((one) => one.metric === metric).map((one) => one.subject));
     return [...new Set(lists.flat())].sort((x, y) => x.localeCompare(y, "en", { numeric: true }));
@@ -189,7 +197,7 @@ function Comparison(): ReactNode {
         runs.map((run) =>
           get("/api/v1/jobs/{job}/history", {
             path: { job: run.job },
-            query: { metric: metric as Metric, subject: chosen, incarnation: run.incarnation },
+            query: { metric, subject: chosen, incarnation: run.incarnation },
             signal,
           }),
         ),
@@ -197,17 +205,33 @@ function Comparison(): ReactNode {
     0,
   );
   const series = found.data ?? [];
+  const lines = useMemo(
+    () =>
+      (found.data ?? []).map((one, i) => {
+        const { points } = lineOf("", one);
+        const scaled = metric === "step_time_s" ? points.filter((point) => point.value !== 0).map((point) => ({ ...point, value: point.value === null ? null : 1000 * point.value })) : points;
+        return { name: `${"AB"[i]}: ${runs[i] ? runText(runs[i]!) : ""}`, points: scaled };
+      }),
+    [found.data, metric, runs],
+  );
   return (
     <Panel
       title="Compare two runs"
       actions={
         <>
-          <Choice label="Metric" value={metric as Metric} options={METRICS} onChange={setMetric} />
+          <select aria-label="Metric" value={metric} onChange={(event) => setMetric(event.target.value)}>
+            {metrics.map(([one, shown]) => (
+              <option key={one} value={one}>
+                {shown}
+              </option>
+            ))}
+          </select>
+          <ModeControls alongSteps />
           {subjects.length > 0 && (
             <select aria-label="Series" value={chosen} onChange={(event) => setSubject(event.target.value)}>
               {subjects.map((one) => (
                 <option key={one} value={one}>
-                  {metric === "step_time_s" && /^\d+$/.test(one) ? `rank ${one}` : one}
+                  {/^\d+$/.test(one) ? `rank ${one}` : one}
                 </option>
               ))}
             </select>
@@ -225,29 +249,12 @@ function Comparison(): ReactNode {
       {runs.length < 2 && <Empty>Choose A and B among the runs above.</Empty>}
       {runs.length > 0 && offered.data && subjects.length === 0 && (
         <Empty>
-          {metric === "norm" ? "No norms are kept of these runs: the watch was off." : metric === "grad_norm" ? "No gradient norms are kept of these runs: nobody followed gradients." : "No step times are kept of these runs."}
+          {metric === "norm" ? "No norms are kept of these runs: the watch was off." : metric === "grad_norm" ? "No gradient norms are kept of these runs: nobody followed gradients." : `Nothing is kept of ${title} in these runs.`}
         </Empty>
       )}
+      {runs.length > 1 && !found.data && !found.error && !offered.error && (subjects.length > 0 || !offered.data) && <ChartSpace height={330}>Loading …</ChartSpace>}
       {series.length > 0 && <Both runs={runs} series={series} metric={metric} />}
-      {series.some((one) => one.points.length > 0) && (
-        <Chart
-          label={`${metric} of ${runs.map(runText).join(" and ")} along the steps`}
-          height={260}
-          deps={[series, dark]}
-          option={(ink) => ({
-            legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" },
-            xAxis: axis(ink, "step", { type: "value", scale: true }),
-            yAxis: axis(ink, metric === "step_time_s" ? "ms" : "norm", { type: "value", scale: true, nameGap: 50 }),
-            series: series.map((one, i) => ({
-              type: "line" as const,
-              name: `${"AB"[i]}: ${runText(runs[i]!)}`,
-              showSymbol: one.points.length < 4,
-              lineStyle: { width: 1.4 },
-              data: alongSteps(one, metric === "step_time_s" ? 1000 : 1),
-            })),
-          })}
-        />
-      )}
+      {series.some((one) => one.points.length > 0) && <SeriesChart label={`${title} of ${runs.map(runText).join(" and ")}`} unit={metric === "step_time_s" ? "ms" : title} lines={lines} height={260} alongSteps />}
     </Panel>
   );
 }

@@ -4,7 +4,7 @@ import { type ReactNode, useMemo } from "react";
 
 import { get, text } from "../api/client";
 import type { RankDocument } from "../api/schema";
-import { bytes, clock, count, duration } from "../lib/format";
+import { bytes, clock, count, duration, words } from "../lib/format";
 import { countBy } from "../lib/mesh";
 import { parseMetrics } from "../lib/prometheus";
 import { Bar, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
@@ -78,6 +78,7 @@ function Stalls(): ReactNode {
           ["sidecars' versions", versions.map(([version, n]) => `${version} (${count(n)})`).join(", ") || "–"],
         ]}
       />
+      {all.length === 0 && !ranks.error && <Empty>Loading …</Empty>}
       <Rows label="Waits by rank" columns={columns} items={all} keyOf={(r) => String(r.rank)} height="18rem" />
     </Panel>
   );
@@ -148,7 +149,7 @@ function ControlPlane(): ReactNode {
   return (
     <Panel title="Requests and rounds" source={<Source what="/metrics" at={metrics.at} error={metrics.error} busy={metrics.busy} refresh={metrics.refresh} />}>
       {metrics.error && <Trouble>{metrics.error}</Trouble>}
-      <div className="scroll" style={{ maxHeight: "20rem" }} tabIndex={0}>
+      <div className="scroll" style={{ height: "20rem" }} tabIndex={0}>
         <table className="plain">
           <tbody>
             {shown.map((one) => (
@@ -179,17 +180,10 @@ function Happenings(): ReactNode {
         {live.recent.map((event) => (
           <li key={event.id}>
             <span className="faint">{clock(event.time_s)}</span> <strong>{event.kind}</strong>{" "}
-            <span className="wrap">{words(event.data)}</span>
+            <span className="wrap">{words(Object.fromEntries(Object.entries(event.data).filter(([key]) => key !== "time_s" && key !== "job")))}</span>
           </li>
         ))}
       </ul>
     </Panel>
   );
-}
-
-function words(data: Readonly<Record<string, unknown>>): string {
-  return Object.entries(data)
-    .filter(([key, value]) => !["time_s", "job"].includes(key) && value !== "" && value !== null)
-    .map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : String(value)}`)
-    .join(", ");
 }

@@ -3,6 +3,7 @@
 import { type ReactNode, useMemo } from "react";
 
 import { get } from "../api/client";
+import type { IncarnationRecord, Mark } from "../api/schema";
 import { type Cause, causesOf } from "../lib/causes";
 import { clock, count } from "../lib/format";
 import { placeHash } from "../lib/route";
@@ -16,6 +17,8 @@ const SHOWN = 40;
 export interface History {
   causes: readonly Cause[];
   timeline: readonly Happening[];
+  marks: readonly Mark[];
+  runs: readonly IncarnationRecord[];
   watch: boolean;
   at: number;
   error: string | null;
@@ -70,6 +73,8 @@ export function useHistory(): History {
   return {
     causes,
     timeline,
+    marks: marks.data?.marks ?? [],
+    runs: starts.data?.incarnations ?? [],
     watch: alerts.data?.watch ?? false,
     at: Math.min(...parts.map((part) => part.at)),
     error: parts.find((part) => part.error)?.error ?? null,
@@ -78,6 +83,7 @@ export function useHistory(): History {
   };
 }
 
+const KIND_WORDS: Record<Kind, string> = { edit: "edits", mark: "restore points", export: "exports", restart: "runs", alert: "alerts", hold: "pauses" };
 const SHOW = ["all", ...KINDS] as const;
 
 export function Timeline(props: { history: History }): ReactNode {
@@ -85,23 +91,23 @@ export function Timeline(props: { history: History }): ReactNode {
   const { job } = useShared();
   const [show, setShow] = useQuery("show", "all");
   const shown = history.timeline.filter((one) => show === "all" || one.kind === show);
-  const several = new Set(history.timeline.map((one) => one.incarnation)).size > 1;
+  const several = new Set(history.timeline.flatMap((one) => (one.incarnation >= 0 ? one.incarnation : []))).size > 1;
   return (
     <Panel
       title="What changed"
-      actions={<Choice label="Kinds" value={show as Kind | "all"} options={SHOW.map((kind) => [kind, kind === "all" ? "All" : `${kind}s`] as const)} onChange={setShow} />}
-      source={<Source what="edits, marks, exports, incarnations, alerts" at={history.at} error={history.error} busy={history.busy} refresh={history.refresh} />}
+      actions={<Choice label="Kinds" value={show as Kind | "all"} options={SHOW.map((kind) => [kind, kind === "all" ? "All" : KIND_WORDS[kind]] as const)} onChange={setShow} />}
+      source={<Source what="edits, restore points, exports, runs, alerts" at={history.at} error={history.error} busy={history.busy} refresh={history.refresh} />}
     >
       {history.error && <Trouble>{history.error}</Trouble>}
       {history.at > 0 && shown.length === 0 && (
-        <Empty>{show === "all" ? "Nothing has happened yet." : `No ${show} yet.`}{show === "hold" ? " Holds are listed from when this page was opened; the audit has all." : ""}</Empty>
+        <Empty>{show === "all" ? "Nothing has happened yet." : `No ${KIND_WORDS[show as Kind] ?? show} yet.`}{show === "hold" ? " Pauses are listed from when this page was opened; the audit has all." : ""}</Empty>
       )}
       <ol className="bare happenings" aria-label="Timeline">
         {shown.slice(0, SHOWN).map((one) => (
           <li key={one.key} data-kind={one.kind}>
             <span className="faint when">{clock(one.time_s)}</span>
             <Badge state={one.state} tone={toneOf(one.state)} />
-            <a href={placeHash({ job, view: one.view, query: one.query })}>{one.kind === "restart" ? "run" : one.kind}</a>
+            <a href={placeHash({ job, view: one.view, query: one.query })}>{{ restart: "run", mark: "restore point", hold: "pause" }[one.kind as string] ?? one.kind}</a>
             <span className="wrap what">{one.what}</span>
             <span className="faint">
               {one.who && (
@@ -110,7 +116,7 @@ export function Timeline(props: { history: History }): ReactNode {
                 </>
               )}
               {one.step >= 0 ? ` step ${count(one.step)}` : ""}
-              {several && one.incarnation >= 0 && one.kind !== "restart" ? ` incarnation ${one.incarnation}` : ""}
+              {several && one.incarnation >= 0 && one.kind !== "restart" ? ` run ${one.incarnation}` : ""}
             </span>
           </li>
         ))}

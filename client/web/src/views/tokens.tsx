@@ -2,10 +2,10 @@
 
 import { type FormEvent, type ReactNode, useState } from "react";
 
-import { del, get, post } from "../api/client";
+import { del, get, invitationFor, post } from "../api/client";
 import type { NewToken, TokenDocument, TokenRequest } from "../api/schema";
 import { clock } from "../lib/format";
-import { Badge, Dialog, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
+import { Badge, Dialog, Empty, Line, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { useNow, usePoll } from "../ui/hooks";
 import { textOf } from "../ui/problems";
@@ -141,7 +141,15 @@ function Create(props: { onMade: (token: NewToken) => void }): ReactNode {
 
 function Secret(props: { token: NewToken; onClose: () => void }): ReactNode {
   const { token, onClose } = props;
+  const { job } = useShared();
   const [copied, setCopied] = useState(false);
+  const [link, setLink] = useState("");
+  const [problem, setProblem] = useState("");
+  const invite = (): void => {
+    invitationFor(token.token)
+      .then((code) => setLink(`${window.location.origin}/#/sign-in/${code}/${encodeURIComponent(job)}`))
+      .catch((error: unknown) => setProblem(textOf(error)));
+  };
   return (
     <Dialog title={`Token ${token.name}`} onClose={onClose}>
       <p>This is the only time that it is shown. Its role is {token.role}.</p>
@@ -149,11 +157,18 @@ function Secret(props: { token: NewToken; onClose: () => void }): ReactNode {
         {token.token}
       </p>
       <p>
-        To sign in, open <code>{window.location.origin}/</code> and paste it. From another machine first:{" "}
-        <code>
-          ssh -L {window.location.port || "443"}:{window.location.host} HOST
-        </code>
+        To sign in, open <code>{window.location.origin}/</code> and paste it, or send a link that works once, within an hour:
       </p>
+      {link ? (
+        <Line>{link}</Line>
+      ) : (
+        <button type="button" onClick={invite}>
+          Make an invitation link
+        </button>
+      )}
+      {problem && <Trouble>{problem}</Trouble>}
+      <p>From another machine first, with the name of this control plane's host:</p>
+      <Line>{`ssh -N -L ${window.location.port || "443"}:${window.location.host} HOST`}</Line>
       <div className="foot">
         <button type="button" onClick={() => void navigator.clipboard?.writeText(token.token).then(() => setCopied(true))}>
           {copied ? "Copied" : "Copy"}

@@ -40,7 +40,7 @@ SAVED_EVERY_S = 600.0
 """Longest delay of the time of last use in the file that keeps sessions."""
 KEY_HEADER = "x-paramd-session"
 
-CODE_S = 60.0
+CODE_S, MAX_CODE_S = 60.0, 3600.0
 """Validity of a sign-in code, which works once."""
 MAX_CODES = 64
 """Unused codes; past the cap the token with the most loses its oldest."""
@@ -131,8 +131,8 @@ class Sessions:
             self._save()
         return session.token_digest
 
-    def invite(self, token_digest: str) -> str:
-        """A code that opens one session for this token, checked to be valid, within `CODE_S`. It
+    def invite(self, token_digest: str, ttl_s: float = CODE_S) -> str:
+        """A code that opens one session for this token, checked to be valid, within that time. It
         may be in a URL's fragment: it expires before anybody reads a history."""
         self._forget_codes()
         if len(self._codes) >= MAX_CODES:
@@ -140,7 +140,7 @@ class Sessions:
             ((most, _),) = Counter(of for of, _ in self._codes.values()).most_common(1)
             del self._codes[next(key for key, (of, _) in self._codes.items() if of == most)]
         code = secrets.token_urlsafe(32)
-        self._codes[_secret_digest(code)] = (token_digest, self._clock() + CODE_S)
+        self._codes[_secret_digest(code)] = (token_digest, self._clock() + ttl_s)
         return code
 
     def redeem(self, code: str) -> str:

@@ -73,7 +73,7 @@ _OPERATIONS: Final[dict[Action, str]] = {
     ),
     Action.READ: (
         "get_why get_updates get_diff get_spectrum get_heatmap get_values list_snapshots "
-        "create_snapshot get_snapshot renew_snapshot release_snapshot"
+        "create_snapshot get_snapshot renew_snapshot release_snapshot get_hyperparameters"
     ),
     Action.LOGS: "get_rank_log",
     Action.EDIT: (

@@ -124,6 +124,21 @@ class HyperparametersRequest(WaitRequest):
     note: str = Field("", max_length=1000, description="Reason, for the audit")
 
 
+class GroupDocument(BaseModel):
+    """Hyper-parameters of one group of an optimizer, both by their index."""
+
+    optimizer: int
+    group: int
+    values: dict[str, Any]
+
+
+class HyperparameterList(BaseModel):
+    """Those of all optimizers."""
+
+    step: int
+    groups: list[GroupDocument]
+
+
 class RollbackRequest(WaitRequest):
     """Which state to put training back to; exactly one of mark and step."""
 

@@ -15,7 +15,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -426,7 +426,9 @@ class Jobs:
         """All known incarnations of a job, oldest first. Raises NotFoundError."""
         present = self.get(job)
         known = {r.incarnation: r for r in await asyncio.to_thread(places.incarnations, job)}
-        known[present.number] = present.record()
+        mine = present.record()
+        began_s = known.get(mine.incarnation, mine).began_s  # as an earlier control plane saw it
+        known[mine.incarnation] = replace(mine, began_s=min(began_s, mine.began_s))
         return [
             known[incarnation] for incarnation in sorted(known) if incarnation <= present.number
         ]

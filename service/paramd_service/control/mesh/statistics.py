@@ -47,7 +47,7 @@ FindSidecars = Callable[[], Awaitable["SidecarFinder"]]
 Work = Callable[["Reading", "ReadPlan"], Awaitable[Result]]
 """A read of pinned tensors."""
 
-TIMEOUT_S = 30.0
+TIMEOUT_S, TOLD_S = 30.0, 10.0
 MAX_CONCURRENT = 8
 """Most concurrent queries; each takes a thread and some memory on every rank."""
 
@@ -258,9 +258,18 @@ class StatsSource:
                 return await compute_updates(reach, patterns, deadline_s, steps)
             except DeadlineError as error:
                 raise ConflictError(
-                    f"steps: {steps:,} updates did not come within {TIMEOUT_S:.0f} s: training is "
-                    "slow, paused or over; ask for fewer, or use mesh.updates with a longer timeout"
+                    f"steps: {steps:,} were not compared within {TIMEOUT_S:.0f} s: {error}; "
+                    "ask for fewer, or use mesh.updates with a longer timeout"
                 ) from error
+
+    async def optimizer_groups(self) -> tuple[int, Sequence[Sequence[Mapping[str, Any]]]]:
+        """(step, parameter groups of each optimizer of rank 0). Raises as `get`."""
+        from paramd.mesh.exports.pins import optimizer_groups
+
+        with self._queries.one(CALLER.get()):
+            reach = await self._reaching()
+            deadline_s = time.monotonic() + TOLD_S
+            return await reach.attempts(lambda of: optimizer_groups(of, deadline_s), deadline_s)
 
     async def spectrum(self, pattern: str, k: int) -> Spectrum:
         """The spectrum of the one matching parameter. Raises as `get` and `spectrum_of`."""

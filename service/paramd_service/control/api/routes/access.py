@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
@@ -13,6 +13,7 @@ from paramd.version import __version__
 from paramd_service.control.access.authority import (
     CODE_S,
     DEFAULT_TTL_S,
+    MAX_CODE_S,
     MAX_JOBS_CHARS,
     MAX_NAME_CHARS,
     MAX_TTL_S,
@@ -171,11 +172,13 @@ def session_router(services: Services) -> APIRouter:
         return NewSession(**_session_document(services, request).model_dump(), key=opened.key)
 
     @routes.post("/session/codes", status_code=201)
-    async def create_sign_in_code(request: Request) -> SignInCode:
-        """A code for a link that signs a browser in: good once, for 60 s, with the rights of the
-        token that asks. A session cannot ask for one."""
-        code = services.sessions.invite(_own_digest(services, request))
-        return SignInCode(code=code, ttl_s=CODE_S)
+    async def create_sign_in_code(
+        request: Request, ttl_s: Annotated[float, Query(gt=0, le=MAX_CODE_S)] = CODE_S
+    ) -> SignInCode:
+        """A code for a link that signs a browser in: good once, with the rights of the token that
+        asks. A session cannot ask for one. An hour is for a link that is sent to somebody."""
+        code = services.sessions.invite(_own_digest(services, request), ttl_s)
+        return SignInCode(code=code, ttl_s=ttl_s)
 
     @routes.delete("/session", status_code=204)
     async def delete_session(request: Request) -> Response:

@@ -22,7 +22,7 @@ from paramd_service.control.api.models import (
     StatsList,
     ValuesDocument,
 )
-from paramd_service.control.api.routes.params import Buffers, Name, Wanted, available
+from paramd_service.control.api.routes.params import Buffers, Name, Wanted, available, check_few
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
 
@@ -81,17 +81,19 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         chosen, small = without_small(
             choose(index, found_filter, with_buffers=buffers), may_read=may_read(request)
         )
-        present, missing = available(mesh, chosen)
+        present, missing = available(mesh, chosen, few=not found_filter.statistics)
         missing += small
         table = await mesh.statistics.get(
             [item.pattern for item in present], with_buffers=buffers, with_histogram=histogram
         )
         if len(table) != len(present):
             raise ConflictError("the layout changed during the request; try again")
+        stats = [_row(row) for row in table if found_filter.matches_numbers(row.summary)]
+        check_few(stats)
         return StatsList(
             incarnation=table.incarnation,
             step=table.step,
-            stats=[_row(row) for row in table if found_filter.matches_numbers(row.summary)],
+            stats=stats,
             total=_row(table.total),
             partial=bool(missing),
             missing=missing,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -11,9 +13,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
-from paramd.filters import MAX_FILTER_BYTES, Filter, parse_filter
+from paramd.filters import MAX_FILTER_BYTES, STATISTIC_KEYS, Filter, parse_filter, statistic
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.select import SelectedTensor
+from paramd.layout.stats import Summary
 from paramd.layout.types import Box, Piece, TensorLayout
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.api.choice import choose, choose_one, choose_whole, split, without_small
@@ -31,10 +34,19 @@ from paramd_service.control.mesh.jobs import Incarnation
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
 MAX_STATS = 1000
+MAX_ORDERED = 100_000
+"""Tensors that statistics choose or order, without being sent."""
 MAX_PIECES = 4096
 
 # Above this many tensors, filtering by facts would block the event loop for too long.
 _MANY = 2000
+
+_FACTS = {"name": "fqn", "dtype": "dtype", "numel": "numel"}
+_ORDERS: dict[str, Callable[[Summary], float]] = {
+    "zeros": lambda one: one.zero_count / one.count if one.count else math.nan,
+    "bad": lambda one: one.nan_count + one.inf_count,
+}
+"""What tensors are ordered by, besides the statistics of filters."""
 
 Wanted = Annotated[
     str,
@@ -54,6 +66,14 @@ Name = Annotated[
         max_length=MAX_FILTER_BYTES,
         description='One tensor; may end in a slice: "w[0:4, 8:16]"',
         examples=["layers.0.up.weight[0:4]"],
+    ),
+]
+Sort = Annotated[
+    str,
+    Query(
+        pattern=rf"^-?({'|'.join((*_FACTS, *_ORDERS, *STATISTIC_KEYS))})$|^$",
+        description="Order: a fact or statistic, zeros (their share) or bad (NaN and infinite); "
+        "- for the largest first",
     ),
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Tensors on a page")]
@@ -95,17 +115,19 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         response: Response,
         request: Request,
         wanted: Wanted = "*",
+        sort: Sort = "",
         limit: Limit = DEFAULT_LIMIT,
         page_token: PageToken = "",
         if_none_match: IfNoneMatch = None,
     ) -> ParamPage | Response:
         """Names, shapes, dtypes and placements of the matching parameters and buffers.
 
-        Terms about statistics are evaluated at one step. Buffers never match them, nor do
-        small tensors if the caller may not read values.
+        Terms about statistics, and orders by them, are evaluated at one step. Buffers never match
+        them, nor do small tensors if the caller may not read values.
         """
         mesh = services.jobs.get(job)
         found_filter = parse_filter(wanted)
+        by_statistics = _needs_statistics(found_filter, sort)
         begin, name = read_token(page_token) if page_token else (0, "")
         if name:
             found = pages.get(name)
@@ -113,8 +135,8 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
             if found.digest != digest:
                 raise ConflictError("page_token: the layout has changed; omit it to start over")
         else:
-            found = await _find(mesh, found_filter, reads=may_read(request))
-        if not found_filter.statistics:
+            found = await _find(mesh, found_filter, sort, reads=may_read(request))
+        if not by_statistics:
             # Facts depend on the layout alone, so its digest is their ETag.
             if _is_held(if_none_match, found.digest):
                 return Response(status_code=304, headers=_layout_headers(found.digest))
@@ -122,7 +144,8 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         end = min(begin + limit, len(found.tensors))
         token = ""
         if end < len(found.tensors):
-            name = name or pages.keep(found, name=_shared_name(found, wanted, found_filter))
+            shared = "" if by_statistics else _shared_name(found, f"{sort} {wanted}")
+            name = name or pages.keep(found, name=shared)
             token = make_token(end, name)
         return ParamPage(
             layout_digest=found.digest,
@@ -160,47 +183,74 @@ def _add_detail(routes: APIRouter, services: Services) -> None:
         )
 
 
-def _shared_name(found: Found, text: str, wanted: Filter) -> str:
-    """A name shared by equal lists: without statistics, layout and filter determine the list."""
-    if wanted.statistics:
-        return ""
+def _shared_name(found: Found, text: str) -> str:
+    """Without statistics a list depends on layout, filter and order alone."""
     return hashlib.sha256(f"{found.digest} {text}".encode()).hexdigest()[:16]
 
 
-async def _find(mesh: Incarnation, wanted: Filter, *, reads: bool) -> Found:
+def _needs_statistics(wanted: Filter, sort: str) -> bool:
+    return bool(wanted.statistics) or sort.removeprefix("-") not in ("", *_FACTS)
+
+
+async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) -> Found:
     view = mesh.registry.view()
     digest, index = await mesh.layouts.get(view)
-    many = bool(wanted.facts) and len(index.names) > _MANY
-    if not wanted.statistics:
-        listed = partial(choose_whole, index, wanted)
+    many = bool(wanted.facts or sort) and len(index.names) > _MANY
+    if not _needs_statistics(wanted, sort):
+
+        def listed() -> tuple[TensorLayout, ...]:
+            found = choose_whole(index, wanted)
+            return _in_order([(tensor, None) for tensor in found], sort) if sort else found
+
         return Found(await asyncio.to_thread(listed) if many else listed(), digest=digest)
     choosing = partial(choose, index, wanted, with_buffers=False)
     chosen = await asyncio.to_thread(choosing) if many else choosing()
     chosen, small = without_small(chosen, may_read=reads)
-    present, missing = available(mesh, chosen)
+    present, missing = available(mesh, chosen, few=False)
     missing += small
     table = await mesh.statistics.get([item.pattern for item in present], with_buffers=False)
-    tensors = tuple(
-        item.tensor
+    rows = [
+        (item.tensor, row.summary)
         for item, row in zip(present, table, strict=True)
         if wanted.matches_numbers(row.summary)
-    )
-    return Found(tensors, tuple(missing), table.incarnation, table.step, digest)
+    ]
+    return Found(_in_order(rows, sort), tuple(missing), table.incarnation, table.step, digest)
+
+
+def _in_order(rows: list[tuple[TensorLayout, Any]], sort: str) -> tuple[TensorLayout, ...]:
+    """What has no such number comes last, either way."""
+    key = sort.removeprefix("-")
+
+    def read(row: tuple[TensorLayout, Any]) -> Any:
+        if fact := _FACTS.get(key):
+            return getattr(row[0], fact)
+        return _ORDERS.get(key, partial(statistic, key))(row[1])
+
+    if key:
+        unknown = [row for row in rows if read(row) != read(row)]  # NaN
+        known = [row for row in rows if read(row) == read(row)]
+        rows = sorted(known, key=read, reverse=sort != key) + unknown
+    return tuple(tensor for tensor, _ in rows)
+
+
+def check_few(chosen: Sequence[object], most: int = MAX_STATS) -> None:
+    """Raise UsageError if these are more than one answer may take."""
+    if len(chosen) > most:
+        raise UsageError(
+            f"filter: {len(chosen):,} tensors match; statistics of at most {most:,} at once, "
+            "narrow it with globs or terms about facts"
+        )
 
 
 def available(
-    mesh: Incarnation, chosen: list[SelectedTensor]
+    mesh: Incarnation, chosen: list[SelectedTensor], *, few: bool = True
 ) -> tuple[list[SelectedTensor], list[MissingDocument]]:
     """Split tensors into those available from the sidecars now and missing ones.
 
     Raises:
         UsageError: too many tensors. UnreachableError: none is available.
     """
-    if len(chosen) > MAX_STATS:
-        raise UsageError(
-            f"filter: {len(chosen):,} tensors match; statistics of at most {MAX_STATS:,} at once, "
-            "narrow it with globs or terms about facts"
-        )
+    check_few(chosen, MAX_STATS if few else MAX_ORDERED)
     present, missing = split(chosen, mesh.registry.view())
     if not present:
         raise UnreachableError(

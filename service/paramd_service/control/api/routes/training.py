@@ -11,7 +11,9 @@ from paramd.mesh.edits.calls import Hold as HoldView
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.api.models import (
     DroppedMark,
+    GroupDocument,
     HoldRequest,
+    HyperparameterList,
     HyperparametersRequest,
     MarkList,
     MarkRequest,
@@ -107,6 +109,17 @@ def marks_router(services: Services) -> APIRouter:
         by = principal_of(request)
         row = await edits_of(job).roll_back(by, wanted.id, to, wanted.note)
         return stored_document(edits, await edits.wait(row, wanted.wait_s))
+
+    @routes.get("/jobs/{job}/hyperparameters")
+    async def get_hyperparameters(job: str) -> HyperparameterList:
+        """Learning rates and other hyper-parameters of all parameter groups, as rank 0 has them."""
+        step, told = await services.jobs.get(job).statistics.optimizer_groups()
+        groups = [
+            GroupDocument(optimizer=number, group=at, values=dict(values))
+            for number, of in enumerate(told)
+            for at, values in enumerate(of)
+        ]
+        return HyperparameterList(step=step, groups=groups)
 
     @routes.post("/jobs/{job}/hyperparameters", status_code=201)
     async def set_hyperparameters(

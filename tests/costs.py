@@ -32,7 +32,7 @@ LINES = {
     "gpu/": 367,
     "integration/": 11778,
     "model/": 737,
-    "multiprocess/": 5978,
+    "multiprocess/": 5959,
     "multiprocess/workers/": 6408,
     "mutants/": 700,
     "packages/": 322,

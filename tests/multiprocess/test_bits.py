@@ -4,9 +4,11 @@ is NaN, until it is mended."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,7 +150,40 @@ def test_an_update_made_again_is_the_same_and_a_flipped_bit_is_named(
         assert {row.name for row in only} == {"head.weight", "head.bias"}
         with pytest.raises(NotFoundError, match="ranks 0 to 1"):
             mesh.replay(rank=5)
+        if optimizer == "adamw":
+            moments_and_rates_are_the_trainers(mesh, tmp_path)
         planted(mesh, tmp_path, optimizer)
+
+
+def moments_and_rates_are_the_trainers(mesh: Mesh, folder: Path) -> None:
+    """Second moments and effective learning rates, as the sidecars read them in shared memory."""
+    found = mesh.updates()
+    assert found.moments_missing == ""
+    assert len(found) == 6
+    for row in found:
+        said = [moments_at(folder, rank, row.step) for rank in (0, 1)]
+        # Shards add up.
+        total, squares, numel = (sum(one[row.name][i] for one in said) for i in range(3))
+        assert row.numel == numel
+        assert row.moment_rms == pytest.approx(math.sqrt(squares / numel), rel=1e-6)
+        corrected = total / numel / (1 - 0.999**row.step)
+        expected = said[0]["lr"] / (math.sqrt(corrected) + 1e-8)
+        assert row.effective_lr == pytest.approx(expected, rel=1e-6)
+
+
+def moments_at(folder: Path, rank: int, step: int) -> dict[str, Any]:
+    """What a rank wrote of that step."""
+    found: list[dict[str, Any]] = []
+
+    def written() -> bool:
+        lines = (folder / f"moments-{rank}").read_text().splitlines(keepends=True)
+        found[:] = [
+            one for line in lines if line[-1:] == "\n" and (one := json.loads(line))["step"] == step
+        ]
+        return bool(found)
+
+    wait_until(written, f"rank {rank} has written step {step}")
+    return found[0]
 
 
 def planted(mesh: Mesh, folder: Path, optimizer: str) -> None:

@@ -80,11 +80,6 @@ def test_what_is_not_known_to_be_trainable_is_neither() -> None:
             assert parse_filter(text).matches(facts_of(trainable=trainable)) is chosen, text
 
 
-def test_a_scalar_has_a_largest_dim_of_one_and_the_shape_scalar() -> None:
-    scalar = facts_of(shape=(), aliases=("other",))
-    assert parse_filter("shape=scalar tied=true shape<2 numel=1").matches(scalar)
-
-
 def test_statistics_are_compared() -> None:
     for texts, chosen in (
         (("norm>10", "nan=0", "inf=0 zero>=1", "absmax=4", "min<-3.5 max<=3"), True),

@@ -22,19 +22,6 @@ from paramd_service.control.base.endpoint import (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("127.0.0.1:8470", Address("127.0.0.1", 8470)),
-        ("localhost:0", Address("127.0.0.1", 0)),
-        ("[::1]:8470", Address("::1", 8470)),
-        ("127.8.0.1:1", Address("127.8.0.1", 1)),
-    ],
-)
-def test_loopback_addresses_are_taken(text: str, address: Address) -> None:
-    assert parse_listen(text, option="--listen") == address
-
-
 @pytest.mark.parametrize("text", ["", "127.0.0.1", ":8470", "127.0.0.1:", "127.0.0.1:70000", "x:y"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected host:port"):

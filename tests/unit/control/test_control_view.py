@@ -11,13 +11,6 @@ from paramd_service.control.mesh.registry import Membership, Report, why_end
 from tests.unit.control.reports import report, view
 
 
-@pytest.mark.parametrize("now_s", [100.0, 99.0, -1e9])
-def test_a_report_from_the_future_is_as_fresh_as_one_can_be(now_s: float) -> None:
-    found = view(report(0), report(1), now_s=now_s)
-    assert [(rank.age_s, rank.membership) for rank in found.ranks] == [(0.0, Membership.JOINED)] * 2
-    assert found.reason == ""
-
-
 @pytest.mark.parametrize(
     ("changed", "now_s", "membership", "reason"),
     [

@@ -14,24 +14,6 @@ from paramd_service.control.exports.documents import Assets, load_destinations
 OWNER = "ab" * 16
 
 
-def test_destinations_come_from_the_users_file_and_the_environment(tmp_path: Path) -> None:
-    file = tmp_path / "paramd.toml"
-    file.write_text(
-        '[destinations]\na = "/data/a"\nb = "/data/b"\n'
-        '[destinations.cloud]\nroot = "s3://bucket/prefix"\nregion = "eu-west-1"\n'
-    )
-    found = load_destinations(
-        [(tmp_path / "none.toml", False), (file, True)],
-        {"PARAMD_DESTINATIONS": '{"b": "/elsewhere"}'},
-    )
-    assert {name: one.root for name, one in found.items()} == {
-        "a": "/data/a",
-        "b": "/elsewhere",
-        "cloud": "s3://bucket/prefix",
-    }
-    assert found["cloud"].options == {"region": "eu-west-1"}
-
-
 def test_a_file_of_the_working_directory_names_no_destinations(tmp_path: Path) -> None:
     file = tmp_path / "paramd.toml"
     file.write_text('job = "x"\n')

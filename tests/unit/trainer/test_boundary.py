@@ -30,6 +30,7 @@ from paramd.trainer.boundary.boundary import LEFT_AT_REST, PROBATION, Boundary
 from paramd.trainer.boundary.signals import Signals
 from paramd.trainer.home.owned import ParameterStorage
 
+pytestmark = pytest.mark.usefixtures("few_objects")
 WIDTH = 8
 
 

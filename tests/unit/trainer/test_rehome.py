@@ -16,6 +16,8 @@ from paramd.layout.types import Box, TensorKind, row_major
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model.shards import find_shards
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 class Arena:
     """Anonymous memory in an arena's place."""
@@ -167,7 +169,9 @@ def test_a_graph_from_before_the_move_still_runs_backward(move_in: MoveIn) -> No
     inputs = torch.randn(2, 3, requires_grad=True)
     loss = model(inputs).pow(2).sum()
 
+    gc.unfreeze()  # else the graph may be one of a tensor that nobody sees
     move_in(model)
+    gc.freeze()
     loss.backward()
 
     reference(inputs.detach()).pow(2).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -63,6 +64,19 @@ def test_a_dead_sidecar_is_refused_but_replicas_stand_in(job: Job, mesh: Mesh) -
     job.ranks[1].process.wait()
     assert bool((mesh.summon("both")["both"] == 3).all())
     assert refused_within(mesh, "halves") < NOTICED_S + 0.5
+
+
+def test_replicas_that_differ_are_named_with_the_answer(job: Job, mesh: Mesh) -> None:
+    job.update()
+    assert mesh.summon("*").replicas_differ == mesh.summon("*", transport="grpc").replicas_differ
+    torch.frombuffer(job.ranks[1].arena.buffer, dtype=torch.float32)[2 * MIB + 99] = 1
+    job.update()
+    found = mesh.summon("*", replica=1)
+    assert (found.replica, found.replicas_differ, found["both"][-1].item()) == (1, ("both",), 1)
+    assert "; other replicas differ in both" in repr(found)
+    assert mesh.summon("halves").replicas_differ == ()
+    job.ranks[1].process.send_signal(signal.SIGSTOP)
+    assert mesh.summon("both").replicas_differ is None, "an answer waits for nobody"
 
 
 def test_the_control_plane_may_be_away(job: Job, mesh: Mesh) -> None:

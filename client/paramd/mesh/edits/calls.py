@@ -149,7 +149,7 @@ class Edit(Document):
     hyperparameters: Hyperparameters | None
     """What it sets instead of parameters; else None."""
     warning: str
-    """What a trainer had to say about it; else empty."""
+    """What a trainer had to say about it, or that replicas were not equal; else empty."""
 
     @property
     def undoable(self) -> bool:

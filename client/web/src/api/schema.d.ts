@@ -1628,7 +1628,7 @@ export interface components {
             undone_by: string | null;
             /**
              * Warning
-             * @description What a trainer had to say about it; else empty.
+             * @description What a trainer had to say about it, or that replicas were not equal; else empty.
              */
             warning: string;
         };
@@ -1820,6 +1820,11 @@ export interface components {
              */
             removed: boolean;
             /**
+             * Replicas Differ
+             * @description As in `Summoned`; at most 1,000. None in lists.
+             */
+            replicas_differ: string[] | null;
+            /**
              * Schedule
              * @description Id of the schedule that started it; empty: started by a request.
              */
@@ -1914,6 +1919,12 @@ export interface components {
              * @default []
              */
             patterns: string[];
+            /**
+             * Replica
+             * @description A rank: all is of its replica, where ranks hold the same tensors
+             * @default 0
+             */
+            replica: number;
             /**
              * Tied
              * @description Write tied tensors once, or under each of their names
@@ -3505,6 +3516,12 @@ export interface components {
              * @default []
              */
             patterns: string[];
+            /**
+             * Replica
+             * @description A rank: all is of its replica, where ranks hold the same tensors
+             * @default 0
+             */
+            replica: number;
             /**
              * Tied
              * @description Write tied tensors once, or under each of their names

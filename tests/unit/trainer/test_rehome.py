@@ -170,11 +170,11 @@ def test_copies_and_checkpoints_of_a_moved_model_are_as_of_any(
     move_in: MoveIn, tmp_path: Path
 ) -> None:
     model, again = nn.Linear(30, 50), nn.Linear(30, 50)
-    torch.save(model, tmp_path / "before")
+    torch.save(model, tmp_path / "plain")
     _, arena = move_in(model)
-    torch.save(model, tmp_path / "after")
-    assert (tmp_path / "before").stat().st_size == (tmp_path / "after").stat().st_size
-    for other in (copy.deepcopy(model), torch.load(tmp_path / "after", weights_only=False)):
+    torch.save(model, tmp_path / "moved")
+    assert (tmp_path / "plain").stat().st_size == (tmp_path / "moved").stat().st_size
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "moved", weights_only=False)):
         assert torch.equal(other.weight, model.weight)
         assert not any(arena.holds(one) for one in other.parameters())
     with warnings.catch_warnings(action="ignore", category=UserWarning):

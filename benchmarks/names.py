@@ -17,7 +17,7 @@ from benchmarks.report import Goal, Report, Table
 from paramd.mesh.mesh import Mesh
 from paramd.trainer.attaching.attachment import Attachment
 
-COUNTS = (1_000, 4_000, 16_000)
+COUNTS = (1_000, 10_000, 50_000)
 MOST_EXPONENT = 1.1
 
 ASKED: dict[str, Callable[[Mesh], object]] = {

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import pytest
 
@@ -241,6 +241,13 @@ class Job:
         stack.callback(control.kill)
         assert control.stdin is not None
         assert control.stdout is not None
+        self.tell(control.stdin)
+        endpoint = json.loads(control.stdout.readline())
+        self.url, self.control_address = endpoint["url"], endpoint["grpc_address"]
+        return control
+
+    def tell(self, control: IO[str]) -> None:
+        """Tells a control plane what it is of."""
         bootstrap = {
             "job": JOB,
             "incarnation": self.incarnation,
@@ -248,11 +255,8 @@ class Job:
             "private_key": self.private_key.hex(),
             "token": self.token,
         }
-        control.stdin.write(json.dumps(bootstrap) + "\n")
-        control.stdin.flush()
-        endpoint = json.loads(control.stdout.readline())
-        self.url, self.control_address = endpoint["url"], endpoint["grpc_address"]
-        return control
+        control.write(json.dumps(bootstrap) + "\n")
+        control.flush()
 
     def send_mesh(self, rank: Rank) -> None:
         """Tells a sidecar its peers and the layout; it serves from then on."""

@@ -124,15 +124,7 @@ class ExportingJob:
         self._stack.callback(control.kill)
         assert control.stdin is not None
         assert control.stdout is not None
-        bootstrap = {
-            "job": JOB,
-            "incarnation": self.job.incarnation,
-            "world_size": self.job.layout.world_size,
-            "private_key": self.job.private_key.hex(),
-            "token": self.job.token,
-        }
-        control.stdin.write(json.dumps(bootstrap) + "\n")
-        control.stdin.flush()
+        self.job.tell(control.stdin)
         assert json.loads(control.stdout.readline())["url"] == self.job.url
         self.job.control = control
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,17 +21,20 @@ MIB = 1 << 20
 
 
 def layout() -> Layout:
-    """`halves` needs both ranks, `both` either of them."""
+    """`halves` needs both ranks, `both` and the buffer either of them."""
     half = 2 * MIB
     kind = TensorKind.PARAMETER
     halves = (Piece(0, 0, Box((0,), (half,))), Piece(1, 0, Box((half,), (2 * half,))))
-    both = (Piece(0, 4 * half, Box((0,), (100,))), Piece(1, 4 * half, Box((0,), (100,))))
+    both, seen = (
+        tuple(Piece(rank, 4 * half + at, Box((0,), (100,))) for rank in range(2)) for at in (0, 512)
+    )
     return Layout(
         world_size=2,
         arena_bytes=(5 * half, 5 * half),
         tensors=(
             TensorLayout("halves", "float32", (2 * half,), kind, halves),
             TensorLayout("both", "float32", (100,), kind, both),
+            TensorLayout("seen", "float32", (100,), TensorKind.BUFFER, seen),
         ),
     )
 
@@ -63,6 +67,24 @@ def test_a_dead_sidecar_is_refused_but_replicas_stand_in(job: Job, mesh: Mesh) -
     job.ranks[1].process.wait()
     assert bool((mesh.summon("both")["both"] == 3).all())
     assert refused_within(mesh, "halves") < NOTICED_S + 0.5
+
+
+def test_replicas_that_differ_are_named_with_the_answer(job: Job, mesh: Mesh) -> None:
+    job.update()
+    assert mesh.summon("*").replicas_differ == mesh.summon("*", transport="grpc").replicas_differ
+    arena = torch.frombuffer(job.ranks[1].arena.buffer, dtype=torch.float32)
+    arena[2 * MIB + 99] = arena[2 * MIB + 128] = 1
+    job.update()
+    found = mesh.summon("*", replica=1)
+    assert (found.replica, found.replicas_differ, found["both"][-1].item()) == (1, ("both",), 1)
+    assert "; other replicas differ in both" in repr(found)
+    assert mesh.summon("halves").replicas_differ == ()
+    job.train(lambda rank, step: None, 0.02)
+    buffers = mesh.summon("halves", "seen", buffers=True)
+    assert (buffers.replicas_differ, buffers["seen"][0].item()) == (("seen",), 3)
+    job.rest()
+    job.ranks[1].process.send_signal(signal.SIGSTOP)
+    assert mesh.summon("both").replicas_differ is None, "an answer waits for nobody"
 
 
 def test_the_control_plane_may_be_away(job: Job, mesh: Mesh) -> None:

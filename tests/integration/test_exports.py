@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -66,6 +67,13 @@ def test_a_running_job_is_exported_whole_and_followed(site: ExportingJob, mesh: 
 
 def test_options_reach_the_files(site: ExportingJob, mesh: Mesh, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
+    arena = torch.frombuffer(site.job.ranks[1].arena.buffer, dtype=torch.float32)
+    arena[64] = -1  # of `both`
+    other = mesh.export("checkpoints/other", include=PARAMETERS, replica=1).wait(30)
+    manifest = json.loads((site.folder / "other" / "paramd-export.json").read_text())
+    assert load_file(site.folder / "other" / "model.safetensors")["both"][0] == -1
+    assert other.replicas_differ == tuple(manifest["replicas_differ"]) == ("both",)
+    arena[64] = site.whole["both"][0]
     export = mesh.export(
         "checkpoints/options-{step}",
         dtype="bfloat16",
@@ -75,6 +83,7 @@ def test_options_reach_the_files(site: ExportingJob, mesh: Mesh, tmp_path: Path)
         assets=tmp_path,
     )
     done = export.wait(30)
+    assert done.replicas_differ == ()
     folder = site.folder / f"options-{done.step}"
     assert done.destination == f"checkpoints/options-{done.step}"
     tensors = load_file(folder / "model.safetensors")

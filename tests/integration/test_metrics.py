@@ -68,6 +68,7 @@ async def test_both_sides_are_scraped_and_agree() -> None:
         assert site["paramd_history_dropped_samples_total"] == {"": 0}
         answer = control.get("/api/v1/jobs/job/ranks/0/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert 'paramd_sidecar_stands_total{job="job",rank="0",cause="edit"} 0' in answer.text
         own = check(answer.text)
         assert own["paramd_sidecar_arena_bytes"] == {"0": ARENA_BYTES}
         assert own["paramd_sidecar_step"]["0"] >= site["paramd_rank_step"]["0"] > 0

@@ -92,6 +92,9 @@ def test_a_flipped_bit_is_found_within_n_steps_wherever_it_is(tmp_path: Path) ->
         assert step <= step_at(tmp_path, found.first_seen_s) <= step + EVERY + SLACK
         step = flip(tmp_path, 1, "head.bias", "", 2, 11)
         wait_until(lambda: "head.bias" in drifts(mesh), "the parameter is named")
+        wait_until(
+            lambda: "head.bias" in (mesh.summon("*").replicas_differ or ()), "answers say so"
+        )
         found = drifts(mesh)["head.bias"]
         assert 1 in found.ranks
         assert step <= step_at(tmp_path, found.first_seen_s) <= step + EVERY + SLACK

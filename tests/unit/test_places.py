@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 
 from paramd import places
 from paramd.errors import ConflictError, UnreachableError, UsageError
-from paramd.mesh.connect import resolve
+from paramd.mesh.connect import async_connect
 from paramd.places import Endpoint
 
 
@@ -88,10 +90,15 @@ def test_a_job_dir_of_another_user_is_refused() -> None:
         places.job_dir("run")
 
 
-def test_a_link_instead_of_a_job_dir_is_refused(state: Path, tmp_path: Path) -> None:
+def test_a_link_instead_of_a_job_dir_and_a_home_for_nobody_are_refused(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state.mkdir()
     (state / "run").symlink_to(tmp_path)
     with pytest.raises(ConflictError, match="not a directory"):
+        places.job_dir("run")
+    monkeypatch.setenv("PARAMD_STATE_DIR", "/dev/null/home")
+    with pytest.raises(UsageError, match="set PARAMD_STATE_DIR to a directory that this user can"):
         places.job_dir("run")
 
 
@@ -126,9 +133,15 @@ def test_a_job_is_starting_until_its_control_plane_has_begun(
     for named in ("old", None):
         with pytest.raises(places.StartingError, match="starting"):
             places.read_endpoint(named)
-    begins = threading.Timer(0.3, lambda: places.write_endpoint(endpoint("old")))
+    begins = threading.Timer(0.3, lambda: places.write_endpoint(endpoint("old", token="begun")))
     begins.start()
-    assert resolve(None, None, "old", wait_s=30.0)[2] == "old"
+
+    async def entered() -> None:
+        async with async_connect("old", timeout_s=30.0):
+            raise AssertionError("nobody listens there")
+
+    with pytest.raises(UnreachableError, match=re.escape(endpoint("old").url)):
+        asyncio.run(entered())
     begins.join()
     places.write_endpoint(endpoint("old", pid=ended_pid))
     monkeypatch.setattr(places, "STARTING_S", 0.0)

@@ -14,6 +14,7 @@ from paramd.cli import completion
 from paramd.cli.edit import show_edit
 from paramd.cli.options import (
     Dtype,
+    Replica,
     Target,
     completed,
     duration,
@@ -47,6 +48,10 @@ Include = Annotated[
 ]  # fmt: skip
 KeepTied = Annotated[
     bool, Option("--keep-tied", help="Write tied tensors under each of their names.")
+]
+Only = Annotated[
+    list[str] | None,
+    Option("--names", metavar="PATTERN", help="Only tensors that match; may be repeated."),
 ]
 NameMapFile = Annotated[
     Path | None,
@@ -130,10 +135,8 @@ def export(
     dtype: Dtype = None,
     include: Include = None,
     keep_tied: KeepTied = False,
-    only: Annotated[
-        list[str] | None,
-        Option("--names", metavar="PATTERN", help="Only tensors that match; may be repeated."),
-    ] = None,
+    only: Only = None,
+    replica: Replica = None,
     name_map: NameMapFile = None,
     assets: AssetsDir = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing export.")] = False,
@@ -173,8 +176,9 @@ def export(
         with target.connect() as mesh:
             chosen = only if only is not None else ["*"]
             fetch(
-                mesh, to_client, *chosen, dtype=dtype, buffers=True, force=overwrite, name_map=names
-            )
+                mesh, to_client, *chosen, dtype=dtype, buffers=True, force=overwrite,
+                replica=replica, name_map=names,
+            )  # fmt: skip
         return
     if destination is None:
         raise UsageError("give DEST/KEY; paramd exports --destinations lists destinations")
@@ -187,6 +191,7 @@ def export(
             include=included(include),
             tied="keep" if keep_tied else "drop",
             names=only,
+            replica=replica if replica is not None else 0,
             overwrite=overwrite,
             name_map=names,
             assets=assets,
@@ -217,11 +222,14 @@ def _follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
             f"it: paramd exports {short} --cancel"
         )
         raise
+    from paramd.mesh.results import differ_text
+
     check_done(found)
     took_s = (found.ended_s if found.ended_s is not None else found.created_s) - found.created_s
     say(
         f"{found.destination}: {size(found.size_bytes)} of step {found.step} in "
         f"{len(found.files)} files, {seconds(took_s)}"
+        f"{differ_text(found.replicas_differ)}"
     )
     return found
 
@@ -336,6 +344,8 @@ def create(
     dtype: Dtype = None,
     include: Include = None,
     keep_tied: KeepTied = False,
+    only: Only = None,
+    replica: Replica = None,
     name_map: NameMapFile = None,
     assets: AssetsDir = None,
     no_verify: NoVerify = False,
@@ -356,6 +366,8 @@ def create(
             dtype=dtype,
             include=included(include),
             tied="keep" if keep_tied else "drop",
+            names=only,
+            replica=replica if replica is not None else 0,
             name_map=read_name_map(name_map) if name_map is not None else None,
             assets=assets,
             verify=not no_verify,

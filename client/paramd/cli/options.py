@@ -72,6 +72,11 @@ Buffers = Annotated[bool, Option("--buffers", help="Include buffers.")]
 Dtype = Annotated[
     str | None, Option("--dtype", metavar="NAME", help="Cast floats, e.g. to bfloat16.")
 ]
+Replica = Annotated[
+    int | None,
+    Option("--replica", metavar="RANK", min=0,
+           help="Of this rank's replica, where ranks hold the same; by default rank 0's."),
+]  # fmt: skip
 Globs = Annotated[
     list[str],
     Argument(metavar="GLOB", help="Name patterns, or slices such as 'w[0:4]'.",
@@ -113,14 +118,16 @@ class Target:
     @asynccontextmanager
     async def rest(self) -> AsyncIterator[tuple[RestClient, str | None]]:
         """A client of the control plane, and the named job, if any. As `paramd.connect`."""
-        from paramd.mesh.connect import resolve
-        from paramd.mesh.peers.control import RestClient, client_tls
+        from paramd.mesh.connect import located, trust
+        from paramd.mesh.peers.control import NOT_BEGUN, RestClient
         from paramd.places import STARTING_S
 
         chosen = self.settings
-        url, token, job = resolve(chosen.url, chosen.token, chosen.job, wait_s=STARTING_S)
-        client = RestClient(url, token, tls=client_tls(url, chosen.tls_ca))
+        url, token, job, find = located(chosen.url, chosen.token, chosen.job)
+        starts = find if url == NOT_BEGUN else None
+        client = RestClient(url, token, tls=trust(url, chosen.tls_ca), find=starts)
         try:
+            await client.begun(STARTING_S)
             yield client, job
         finally:
             await client.close()

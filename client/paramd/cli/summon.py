@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Option
 
-from paramd.cli.options import Buffers, Dtype, Globs, Target, with_target
+from paramd.cli.options import Buffers, Dtype, Globs, Replica, Target, with_target
 from paramd.cli.output import seconds, size
 from paramd.cli.shell import say
 from paramd.errors import ConflictError, UsageError
@@ -75,6 +75,7 @@ def summon(
     ],
     dtype: Dtype = None,
     buffers: Buffers = False,
+    replica: Replica = None,
     force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
     transport: Annotated[
         str,
@@ -96,6 +97,7 @@ def summon(
             *glob,
             dtype=dtype,
             buffers=buffers,
+            replica=replica,
             force=force,
             transport=cast("Transport", transport),
         )
@@ -108,6 +110,7 @@ def fetch(
     dtype: str | None,
     buffers: bool,
     force: bool,
+    replica: int | None = None,
     name_map: Mapping[str, str] | None = None,
     transport: Transport = "auto",
 ) -> None:
@@ -119,6 +122,7 @@ def fetch(
                 *patterns,
                 dtype=load_torch(dtype),
                 buffers=buffers,
+                replica=replica,
                 replace=force,
                 name_map=name_map,
                 transport=transport,
@@ -138,12 +142,13 @@ def fetch(
         else:
             say("interrupted before anything arrived; nothing was written")
         raise
-    from paramd.mesh.results import UNSETTLED_TEXT
+    from paramd.mesh.results import UNSETTLED_TEXT, differ_text
 
     say(
         f"{path}: {found.name_count:,} names, {size(found.size_bytes)} of job {found.job}, "
         f"incarnation {found.incarnation}, step {found.step}"
-        f"{UNSETTLED_TEXT if found.unsettled else ''}, read in {seconds(found.seconds)}"
+        f"{UNSETTLED_TEXT if found.unsettled else ''}"
+        f"{differ_text(found.replicas_differ)}, read in {seconds(found.seconds)}"
     )
 
 

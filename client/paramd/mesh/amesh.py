@@ -64,9 +64,10 @@ from paramd.mesh.insight.updates import Updates, compute_updates
 from paramd.mesh.loop import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
 from paramd.mesh.peers.control import Find, RestClient
 from paramd.mesh.peers.discovery import JobRest, SidecarFinder
+from paramd.mesh.peers.grpc import all_ended
 from paramd.mesh.peers.relay import TunnelRelay
-from paramd.mesh.peers.sidecars import Sidecars
-from paramd.mesh.reading.pin import choose, pinned, while_pinned
+from paramd.mesh.peers.sidecars import Pinned, Sidecars
+from paramd.mesh.reading.pin import choose, compared, pinned, samples_for, while_pinned
 from paramd.mesh.reading.reductions import compute_stats
 from paramd.mesh.reading.stream import Reading, Transport, keep_freed_memory
 from paramd.mesh.reading.transfer import (
@@ -153,6 +154,7 @@ class AsyncMesh:
         # Before gRPC starts threads: the limit on malloc arenas applies to new ones only.
         keep_freed_memory()
         try:
+            await self._rest.begun(self._timeout_s)
             await self._reach.start()
         except BaseException:
             await self.close()
@@ -481,7 +483,8 @@ class AsyncMesh:
                 see `AsyncMesh.optimizer`. Not with `unsettled`.
             replica: A rank, where ranks hold the same tensors (or should: buffers and local SGD
                 need not be equal): everything is read from its replica. None: rank 0's, or the
-                first whose ranks all respond; the result's `replica` tells.
+                first whose ranks all respond; the result's `replica` tells, and its
+                `replicas_differ` what others hold otherwise at that step.
             transport: "same-host" for shared memory, "stream" for bulk streams over TCP, "grpc"
                 for gRPC alone, "auto" for the first of these that a rank has. `lanes` tells.
 
@@ -512,18 +515,22 @@ class AsyncMesh:
             state: StateName | None = None
             rests = False
             moments: OptimizerState | None = None
+            differ: tuple[str, ...] | None = None
+            samples = samples_for(self._reach, sidecars, chosen.tensors)
             if optimizer:
                 read = OptimizerRead(self._reach, sidecars, chosen, device, transport, deadline_s)
                 held, moments = await read_states(read, self._transfer, targets)
                 state = held.state
             elif not unsettled:
                 state = await self._transfer.read_live(sidecars, chosen, targets, transport)
+                differ = await compared(sidecars, Pinned(state, {}), samples) if state else None
             if state is None:
                 async with pinned(
-                    self._reach, sidecars, chosen, deadline_s, unsettled=unsettled
+                    self._reach, sidecars, chosen, deadline_s, unsettled=unsettled, samples=samples
                 ) as pins:
                     reading = Reading(sidecars, pins, deadline_s, transport)
-                    await self._transfer.read(reading, chosen.plan, targets)
+                    copying = self._transfer.read(reading, chosen.plan, targets)
+                    differ, _ = await all_ended([compared(sidecars, pins, samples), copying])
                 state, rests = pins.state, pins.unsettled
             return Summoned(
                 targets.results(),
@@ -537,6 +544,7 @@ class AsyncMesh:
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,
                 replica=chosen.plan.replica,
+                replicas_differ=differ,
                 optimizer=moments,
             )
 
@@ -1025,6 +1033,7 @@ class AsyncMesh:
         include: Sequence[str] = ("parameters", "buffers"),
         tied: str = "drop",
         names: Sequence[str] | None = None,
+        replica: int = 0,
         overwrite: bool = False,
         name_map: Mapping[str, str] | None = None,
         assets: str | Path | None = None,
@@ -1044,6 +1053,8 @@ class AsyncMesh:
             tied: "drop" writes tied tensors once, "keep" under each name.
             names: Names and patterns of the tensors to write, each in full, with their optimizer
                 state if that is included; None means all.
+            replica: A rank; everything is of its replica, as in `summon`. The manifest names it,
+                and in `replicas_differ` what others hold otherwise.
             overwrite: Replace an existing export at the key.
             name_map: Names in the model to names in the files; each may hold one "*".
             assets: Directory whose regular files are copied into the export, 64 MiB in total.
@@ -1059,8 +1070,9 @@ class AsyncMesh:
             ExhaustedError: too many exports are queued.
         """
         body = export_body(
-            destination, format, max_shard_size, dtype, include, tied, name_map, verify, names
-        ) | {"overwrite": overwrite}
+            destination, format, max_shard_size, dtype, include, tied, name_map, verify, names,
+            replica,
+        ) | {"overwrite": overwrite}  # fmt: skip
         if timeout_s is not None:
             body["timeout_s"] = timeout_s
         return AsyncExport(self._exports, await self._exports.create(body, assets))
@@ -1097,6 +1109,7 @@ class AsyncMesh:
         *patterns: Pattern,
         dtype: torch.dtype | str | None = None,
         buffers: bool = False,
+        replica: int | None = None,
         replace: bool = False,
         name_map: Mapping[str, str] | None = None,
         timeout: float | None = None,
@@ -1116,6 +1129,7 @@ class AsyncMesh:
             patterns: Globs over names, as in `summon`; none means all.
             dtype: Dtype of all tensors; None keeps each one's own.
             buffers: Match buffers too.
+            replica: As in `summon`.
             replace: Replace an existing file.
             name_map: Names in the model to names in the file; each may hold one "*".
             transport: As in `summon`.
@@ -1133,6 +1147,7 @@ class AsyncMesh:
             dtype=await self._transfer.dtype(dtype),
             buffers=buffers,
             name_map=NameMap.of(name_map) if name_map else NameMap(),
+            replica=replica,
         )
         file = PartialFile(Path(path))
         file.check(replace=replace)
@@ -1197,6 +1212,8 @@ class AsyncMesh:
         dtype: str | None = None,
         include: Sequence[str] = ("parameters", "buffers"),
         tied: str = "drop",
+        names: Sequence[str] | None = None,
+        replica: int = 0,
         name_map: Mapping[str, str] | None = None,
         assets: str | Path | None = None,
         verify: bool = True,
@@ -1214,8 +1231,9 @@ class AsyncMesh:
         exports of this schedule. Other Args, Raises: as `export`.
         """
         body = export_body(
-            destination, format, max_shard_size, dtype, include, tied, name_map, verify
-        )
+            destination, format, max_shard_size, dtype, include, tied, name_map, verify, names,
+            replica,
+        )  # fmt: skip
         cadence = {"every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every}
         body |= {key: value for key, value in cadence.items() if value is not None}
         return await self._exports.create_schedule(body, assets)

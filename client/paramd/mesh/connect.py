@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 
 from paramd.errors import UsageError
 from paramd.mesh.amesh import AsyncMesh
-from paramd.mesh.loop import DEFAULT_TIMEOUT_S
 from paramd.mesh.mesh import Mesh
-from paramd.mesh.peers.control import Find, client_tls
-from paramd.places import Endpoint, StartingError, read_endpoint, running_jobs
+from paramd.mesh.peers.control import NOT_BEGUN, Find, client_tls
+from paramd.places import StartingError, read_endpoint, running_jobs
 from paramd.security.tls import ClientTls
 from paramd.state_files import is_job_name
 
 log = logging.getLogger("paramd")
-
-_AGAIN_S = 0.2
-"""Seconds between two checks of a job that is starting."""
 
 
 def connect(
@@ -48,11 +43,7 @@ def connect(
         DeniedError: the token is missing or wrong.
         UsageError: several jobs run and none was named.
     """
-    url, job = _named(url, job)
-    wait_s = timeout_s if timeout_s is not None else DEFAULT_TIMEOUT_S
-    at, secret, name = resolve(url, token, job, wait_s=wait_s)
-    tls, find = _trust(at, tls_ca), _finder(url, token, name)
-    return Mesh(AsyncMesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find))
+    return Mesh(async_connect(url, token, job=job, timeout_s=timeout_s, tls_ca=tls_ca))
 
 
 def async_connect(
@@ -65,28 +56,37 @@ def async_connect(
 ) -> AsyncMesh:
     """A mesh for asyncio; use it as `async with`. Args, Raises: as `connect`.
 
-    Does not wait for a job that is starting, but raises UnreachableError.
+    Waits up to `timeout_s` for a job that is starting.
     """
     url, job = _named(url, job)
-    at, secret, name = resolve(url, token, job)
-    tls, find = _trust(at, tls_ca), _finder(url, token, name)
+    at, secret, name, find = located(url, token, job)
+    tls = trust(at, tls_ca)
     return AsyncMesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
 
 
-def resolve(
-    url: str | None, token: str | None, job: str | None, *, wait_s: float = 0.0
-) -> tuple[str, str, str | None]:
+def located(
+    url: str | None, token: str | None, job: str | None
+) -> tuple[str, str, str | None, Find | None]:
+    """As `resolve`, with how to look again; of a job that is starting the url is `NOT_BEGUN`."""
+    try:
+        at, secret, name = resolve(url, token, job)
+    except StartingError as error:
+        log.warning("paramd: %s; waiting for it", error)
+        at, secret, name = NOT_BEGUN, "", job
+    return at, secret, name, _finder(url, token, name)
+
+
+def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, str, str | None]:
     """(url, token, job) from the arguments, else the environment, else the state dir.
 
-    Waits up to `wait_s` for the control plane of a job that is starting. Raises NotFoundError and
-    UnreachableError as `read_endpoint`, and UsageError if several jobs run here or no token is
-    known.
+    Raises NotFoundError and UnreachableError as `read_endpoint`, and UsageError if several jobs
+    run here or no token is known.
     """
     url = url if url is not None else os.environ.get("PARAMD_URL")
     token = token if token is not None else os.environ.get("PARAMD_TOKEN")
     job = job if job is not None else os.environ.get("PARAMD_JOB")
     if url is None:
-        endpoint = _begun(job, wait_s)
+        endpoint = read_endpoint(job)
         return endpoint.url, token if token is not None else endpoint.token, endpoint.job
     if token is None:
         token = _known_token(url, job)
@@ -100,7 +100,7 @@ def _named(url: str | None, job: str | None) -> tuple[str | None, str | None]:
     return None, url
 
 
-def _trust(url: str, tls_ca: str | os.PathLike[str] | None) -> ClientTls | None:
+def trust(url: str, tls_ca: str | os.PathLike[str] | None) -> ClientTls | None:
     """None where the endpoint decides, which changes with the incarnation."""
     named = tls_ca is not None or bool(os.environ.get("PARAMD_TLS_CA"))
     return client_tls(url, tls_ca) if named else None
@@ -116,21 +116,6 @@ def _finder(url: str | None, token: str | None, job: str | None) -> Find | None:
         return at, secret
 
     return find
-
-
-def _begun(job: str | None, wait_s: float) -> Endpoint:
-    """As `read_endpoint`; waits for a job that is starting."""
-    deadline_s, told = time.monotonic() + wait_s, False
-    while True:
-        try:
-            return read_endpoint(job)
-        except StartingError as error:
-            if time.monotonic() > deadline_s:
-                raise
-            if not told:
-                log.warning("paramd: %s; waiting for it", error)
-            told = True
-            time.sleep(_AGAIN_S)
 
 
 def _known_token(url: str, job: str | None) -> str:

@@ -282,6 +282,7 @@ class Mesh:
         buffers: bool = False,
         unsettled: bool = False,
         optimizer: bool = False,
+        replica: int | None = None,
         timeout: Timeout = UNSET,
         transport: Transport = "auto",
     ) -> Summoned: ...

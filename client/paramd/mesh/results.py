@@ -400,6 +400,9 @@ class Summoned(_OneStep["torch.Tensor"]):
     replica: int = 0
     """A rank of the replica that all values come from. Ranks that hold the same tensors may still
     have different values: buffers, local SGD, parameters left out of DDP."""
+    replicas_differ: tuple[str, ...] | None = None
+    """The tensors of which samples on up to eight ranks were not equal at this step. None: not
+    compared, because no other rank had this step at once."""
     optimizer: OptimizerState | None = None
     """With `optimizer=True`: the optimizer's state of the same step."""
 
@@ -441,11 +444,18 @@ class Summoned(_OneStep["torch.Tensor"]):
 
     def _about(self) -> tuple[Sequence[str], str, str]:
         rests = unsettled_text(unsettled=self.unsettled, label=self.label)
+        rests += differ_text(self.replicas_differ)
         return ("name", "shape", "dtype", "device"), f"{len(self)} tensors", rests
 
     def _cells(self, value: torch.Tensor) -> list[str]:
         dtype = str(value.dtype).removeprefix("torch.")
         return [shape_text(value.shape), dtype, str(value.device)]
+
+
+def differ_text(names: Sequence[str] | None) -> str:
+    """What other replicas hold otherwise; empty if nothing."""
+    more = f" and {len(names) - 3:,} more" if names and len(names) > 3 else ""
+    return f"; other replicas differ in {', '.join(names[:3])}{more}" if names else ""
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:

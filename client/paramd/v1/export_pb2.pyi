@@ -145,6 +145,9 @@ class ExportPlan(google.protobuf.message.Message):
     UNSETTLED_FIELD_NUMBER: builtins.int
     HISTORY_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
+    REPLICA_FIELD_NUMBER: builtins.int
+    REPLICAS_DIFFER_FIELD_NUMBER: builtins.int
+    REPLICAS_COMPARED_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     layout_digest: builtins.str
     step: builtins.int
@@ -159,6 +162,8 @@ class ExportPlan(google.protobuf.message.Message):
     digest: builtins.bytes
     unsettled: builtins.bool
     history: builtins.int
+    replica: builtins.int
+    replicas_compared: builtins.bool
     @property
     def patterns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -167,6 +172,8 @@ class ExportPlan(google.protobuf.message.Message):
     def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportPin]: ...
     @property
     def missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def replicas_differ(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -188,8 +195,11 @@ class ExportPlan(google.protobuf.message.Message):
         unsettled: builtins.bool = ...,
         history: builtins.int = ...,
         missing: collections.abc.Iterable[builtins.str] | None = ...,
+        replica: builtins.int = ...,
+        replicas_differ: collections.abc.Iterable[builtins.str] | None = ...,
+        replicas_compared: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "missing", b"missing", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "patterns", b"patterns", "pins", b"pins", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "missing", b"missing", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "patterns", b"patterns", "pins", b"pins", "replica", b"replica", "replicas_compared", b"replicas_compared", "replicas_differ", b"replicas_differ", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___ExportPlan = ExportPlan
 

@@ -18,7 +18,14 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.edits.incarnation import in_effect
 from paramd_service.control.edits.machine import Commit, EditMachine, Staged
 from paramd_service.control.edits.runner import EditRun
-from paramd_service.control.edits.spec import EditSpec, merged, ops_of, plan_edit, same_data
+from paramd_service.control.edits.spec import (
+    EditSpec,
+    merged,
+    ops_of,
+    plan_edit,
+    replicas_text,
+    same_data,
+)
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
 from tests.unit.control.reports import mesh
@@ -120,6 +127,9 @@ def test_statistics_count_replicas_once() -> None:
     # bias once, both halves of weight.
     assert found["norm"] == pytest.approx((3 * 4.0) ** 0.5)
     assert found["mean"] == 1.0
+    assert replicas_text(index, ops, {0: [one, one], 1: [one, replace(one, max=2.0)]}) == ""
+    told = replicas_text(index, ops, {0: [one, one], 1: [replace(one, max=2.0), one]})
+    assert "replicas of 'bias' on ranks 0, 1 had different values" in told
 
 
 class Calls:

@@ -112,6 +112,11 @@ def test_state_that_one_rank_has_is_taken_from_it_and_where_none_has_it_there_is
         )
         assert dict(plan.sources[""].spans) == {0: ((0, 80),)}
         assert dict(plan.sources["exp_avg"].spans) == {0: ((0, 16),), 1: ((64, 80),)}
+    # Muon for one, AdamW for the other: each has the state of its own optimizer.
+    muon = param(0, 16, keys=["momentum_buffer"])
+    both = table(muon, param(64, 80), keys=["momentum_buffer", "exp_avg"])
+    states = optimizer_table(kept, {0: both, 1: both}).states
+    assert states == {"momentum_buffer": {"a": "float32"}, "exp_avg": {"b": "float32"}}
     differing = {**tables, 1: table(param(0, 16, keys=["row"]), param(64, 80))}
     with pytest.raises(ConflictError, match="the ranks disagree on the optimizer state of 'a'"):
         optimizer_table(kept, differing)

@@ -71,6 +71,9 @@ def test_names_that_collide_and_rules_that_fit_nothing_are_refused() -> None:
         plan_export(two, ExportSettings(names=NameMap.of({"a": "b"})))
     with pytest.raises(UsageError, match="matches no exported tensor"):
         plan_export(two, ExportSettings(names=NameMap.of({"zz.*": "y.*"})))
+    peft = NameMap.of({"*.lora_A.default.weight": "base_model.model.*.lora_A.weight"})
+    found = peft.apply(["q.lora_A.default.weight", "q.weight"])
+    assert list(found.values()) == ["base_model.model.q.lora_A.weight", "q.weight"]
     odd = NameMap.of({"a.*": "star", "a.[0]": "row", "b.*": "c.*"})
     assert odd.apply(["a.*", "a.x", "a.[0]", "b.*", "b.x"]) == {
         "a.*": "star", "a.x": "a.x", "a.[0]": "row", "b.*": "c.*", "b.x": "b.x",

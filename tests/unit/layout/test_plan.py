@@ -15,13 +15,14 @@ from paramd.errors import UnreachableError, UsageError
 from paramd.layout.exports.plan import plan_export
 from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.plan import ReadPlan, plan_read
+from paramd.layout.replicas import MOST_COMPARED, differing, samples_of
 from paramd.layout.select import NameIndex, SelectedTensor, select
 from paramd.layout.stats import stats_items
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout, full_box, row_major
 from tests.unit.layout.simulate import BOXES, Held, Spec, World, build, cut, element, fsdp1, gather
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "bool", "int64", "complex128"]
-SHAPES = [(), (1,), (3,), (7,), (0,), (2, 0), (5, 3), (1, 4), (4, 6), (3, 2, 5), (2, 3, 2, 3)]
+SHAPES = [(), (1,), (3,), (7,), (0,), (2, 0), (5, 3), (1, 17), (4, 6), (3, 2, 5), (2, 3, 2, 3)]
 SPECS = [
     Spec(f"w{number}", DTYPES[number % len(DTYPES)], shape) for number, shape in enumerate(SHAPES)
 ]
@@ -196,3 +197,21 @@ def test_a_replica_of_hsdp_is_its_shards_and_its_own_of_what_all_hold(
     assert of_all == {rank}
     export = plan_export(layout, ExportSettings(max_shard_bytes=20, replica=rank))
     assert set(export.sources[""].spans) == ranks
+    samples = samples_of(layout.tensors, range(4), turn=rank)
+    held = [("w", {0: 0, 2: 0}), ("w", {1: 0, 3: 0}), ("free", dict.fromkeys(range(4), 64))]
+    assert [(one.fqn, one.begins) for one in samples] == held
+    seen = {one: [b"same", b"apart" if one == rank else b"same"] for one in range(4)}
+    assert differing(samples, seen) == ("free",)
+
+
+def test_samples_are_of_few_ranks_in_turn_and_of_places_all_over_a_piece() -> None:
+    world = replicas(12)
+    many = [samples_of(world.layout.tensors, range(12), turn) for turn in range(12)]
+    assert {len(one.begins) for found in many for one in found} == {MOST_COMPARED}
+    assert {rank for found in many for rank in found[0].begins} == set(range(12))
+    assert samples_of(world.layout.tensors, [3]) == []
+    pieces = tuple(Piece(rank, 0, Box((0,), (1 << 20,))) for rank in range(2))
+    large = TensorLayout("w", "float32", (1 << 20,), TensorKind.BUFFER, pieces)
+    (one,) = samples_of([large], range(2))
+    assert (one.places[0][0], one.places[-1][1]) == (0, 4 << 20)
+    assert sum(end - begin for begin, end in one.places) == 4096

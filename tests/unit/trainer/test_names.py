@@ -34,6 +34,8 @@ def test_compiled_and_checkpointed_modules_keep_their_users_names() -> None:
     expected = list(nn.Sequential(Named(), nn.Linear(2, 2)).state_dict())
 
     assert names(torch.compile(model, backend="eager")) == expected
+    inside = checkpoint_wrapper(torch.compile(Named(), backend="eager"))
+    assert names(nn.Sequential(inside, nn.Linear(2, 2))) == expected
     assert (
         names(nn.Sequential(torch.compile(Named(), backend="eager"), nn.Linear(2, 2))) == expected
     )
@@ -44,8 +46,10 @@ def test_tied_parameters_are_one_shard_with_all_their_names() -> None:
     model["b"].weight = model["a"].weight
     model["c"] = model["a"]
 
+    model["a"].bias.requires_grad_(False)
     found = {shard.fqn: shard.aliases for shard in find_shards(model)}
 
+    assert [shard.trainable for shard in find_shards(model)] == [True, False]
     assert found == {"a.weight": ("b.weight", "c.weight"), "a.bias": ("c.bias",)}
     assert {n for fqn, others in found.items() for n in (fqn, *others)} == set(model.state_dict())
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import mmap
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from paramd.errors import ConflictError
@@ -161,6 +166,32 @@ def test_moving_keeps_identity_gradients_versions_and_randomness() -> None:
 
     assert before == inside == facts()
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_copies_and_checkpoints_of_a_moved_model_are_as_of_any(
+    move_in: MoveIn, tmp_path: Path
+) -> None:
+    model, again = nn.Linear(30, 50), nn.Linear(30, 50)
+    torch.save(model, tmp_path / "plain")
+    _, arena = move_in(model)
+    torch.save(model, tmp_path / "moved")
+    assert (tmp_path / "plain").stat().st_size == (tmp_path / "moved").stat().st_size
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "moved", weights_only=False)):
+        assert torch.equal(other.weight, model.weight)
+        assert not any(arena.holds(one) for one in other.parameters())
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+        dcp.load(again.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(again.weight, model.weight)
+
+
+@pytest.mark.parametrize("surrounds", [torch.device("meta"), torch.no_grad()], ids=str)
+def test_a_default_device_or_mode_changes_nothing(move_in: MoveIn, surrounds: Any) -> None:
+    model = nn.Linear(3, 5)
+    before = model.weight.detach().clone()
+    with surrounds:
+        home, arena = move_in(model)
+    assert torch.equal(read(home, arena)["weight"], before)
 
 
 def test_a_graph_from_before_the_move_still_runs_backward(move_in: MoveIn) -> None:

@@ -46,10 +46,15 @@ class ExportPlan:
         return sum(file.size_bytes for file in self.files)
 
     @property
+    def exported(self) -> tuple[TensorLayout, ...]:
+        """The parameters and buffers that are in it."""
+        names = {tensor.fqn for tensor in self.sources[""].tensors} if "" in self.sources else ()
+        return tuple(tensor for tensor in self.layout.tensors if tensor.fqn in names)
+
+    @property
     def with_buffers(self) -> bool:
         """Whether it has a buffer, which only an agreed boundary can copy."""
-        names = {tensor.fqn for tensor in self.sources[""].tensors} if "" in self.sources else ()
-        return any(t.kind is TensorKind.BUFFER and t.fqn in names for t in self.layout.tensors)
+        return any(tensor.kind is TensorKind.BUFFER for tensor in self.exported)
 
     @property
     def at_boundary(self) -> bool:
@@ -73,13 +78,7 @@ class ExportPlan:
     @property
     def tied(self) -> dict[str, str]:
         """Aliases of included tensors, and the fqn of each; both as in the model."""
-        included = {tensor.fqn for tensor in self.sources[""].tensors}
-        return {
-            alias: tensor.fqn
-            for tensor in self.layout.tensors
-            if tensor.fqn in included
-            for alias in tensor.aliases
-        }
+        return {alias: tensor.fqn for tensor in self.exported for alias in tensor.aliases}
 
     def finish(self, torch_files: TorchFiles) -> dict[str, bytes]:
         """The format's small files, once the sidecars have written theirs; blocks for seconds.

@@ -149,7 +149,7 @@ class Edit(Document):
     hyperparameters: Hyperparameters | None
     """The hyper-parameters that it sets instead of parameters; else None."""
     warning: str
-    """A trainer's warning about it; else empty."""
+    """A trainer's warning about it, or that replicas were not equal; else empty."""
 
     @property
     def undoable(self) -> bool:

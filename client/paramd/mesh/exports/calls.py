@@ -91,6 +91,8 @@ class ExportInfo(Document):
     missing: tuple[str, ...]
     """Names in the model's state dict that are no tensors and so not in the export, such as extra
     state; at most 1,000. Empty in lists."""
+    replicas_differ: tuple[str, ...] | None = None
+    """As in `Summoned`; at most 1,000. None in lists."""
 
     @property
     def raw(self) -> Mapping[str, Any]:
@@ -220,7 +222,8 @@ def export_body(
     tied: str,
     name_map: Mapping[str, str] | None,
     verify: bool,
-    names: Sequence[str] | None = None,
+    names: Sequence[str] | None,
+    replica: int,
 ) -> dict[str, Any]:
     """The body shared by requests for exports and schedules; see `AsyncMesh.export`."""
     body: dict[str, Any] = {
@@ -230,6 +233,7 @@ def export_body(
         "include": [include] if isinstance(include, str) else list(include),
         "tied": tied,
         "verify": verify,
+        "replica": replica,
     }
     if max_shard_size is not None:
         body["max_shard_size"] = str(max_shard_size)

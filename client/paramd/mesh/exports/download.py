@@ -43,7 +43,7 @@ from paramd.layout.select import Pattern
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, pinned_at
-from paramd.mesh.reading.pin import Pinner, choose, spans_of
+from paramd.mesh.reading.pin import Pinner, choose, compared, samples_for, spans_of
 from paramd.mesh.reading.stream import Reading, Transport, memory_at
 from paramd.mesh.reading.transfer import Chosen, Transfer
 from paramd.state import StateName
@@ -355,6 +355,8 @@ class Downloaded:
     seconds: float
     unsettled: bool = False
     """As in `Summoned`."""
+    replicas_differ: tuple[str, ...] | None = None
+    """As in `Summoned`; None also of a download that was resumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -365,10 +367,13 @@ class Content:
     dtype: torch.dtype | None
     buffers: bool
     name_map: NameMap
+    replica: int | None = None
 
     async def wanted(self, reach: SidecarFinder, sidecars: Sidecars) -> Wanted:
         """Resolve the request against the current layout. Raises as `choose`."""
-        chosen = await choose(reach, sidecars, self.patterns, buffers=self.buffers)
+        chosen = await choose(
+            reach, sidecars, self.patterns, buffers=self.buffers, replica=self.replica
+        )
         names = self.name_map.apply(item[0] for item in chosen.names)
         aliases = {alias: names[item[0]] for item in chosen.names for alias in item[1:]}
         job, digest = sidecars.document.job, sidecars.document.layout_digest
@@ -400,6 +405,7 @@ class Download:
     moved: Moved
     said: Said
     _resumed_bytes: int = 0
+    _differ: tuple[str, ...] | None = None
 
     async def run(self, content: Content, deadline_s: float) -> Downloaded:
         """Download `content` at one step.
@@ -431,6 +437,7 @@ class Download:
                     resumed_bytes=self._resumed_bytes,
                     seconds=time.monotonic() - began_s,
                     unsettled=pinned.unsettled,
+                    replicas_differ=self._differ,
                 )
         raise AssertionError("the last attempt returns or raises")
 
@@ -483,10 +490,12 @@ class Download:
 
     async def _pin(self, sidecars: Sidecars, wanted: Wanted, deadline_s: float) -> Pinned:
         chosen = wanted.chosen
-        pinned = await Pinner(sidecars, backoff=self.reach.backoff).pin(
+        samples = samples_for(self.reach, sidecars, chosen.tensors)
+        pinned = await Pinner(sidecars, backoff=self.reach.backoff, samples=samples).pin(
             spans_of(sidecars, chosen.plan), deadline_s=deadline_s, with_buffers=chosen.at_boundary
         )
         await _renewed(sidecars, pinned)
+        self._differ = await compared(sidecars, pinned, samples)
         layout = file_layout(wanted, pinned)
         await asyncio.to_thread(self.file.begin, layout.header, layout.size_bytes)
         self._resumed_bytes = 0

@@ -21,11 +21,11 @@ from paramd.layout.exports.plan import ExportPlan, plan_export
 from paramd.layout.exports.settings import FORMATS, ExportSettings, NameMap, NameRule
 from paramd.layout.plan import plan_read
 from paramd.layout.select import SelectedTensor
-from paramd.layout.types import Layout
+from paramd.layout.types import Layout, TensorKind
 from paramd.memory.optimizer_state import parse_table
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Captured, PinKind, Pinned, RankPin, Sidecars, Spans
-from paramd.mesh.reading.pin import Pinner
+from paramd.mesh.reading.pin import Pinner, compared, samples_for
 from paramd.mesh.reading.stream import Reading, Transport, read_bytes
 from paramd.mesh.reading.transfer import Chosen, Transfer
 from paramd.mesh.results import OptimizerState
@@ -68,6 +68,9 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
         pins=pinned.pins,
         unsettled=pinned.pinned.unsettled,
         missing=plan.layout.missing,
+        replica=settings.replica,
+        replicas_differ=pinned.replicas_differ or (),
+        replicas_compared=pinned.replicas_differ is not None,
     )
 
 
@@ -86,6 +89,7 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
         keep_tied=message.keep_tied,
         patterns=tuple(message.patterns),
         names=NameMap(rules),
+        replica=message.replica,
     )
 
 
@@ -114,6 +118,8 @@ class PinnedExport:
     """The parameters."""
     pins: Sequence[export_pb2.ExportPin]
     """All pins."""
+    replicas_differ: tuple[str, ...] | None = None
+    """As `compared`."""
 
 
 class _Beside:
@@ -158,7 +164,7 @@ Wanted = Callable[[OptimizerTable], Mapping[str, Spans]]
 
 
 async def pin_with_optimizer(
-    sidecars: Sidecars, plan: ExportPlan, *, deadline_s: float
+    reach: SidecarFinder, sidecars: Sidecars, plan: ExportPlan, *, deadline_s: float
 ) -> PinnedExport:
     """Pin what `plan` reads and the optimizer's state; return the plan extended by it.
 
@@ -187,7 +193,10 @@ async def pin_with_optimizer(
         raise
     named = [_named(pin, "") for pin in held.pinned.pins.values()]
     named += [_named(pin, key) for key, pins in held.states.items() for pin in pins.values()]
-    return PinnedExport(whole, held.pinned, named)
+    # Buffers of other ranks have not been copied at that boundary.
+    params = [one for one in plan.exported if one.kind is TensorKind.PARAMETER]
+    samples = samples_for(reach, sidecars, params)
+    return PinnedExport(whole, held.pinned, named, await compared(sidecars, held.pinned, samples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,13 +360,17 @@ async def _are_live(sidecars: Sidecars, ranks: Iterable[int], deadline_s: float)
     return all(one.state.optimizer_live for one in states)
 
 
-async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float) -> PinnedExport:
+async def pin_parameters(
+    reach: SidecarFinder, sidecars: Sidecars, plan: ExportPlan, *, deadline_s: float
+) -> PinnedExport:
     """Pin what a plan without the optimizer reads. Raises as `Pinner.pin`."""
     spans = plan.sources[""].spans
-    pinned = await pinner.pin(
+    samples = samples_for(reach, sidecars, plan.exported)
+    pinned = await Pinner(sidecars, backoff=reach.backoff, samples=samples).pin(
         spans if spans else {0: ()}, deadline_s=deadline_s, with_buffers=plan.at_boundary
     )
-    return PinnedExport(plan, pinned, [_named(pin, "") for pin in pinned.pins.values()])
+    named = [_named(pin, "") for pin in pinned.pins.values()]
+    return PinnedExport(plan, pinned, named, await compared(sidecars, pinned, samples))
 
 
 async def _tables(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from paramd.errors import (
 )
 from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way, is_relayed
-from paramd.places import running_jobs
+from paramd.places import StartingError, running_jobs
 from paramd.security.tls import IF_MOVED, ClientTls, Pems, https_context, not_accepted
 
 REST_TIMEOUT_S = 5.0
@@ -113,6 +114,11 @@ def readable(url: str) -> Iterator[None]:
 Find = Callable[[], tuple[str, str]]
 """Returns the current (url, token) of a job's control plane. Raises UnreachableError."""
 
+NOT_BEGUN = "http://127.0.0.1:0"
+"""In place of the url of a job that is starting; `RestClient.begun` finds it."""
+
+_LOOK_S = 0.2
+
 
 class RestClient:
     """Client of one control plane; with `find`, follows it to a new address."""
@@ -168,6 +174,19 @@ class RestClient:
             # Not closed yet: requests in flight finish on the client they started on.
             self._left.append(self._client)
             self._at, self._client = at, self._client_of(*at)
+
+    async def begun(self, timeout_s: float) -> None:
+        """Wait for the address of a job that is starting. Raises StartingError: none in time."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._find is not None and self.url == NOT_BEGUN:
+            try:
+                self._find()
+            except StartingError:
+                if time.monotonic() > deadline_s:
+                    raise
+                await asyncio.sleep(_LOOK_S)
+            else:
+                self.look_again()
 
     async def jobs(self) -> list[str]:
         """Names of the jobs that the control plane serves."""

@@ -93,6 +93,8 @@ class Pinned:
     pins: Mapping[int, RankPin]
     unsettled: bool = False
     """On some rank training has not continued since the update that made its step."""
+    beside: Mapping[int, RankPin] = field(default_factory=dict)
+    """Samples of the same state, to compare replicas."""
 
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
@@ -157,9 +159,11 @@ def no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
     )
 
 
-def pinned_at(common: StateName, pins: Sequence[RankPin]) -> Pinned:
-    """`pins` of all ranks, which share the state `common`."""
-    return Pinned(common, {pin.rank: pin for pin in pins}, any(pin.unsettled for pin in pins))
+def pinned_at(common: StateName, pins: Sequence[RankPin], beside: Sequence[RankPin] = ()) -> Pinned:
+    """`pins` of all ranks, which share the state `common`, and those `beside` them."""
+    unsettled = any(pin.unsettled for pin in pins)
+    by_rank, compared = ({pin.rank: pin for pin in some} for some in (pins, beside))
+    return Pinned(common, by_rank, unsettled, compared)
 
 
 def told_step(pin: RankPin) -> str:

@@ -9,12 +9,15 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from paramd.errors import AbortedError, ConflictError, DeadlineError, ExhaustedError
+from paramd.errors import AbortedError, ConflictError, DeadlineError, ExhaustedError, ParamdError
 from paramd.layout.plan import ReadPlan, plan_read
+from paramd.layout.replicas import Sample, differing, places_on, samples_of
 from paramd.layout.select import Pattern, select
+from paramd.layout.types import TensorLayout, joined, offsets_in
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import MORE_TIME, all_ended, cancelled
 from paramd.mesh.peers.sidecars import (
@@ -41,6 +44,8 @@ _LAST_PATIENCE_S = 8.0
 _ANOTHER_CALL_S = 2.0
 # Other readers' snapshots end soon; a request larger than the budget never fits.
 _BUDGET_PATIENCE_S = 3.0
+# An answer does not wait for what is only compared with it.
+_BESIDE_S, _COMPARE_S = 0.1, 2.0
 
 
 NOW = PinKind()
@@ -57,41 +62,20 @@ class Pinner:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         backoff: FastPathBackoff | None = None,
         patience_s: float = 1.0,
+        samples: Sequence[Sample] = (),
     ) -> None:
+        """`samples` are pinned beside what only a boundary can copy; `compared` pins others."""
         self._transport = transport
+        self._samples = samples
         self._clock = clock
         self._sleep = sleep
         self._patience_s = patience_s
         self._backoff = backoff if backoff is not None else FastPathBackoff()
 
     @asynccontextmanager
-    async def pinned(
-        self,
-        spans: Spans,
-        *,
-        deadline_s: float,
-        with_buffers: bool = False,
-        unsettled: bool = False,
-        mark: str = "",
-    ) -> AsyncIterator[Pinned]:
-        """Snapshots of `spans` at one step, with leases renewed until the block ends.
-
-        Args:
-            deadline_s: On the given clock.
-            with_buffers: The spans can only be copied at a boundary: buffers, or parameters of
-                mirrored arenas.
-            unsettled: Accept parameters changed after their update while training has not
-                continued.
-            mark: Not the present parameters but those of this mark.
-
-        Raises:
-            UnreachableError, PartialError: a needed sidecar does not respond.
-            ConflictError: torn, no trainer, stale incarnation or layout, no such mark.
-            DeadlineError: no common step in time; the message says why.
-        """
-        found = await self.pin(
-            spans, deadline_s=deadline_s, with_buffers=with_buffers, unsettled=unsettled, mark=mark
-        )
+    async def pinned(self, spans: Spans, *, deadline_s: float, **how: Any) -> AsyncIterator[Pinned]:
+        """As `pin`, with leases renewed until the block ends, which releases them."""
+        found = await self.pin(spans, deadline_s=deadline_s, **how)
         pins = list(found.pins.values())
         renewing = asyncio.create_task(self._renew(pins), name="paramd-leases")
         try:
@@ -201,27 +185,32 @@ class Pinner:
         if not boundary.cancelled() and boundary.exception() is None:
             late, _ = boundary.result()
             if late is not None:
-                self._release(late.pins.values())
+                self._release([*late.pins.values(), *late.beside.values()])
 
     async def _at_boundary(
         self, spans: Spans, left_s: float, with_buffers: bool
     ) -> tuple[Pinned | None, str]:
         began_s = self._clock()
-        pins = await self._pin_all(spans, PinKind(True, with_buffers), left_s)
+        how = PinKind(True, with_buffers)
+        pins = await self._pin_all(spans, how, left_s)
+        beside: list[RankPin] = []
+        with suppress(ParamdError):
+            beside = await self._pin_all(sample_spans(self._samples), how, left_s)
+        every = [*pins, *beside]
         kept = False
         # Here already: a boundary may be further away than a lease is long.
-        renewing = asyncio.create_task(self._renew(pins), name="paramd-leases")
+        renewing = asyncio.create_task(self._renew(every), name="paramd-leases")
         try:
             left_s -= self._clock() - began_s
-            answer = await self._schedule(pins, left_s)
+            answer = await self._schedule(every, left_s)
             kept = answer.captured and answer.state.step >= 0
         finally:
             await cancelled(renewing)
             if not kept:
-                self._release(pins)
+                self._release(every)
         if not kept:
             return None, answer.reason or "the boundary was missed"
-        return pinned_at(answer.state, pins), ""
+        return pinned_at(answer.state, pins, beside), ""
 
     async def _schedule(self, pins: Sequence[RankPin], left_s: float) -> Captured:
         try:
@@ -282,9 +271,8 @@ async def choose(
     selection = select(index, patterns, with_buffers=buffers)
     plan = plan_read(index.layout, selection, costs=reach.costs(), replica=replica)
     sidecars.check_not_stopped(read.rank for read in plan.ranks)
-    return Chosen(
-        names=[item.names for item in selection], plan=plan, at_boundary=selection.at_boundary
-    )
+    names = [item.names for item in selection]
+    return Chosen(names, plan, selection.at_boundary, selection.tensors)
 
 
 def spans_of(sidecars: Sidecars, plan: ReadPlan) -> Spans:
@@ -292,6 +280,56 @@ def spans_of(sidecars: Sidecars, plan: ReadPlan) -> Spans:
     if not plan.ranks:
         return {min(sidecars.document.peers, default=0): ()}
     return {read.rank: read.spans for read in plan.ranks}
+
+
+def samples_for(
+    reach: SidecarFinder, sidecars: Sidecars, tensors: Iterable[TensorLayout]
+) -> list[Sample]:
+    """What of these tensors can be compared between ranks that lately responded."""
+    ranks = sidecars.document.peers.keys() - reach.costs().keys()
+    return samples_of(tensors, ranks, random.randrange(1 << 16))
+
+
+def sample_spans(samples: Sequence[Sample]) -> Spans:
+    """What to pin of each rank for samples."""
+    ranks = {rank for one in samples for rank in one.begins}
+    return {rank: joined(places_on(samples, rank), 0) for rank in sorted(ranks)}
+
+
+async def compared(
+    sidecars: Sidecars, pinned: Pinned, samples: Sequence[Sample]
+) -> tuple[str, ...] | None:
+    """The tensors that differ between replicas at the pinned state; None: not compared.
+
+    Without samples `beside` it pins those that are there at once. Never fails: no answer depends
+    on it.
+    """
+    if pinned.unsettled:
+        return None
+    spans = sample_spans(samples)
+    state, beside = pinned.state, dict(pinned.beside)
+
+    async def pin(rank: int) -> None:
+        request = sidecars.pin_request(spans[rank], at_step=state.step, at_history=state.history)
+        with suppress(ParamdError):
+            beside[rank] = RankPin.of(rank, await sidecars.pin_step(rank, request, _BESIDE_S))
+
+    async def digests(rank: int) -> list[bytes]:
+        offset_of, places = offsets_in(spans[rank]), places_on(samples, rank)
+        ranges = [(offset_of(begin), offset_of(begin) + end - begin) for begin, end in places]
+        return await reading.digests(rank, ranges)
+
+    try:
+        if not beside and state.step:
+            await all_ended(map(pin, spans))
+        reading = Reading(sidecars, replace(pinned, pins=beside), time.monotonic() + _COMPARE_S)
+        seen = dict(zip(beside, await all_ended(map(digests, beside)), strict=True))
+    except ParamdError:
+        return None
+    finally:
+        for one in beside.values():
+            sidecars.release(one)
+    return differing(samples, seen) if len(seen) > 1 or not samples else None
 
 
 @asynccontextmanager
@@ -303,9 +341,10 @@ async def pinned(
     *,
     unsettled: bool = False,
     mark: str = "",
+    samples: Sequence[Sample] = (),
 ) -> AsyncIterator[Pinned]:
     """Snapshots of `chosen`. Args, Raises: as `Pinner.pinned`."""
-    async with Pinner(sidecars, backoff=reach.backoff).pinned(
+    async with Pinner(sidecars, backoff=reach.backoff, samples=samples).pinned(
         spans_of(sidecars, chosen.plan),
         deadline_s=deadline_s,
         with_buffers=chosen.at_boundary and not mark,

@@ -35,7 +35,7 @@ from paramd.errors import (
     error_of_grpc,
 )
 from paramd.layout.plan import RankRead, ReadPlan
-from paramd.layout.types import joined
+from paramd.layout.types import TensorLayout, joined
 from paramd.memory import handover
 from paramd.memory.descriptors import close_all
 from paramd.mesh.peers.bulk import CONNECT_S
@@ -295,6 +295,8 @@ class Chosen:
     plan: ReadPlan
     at_boundary: bool
     """Whether they can only be copied at an agreed boundary."""
+    tensors: Sequence[TensorLayout] = ()
+    """The whole tensors, to compare their replicas."""
 
 
 def check_transport(transport: str) -> None:

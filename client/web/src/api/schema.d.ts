@@ -1631,7 +1631,7 @@ export interface components {
             undone_by: string | null;
             /**
              * Warning
-             * @description A trainer's warning about it; else empty.
+             * @description A trainer's warning about it, or that replicas were not equal; else empty.
              */
             warning: string;
         };
@@ -1823,6 +1823,11 @@ export interface components {
              */
             removed: boolean;
             /**
+             * Replicas Differ
+             * @description As in `Summoned`; at most 1,000. None in lists.
+             */
+            replicas_differ: string[] | null;
+            /**
              * Schedule
              * @description Id of the schedule that started it; empty: started by a request.
              */
@@ -1917,6 +1922,12 @@ export interface components {
              * @default []
              */
             patterns: string[];
+            /**
+             * Replica
+             * @description A rank: all is of its replica, where ranks hold the same tensors
+             * @default 0
+             */
+            replica: number;
             /**
              * Tied
              * @description Write tied tensors once, or under each of their names
@@ -3520,6 +3531,12 @@ export interface components {
              * @default []
              */
             patterns: string[];
+            /**
+             * Replica
+             * @description A rank: all is of its replica, where ranks hold the same tensors
+             * @default 0
+             */
+            replica: number;
             /**
              * Tied
              * @description Write tied tensors once, or under each of their names

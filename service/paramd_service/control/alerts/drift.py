@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import xxhash
 
 from paramd.layout.dtypes import ITEM_BYTES, item_bytes
-from paramd.layout.types import Layout, Piece, Region, TensorKind, TensorLayout, joined
+from paramd.layout.replicas import shared_pieces
+from paramd.layout.types import Layout, Region, TensorKind, TensorLayout, joined
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.mesh.registry import listed
@@ -57,10 +58,6 @@ def replica_groups(tensor: TensorLayout) -> list[ReplicaGroup]:
     """Replicated pieces of a tensor; none for buffers: every rank has its own."""
     if tensor.kind is not TensorKind.PARAMETER:
         return []
-    holders: dict[tuple[Region, tuple[int, ...] | None], list[Piece]] = {}
-    for piece in tensor.pieces:
-        if piece.region.numel:
-            holders.setdefault((piece.region, piece.strides), []).append(piece)
     size = item_bytes(tensor.dtype)
     return [
         ReplicaGroup(
@@ -68,10 +65,9 @@ def replica_groups(tensor: TensorLayout) -> list[ReplicaGroup]:
             region=region,
             size_bytes=region.numel * size,
             item_bytes=size,
-            begins={piece.rank: piece.arena_begin for piece in pieces},
+            begins=begins,
         )
-        for (region, _), pieces in holders.items()
-        if len({piece.rank for piece in pieces}) > 1
+        for region, begins in shared_pieces(tensor)
     ]
 
 

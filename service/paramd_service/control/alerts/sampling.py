@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paramd.layout.dtypes import DTYPES
 from paramd.layout.select import SelectedTensor
@@ -63,6 +63,13 @@ class TensorInput:
     inf_count: int
     norm: float
     """Of the finite elements; NaN if there are elements and none is finite."""
+
+    @classmethod
+    def of(cls, fqn: str, told: Mapping[str, Any]) -> TensorInput:
+        """From a document of statistics."""
+        norm = told["norm"] if told["norm"] is not None else math.nan
+        counts = {name: told[name] for name in ("count", "nan_count", "inf_count")}
+        return cls(fqn=fqn, norm=norm, **counts)
 
 
 class NormHistory:
@@ -255,17 +262,8 @@ class MeshSampler:
                 spans, deadline_s=deadline_s, with_buffers=index.layout.mirrored
             ) as pinned:
                 table = await compute_stats(Reading(sidecars, pinned, deadline_s), plan)
-            rows = tuple(
-                TensorInput(
-                    fqn=row.name,
-                    count=row.summary.count,
-                    nan_count=row.summary.nan_count,
-                    inf_count=row.summary.inf_count,
-                    norm=row.summary.norm,
-                )
-                for row in table
-            )
-            return StatsRound(step=table.step, tensors=rows)
+            rows = (TensorInput.of(row.name, row.summary.document()) for row in table)
+            return StatsRound(step=table.step, tensors=tuple(rows))
 
         return await reach.attempts(attempt, deadline_s)
 
@@ -281,17 +279,8 @@ class MeshSampler:
             stream = await open_stream(reach, transfer, wanted)
             async with aclosing(stream.frames()) as frames, asyncio.timeout(timeout_s):
                 async for frame in frames:
-                    rows = tuple(
-                        TensorInput(
-                            fqn=row["name"],
-                            count=row["count"],
-                            nan_count=row["nan_count"],
-                            inf_count=row["inf_count"],
-                            norm=row["norm"] if row["norm"] is not None else math.nan,
-                        )
-                        for row in frame.document()["params"]
-                        if row["none"] is None
-                    )
+                    found = [one for one in frame.document()["params"] if one["none"] is None]
+                    rows = tuple(TensorInput.of(one["name"], one) for one in found)
                     return StatsRound(step=frame.step, tensors=rows)
         return StatsRound(step=-1, tensors=())
 

@@ -34,7 +34,7 @@ from paramd_service.control.edits.machine import (
     Unreported,
     Withdraw,
 )
-from paramd_service.control.edits.spec import merged
+from paramd_service.control.edits.spec import merged, replicas_text
 from paramd_service.control.mesh.coordinator import BoundaryAction, BoundaryRequest
 from paramd_service.control.mesh.registry import MeshView, listed, waited_for
 from paramd_service.control.mesh.sidecars import SidecarCalls, address_of, on_all
@@ -326,14 +326,17 @@ async def preview_all(
     *,
     timeout_s: float = PREVIEW_S,
 ) -> dict[str, Any]:
-    """Statistics {"before", "after"} of a staged edit over all ranks. Raises as `on_all`."""
+    """Statistics {"before", "after"} of a staged edit over all ranks, and a "warning" where
+    replicas were not equal before. Raises as `on_all`."""
     request = pb.PreviewEditRequest(edit_id=edit_id)
     found = await on_all(
         view, lambda rank, address: calls.ask(rank, address, request, timeout_s=timeout_s)
     )
     before = {rank: [stats_of(one) for one in answer.before] for rank, answer in found.items()}
     after = {rank: [stats_of(one) for one in answer.after] for rank, answer in found.items()}
-    return {"before": merged(index, ops, before), "after": merged(index, ops, after)}
+    told = {"before": merged(index, ops, before), "after": merged(index, ops, after)}
+    why = replicas_text(index, ops, before)
+    return told | {"warning": why} if why else told
 
 
 def feed_staged(driver: EditRun, found: dict[int, pb.EditProgress]) -> None:

@@ -201,19 +201,37 @@ def merged(
     index: NameIndex, ops: Sequence[PlannedOp], stats: Mapping[int, Sequence[Stats]]
 ) -> dict[str, Any] | None:
     """Merge per-rank, per-op statistics into one document, counting replicas once."""
-    keys = {edit.rank: _keys(edit) for edit in rank_edits(ops, sorted(stats))}
-    seen: set[object] = set()
-    parts: list[Stats] = []
-    for rank in sorted(stats):
-        for number, key in keys[rank].items():
-            if (number, key) not in seen and number < len(stats[rank]):
-                seen.add((number, key))
-                parts.append(stats[rank][number])
+    parts = [next(iter(held.values())) for held in _by_part(index, ops, stats).values()]
     if not parts:
         return None
     found = summarize(merge_all(parts))
     shown = ("min", "max", "mean", "norm", "nan_count", "inf_count")
     return {name: value for name, value in found.document().items() if name in shown}
+
+
+def replicas_text(
+    index: NameIndex, ops: Sequence[PlannedOp], stats: Mapping[int, Sequence[Stats]]
+) -> str:
+    """Which replicas have other values than another, as their statistics show; else empty."""
+    for (number, _), held in _by_part(index, ops, stats).items():
+        if len(set(held.values())) > 1:
+            return (
+                f"the replicas of {ops[number].tensor.fqn!r} on ranks {listed(sorted(held))} had "
+                "different values; each was edited from its own"
+            )
+    return ""
+
+
+def _by_part(
+    index: NameIndex, ops: Sequence[PlannedOp], stats: Mapping[int, Sequence[Stats]]
+) -> dict[tuple[int, object], dict[int, Stats]]:
+    """Statistics by op and part, of each rank that holds it."""
+    found: dict[tuple[int, object], dict[int, Stats]] = {}
+    for edit in rank_edits(ops, sorted(stats)):
+        for number, key in _keys(edit).items():
+            if number < len(stats[edit.rank]):
+                found.setdefault((number, key), {})[edit.rank] = stats[edit.rank][number]
+    return found
 
 
 def _planned(

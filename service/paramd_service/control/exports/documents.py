@@ -208,6 +208,7 @@ def read_spec(request: Mapping[str, Any]) -> ExportSpec:
             patterns=tuple(request["patterns"]),
             keep_tied=request["tied"] == "keep",
             names=NameMap.of(request["name_map"]),
+            replica=request.get("replica", 0),
         ),
         optimizer="optimizer" in include,
         verify=bool(request["verify"]),
@@ -263,6 +264,9 @@ class ExportOptions(BaseModel):
         {},
         max_length=20_000,
         description='Model names to names in the files, each with at most one "*"',
+    )
+    replica: int = Field(
+        0, ge=0, description="A rank: all is of its replica, where ranks hold the same tensors"
     )
     verify: bool = Field(True, description="Read everything back before committing")
     timeout_s: float = Field(
@@ -368,11 +372,13 @@ def export_document(
     """The document of a stored export. `size` is (total, written) in bytes; None sums the files."""
     if size is None:
         size = sum(one.size_bytes for one in files), sum(one.written_bytes for one in files)
-    told = export_pb2.ExportPlan.FromString(row.plan).missing if files else ()
+    told = export_pb2.ExportPlan.FromString(row.plan if files else b"")
+    differ = tuple(told.replicas_differ[:MAX_MISSING]) if told.replicas_compared else None
     return read_document(
         ExportInfo,
         asdict(row),
-        missing=tuple(told[:MAX_MISSING]),
+        missing=tuple(told.missing[:MAX_MISSING]),
+        replicas_differ=differ,
         files=tuple(read_document(ExportFile, asdict(file)) for file in files),
         size_bytes=size[0],
         written_bytes=size[1],

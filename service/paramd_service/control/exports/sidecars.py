@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 from paramd.errors import DataLossError, NotFoundError, ParamdError, UnreachableError
 from paramd.layout.types import Layout
 from paramd.mesh.peers.grpc import RankUnreachableError
-from paramd.mesh.reading.pin import Pinner
 from paramd.v1 import export_pb2, sidecar_pb2
 from paramd.wire import checksum_of
 from paramd_service.aio import stopped
@@ -184,11 +183,8 @@ class SidecarGroup:
         deadline_s = time.monotonic() + timeout_s
 
         async def attempt(sidecars: Sidecars) -> PinnedExport:
-            if optimizer:
-                return await pin_with_optimizer(sidecars, plan, deadline_s=deadline_s)
-            return await pin_parameters(
-                Pinner(sidecars, backoff=reach.backoff), plan, deadline_s=deadline_s
-            )
+            pin = pin_with_optimizer if optimizer else pin_parameters
+            return await pin(reach, sidecars, plan, deadline_s=deadline_s)
 
         return await reach.attempts(attempt, deadline_s)
 

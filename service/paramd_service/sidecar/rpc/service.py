@@ -14,7 +14,7 @@ import asyncio
 import os
 import resource
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import (
     AbstractContextManager,
     AsyncExitStack,
@@ -70,8 +70,9 @@ _NS = 1e9
 _STARTED_S = time.time()
 
 
-Row: TypeAlias = tuple[str, str, float]
-"""A metric's name without the common prefix "paramd_sidecar_", its text, its value."""
+Row: TypeAlias = tuple[str, str, float | Mapping[str, float]]
+"""A metric's name without the common prefix "paramd_sidecar_", its text, its value or values by
+cause."""
 
 
 def sidecar_metrics(rank: RankSidecar) -> str:
@@ -88,32 +89,36 @@ def render(rows: Iterable[Row], *, job: str, rank: int) -> str:
         full, kind = f"paramd_sidecar_{name}", "counter" if name.endswith("_total") else "gauge"
         lines.append(f"# HELP {full} {text}")
         lines.append(f"# TYPE {full} {kind}")
-        lines.append(f"{full}{{{labels}}} {_number(value)}")
+        by_cause = value if isinstance(value, Mapping) else {"": value}
+        for cause, one in by_cause.items():
+            more = f',cause="{cause}"' if cause else ""
+            lines.append(f"{full}{{{labels}{more}}} {_number(one)}")
     return "\n".join(lines) + "\n"
 
 
 def _rank_samples(rank: RankSidecar) -> list[Row]:
     state = messages.rank_state(rank)
     age_ns = state.boundary_age_ns
+    age_s = age_ns / _NS if age_ns >= 0 else -1
     device = rank.attached.device if rank.attached is not None else None
+    stands = {one.cause: one for one in state.stands}
+    stood_s = {cause: one.total_ns / _NS for cause, one in stands.items()}
+    longest_s = {cause: one.max_ns / _NS for cause, one in stands.items()}
+    copied = rank.attached.page[Word.COPIED] if rank.attached is not None else 0
+    budget_bytes = rank.budget_bytes(state.arena_bytes) if rank.has_pins else 0
     return [
         ("incarnation", "Incarnation of the job, 0 before attach", rank.incarnation),
         ("step", "Finished updates, -1 before attach", rank.step),
         ("phase", "Phase by its number in paramd.v1", state.phase),
         ("step_time_seconds", "Smoothed", state.step_time_ns / _NS),
-        (
-            "boundary_age_seconds",
-            "Time since the last boundary, -1 before the first",
-            age_ns / _NS if age_ns >= 0 else -1,
-        ),
-        ("stalls_total", "Updates that waited", state.stall_count),
+        ("boundary_age_seconds", "Since the last boundary, -1 before the first", age_s),
+        ("stalls_total", "Updates that waited for a copy", state.stall_count),
         ("stall_seconds_total", "Time that updates waited for copies", state.stall_total_ns / _NS),
         ("stall_max_seconds", "Longest such wait", state.stall_max_ns / _NS),
-        (
-            "abandoned_copies_total",
-            "Copies given up because an update began",
-            state.abandoned_copy_count,
-        ),
+        ("stands_total", "Updates that stood", {name: one.count for name, one in stands.items()}),
+        ("stand_seconds_total", "Time that updates stood because of paramd", stood_s),
+        ("stand_max_seconds", "Longest such time", longest_s),
+        ("abandoned_copies_total", "Copies that an update cut short", state.abandoned_copy_count),
         ("arena_bytes", "Bytes of the arena", state.arena_bytes),
         (
             "device_context",
@@ -123,18 +128,10 @@ def _rank_samples(rank: RankSidecar) -> list[Row]:
         *_context_samples(device),
         ("snapshots", "Snapshots under lease", state.snapshot_count),
         ("snapshot_bytes", "Held by snapshots", state.snapshot_bytes),
-        (
-            "snapshot_budget_bytes",
-            "Most that snapshots may hold",
-            rank.budget_bytes(state.arena_bytes) if rank.has_pins else 0,
-        ),
+        ("snapshot_budget_bytes", "Most that snapshots may hold", budget_bytes),
         ("agreement_works", "1 while agreeing", state.agreement_works),
         ("refused_calls_total", "Calls without a ticket that permits them", rank.refusals.count),
-        (
-            "copied_step",
-            "Step of the last standing snapshot that is whole on another host, 0 if none is",
-            rank.attached.page[Word.COPIED] if rank.attached is not None else 0,
-        ),
+        ("copied_step", "Of the last standing snapshot whole on another host, 0 if none", copied),
         ("copies_bytes", "Memory of other ranks' standing snapshots", rank.copies.size_bytes),
         *_delta_samples(rank),
         *_edit_samples(rank),

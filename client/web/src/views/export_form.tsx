@@ -57,7 +57,7 @@ function optionsOf(draft: Draft, name: string): ExportOptions {
     name_map: {},
     patterns: [],
     timeout_s: TIMEOUT_S,
-    assets: [], replica: null,
+    assets: [], replica: 0,
   };
 }
 

@@ -74,7 +74,7 @@ export function Checkpoint(props: { onClose: () => void }): ReactNode {
     setBusy(true);
     setProblem("");
     const include: ("parameters" | "buffers" | "optimizer")[] = ["parameters", "buffers", ...(optimizer ? (["optimizer"] as const) : [])];
-    const body = { destination: `${chosen}/${key.trim()}`, format: optimizer ? ("dcp" as const) : ("safetensors" as const), include, verify: true, max_shard_size: "5GB", dtype: null, tied: "drop" as const, name_map: {}, patterns: [], timeout_s: 3600, assets: [], replica: null, overwrite: false };
+    const body = { destination: `${chosen}/${key.trim()}`, format: optimizer ? ("dcp" as const) : ("safetensors" as const), include, verify: true, max_shard_size: "5GB", dtype: null, tied: "drop" as const, name_map: {}, patterns: [], timeout_s: 3600, assets: [], replica: 0, overwrite: false };
     post("/api/v1/jobs/{job}/exports", { path: { job }, body })
       .then((made) => {
         props.onClose();

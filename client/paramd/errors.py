@@ -99,7 +99,7 @@ class DataLossError(ParamdError):
 
 
 class DeadlineError(ParamdError, TimeoutError):
-    """It did not happen within the time allowed."""
+    """The deadline passed without a result."""
 
 
 @dataclass(frozen=True, kw_only=True)

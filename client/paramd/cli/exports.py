@@ -64,7 +64,7 @@ NoVerify = Annotated[
     bool, Option("--no-verify", help="Publish without reading the files back first.")
 ]
 
-schedule = typer.Typer(help="Export every so many steps, with retention.", no_args_is_help=True)
+schedule = typer.Typer(help="Export at multiples of a step, with retention.", no_args_is_help=True)
 
 
 @with_output

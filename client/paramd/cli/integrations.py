@@ -178,8 +178,8 @@ def mcp(
     """Serve the job to an agent, over the Model Context Protocol.
 
     Read-only by default. With --changes a first call describes the change and
-    returns a code, and a second call with that code makes it. Whatever the
-    token's role does not permit is refused. Over HTTP a client sends the job's
+    returns a code, and a second call with that code makes it. The
+    token's role limits every call. Over HTTP a client sends the job's
     token (PARAMD_TOKEN or the one in endpoint.json) as a bearer token. Needs
     an extra: pip install 'paramd\\[mcp]'.
     """

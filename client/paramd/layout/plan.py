@@ -59,7 +59,7 @@ class Landing:
     size_bytes: int
     """Bytes of the snapshot from the view's first to its last element, both included."""
     target_begin_bytes: int | None = None
-    """Their offset in the result; None unless `direct`."""
+    """Offset of the bytes in the result; None unless `direct`."""
 
     @property
     def direct(self) -> bool:

@@ -278,13 +278,13 @@ class Refusal(IntEnum):
     """Why a trainer cannot carry out a request, in word REFUSED_STEP."""
 
     FAULTY = -1
-    """It is impossible or malformed; the trainer's log says more."""
+    """The request is impossible or malformed; the trainer's log says more."""
     AWAY = -2
     """The parameters are not in the arena and will not be, or an edit has failed half way."""
     GATHERED = -3
-    """It waits in a forward that works on unsharded copies, which an edit would not reach."""
+    """Training waits in a forward on unsharded copies, which an edit would not reach."""
     NOT_HELD = -4
-    """It requires that training is paused, but the hold has ended."""
+    """The request requires that training is paused, but the hold has ended."""
 
 
 class Words(Protocol):

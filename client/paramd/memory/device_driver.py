@@ -70,7 +70,7 @@ class DeviceError(UnreachableError):
         self.call = call
         """The function; empty if there is no driver."""
         self.code = code
-        """Its CUresult or hipError_t."""
+        """The call's CUresult or hipError_t."""
 
 
 class Driver:

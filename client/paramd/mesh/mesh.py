@@ -350,7 +350,7 @@ class Parameter:
         return next(iter(found.values()))
 
     def stats(self, **options: Any) -> TensorStats:
-        """Its statistics. Args, Raises: as `Mesh.stats`."""
+        """Statistics of the parameter. Args, Raises: as `Mesh.stats`."""
         return self._mesh.stats(self.name, **options)[0]
 
     def edit(self, **options: Any) -> Edit:

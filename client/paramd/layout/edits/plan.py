@@ -60,7 +60,7 @@ class EditItem:
     data_begin: int
     """Offset in bytes of its elements in the rank's data; -1 if the operation has no data."""
     source_begin: int
-    """Its first element in the operation's operand, a row-major tensor of the region's shape."""
+    """First element in the operation's operand, a row-major tensor of the region's shape."""
     source_strides: tuple[int, ...]
     """Element strides in the operand."""
 

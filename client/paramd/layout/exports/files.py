@@ -177,7 +177,7 @@ class Reads:
     world_size: int
     model: Mapping[str, Sequence[Piece]]
     states: Mapping[str, Sequence[Piece]]
-    """Its optimizer state, which another replica may hold."""
+    """The parameter's optimizer state, which another replica may hold."""
 
 
 Names = Mapping[str, str]

@@ -134,7 +134,7 @@ class ThreadStack(Document):
 
     name: str
     native_id: int
-    """Its number in the kernel; 0 when unknown."""
+    """The thread's number in the kernel; 0 when unknown."""
     training: bool
     """Whether it is the thread that attached."""
     frames: tuple[StackFrame, ...]

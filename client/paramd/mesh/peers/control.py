@@ -47,7 +47,7 @@ class PeerAddress(Document):
     address: str
     """gRPC target, "host:port"."""
     socket_path: str
-    """Its Unix socket, for clients on its host."""
+    """The sidecar's Unix socket, for clients on its host."""
     host_id: str
     """As `state_files.host_id` on its host."""
 

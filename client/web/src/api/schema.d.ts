@@ -2955,7 +2955,7 @@ export interface components {
             rank: number;
             /**
              * Socket Path
-             * @description Its Unix socket, for clients on its host.
+             * @description The sidecar's Unix socket, for clients on its host.
              */
             socket_path: string;
         };
@@ -3895,7 +3895,7 @@ export interface components {
             name: string;
             /**
              * Native Id
-             * @description Its number in the kernel; 0 when unknown.
+             * @description The thread's number in the kernel; 0 when unknown.
              */
             native_id: number;
             /**

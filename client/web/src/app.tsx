@@ -134,7 +134,7 @@ function SignedIn(props: {
         <Side jobs={all} job={job} view={place.view} session={session} dark={dark} toggle={toggle} help={keys.help} signOut={signOut} />
         <main id="main" tabIndex={-1} key={`${job}/${place.view}`}>
           <Offline />
-          {known && <Hold />}
+          {known ? <Hold /> : !jobs.data && <section className="training" />}
           {jobs.data && job && !known && place.view !== "runs" ? (
             <Unknown job={job} jobs={all} />
           ) : job ? (

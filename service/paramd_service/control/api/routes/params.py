@@ -16,7 +16,6 @@ from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.filters import MAX_FILTER_BYTES, STATISTIC_KEYS, Filter, parse_filter, statistic
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.select import SelectedTensor
-from paramd.layout.stats import Summary
 from paramd.layout.types import Box, Piece, TensorLayout
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.api.choice import choose, choose_one, choose_whole, split, without_small
@@ -42,7 +41,7 @@ MAX_PIECES = 4096
 _MANY = 2000
 
 _FACTS = {"name": "fqn", "dtype": "dtype", "numel": "numel"}
-_ORDERS: dict[str, Callable[[Summary], float]] = {
+_ORDERS: dict[str, Callable[[Any], float]] = {
     "zeros": lambda one: one.zero_count / one.count if one.count else math.nan,
     "bad": lambda one: one.nan_count + one.inf_count,
 }

@@ -294,8 +294,8 @@ def read_docstrings_once() -> None:
     four fifths of what that takes."""
     from pydantic._internal import _fields
 
-    known: Any = _fields
-    known.extract_docstrings_from_cls = functools.cache(known.extract_docstrings_from_cls)
+    fields: Any = _fields
+    fields.extract_docstrings_from_cls = functools.cache(fields.extract_docstrings_from_cls)
 
 
 def _fixed(environment: Mapping[str, str], name: str) -> list[str]:

@@ -255,7 +255,7 @@ def test_a_job_is_read_and_edited_over_its_own_tls_with_another_sidecar_and_with
         assert told == f"{edits}.0 1.0 2.0"
 
 
-WRONG = {
+WRONG: dict[str, tuple[dict[str, str], list[str]]] = {
     "address": ({"PARAMD_ADDRESS": "10.99.0.1"}, ["rank 1 on host h2", "no address of this host"]),
     "tls": ({"PARAMD_TLS_CERT": "/x"}, ["PARAMD_TLS_CERT is set on host h2", "not on h1"]),
     "newer": ({}, ["rank 1 on host h2 runs paramd 9.9, rank 0 on host h1", "the same version"]),

@@ -241,7 +241,7 @@ def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveR
     """
     message = {
         "op": "live",
-        "ticket": document.ticket,
+        "ticket": document.shown(peer.rank),
         "rank": peer.rank,
         "incarnation": document.incarnation,
         "layout_digest": document.layout_digest,
@@ -536,7 +536,7 @@ class Transfer:
             )
         try:
             shared = await self.run(
-                lambda: SharedSnapshot.open(peer, document.ticket, pin.snapshot_id),
+                lambda: SharedSnapshot.open(peer, document.shown(pin.rank), pin.snapshot_id),
                 SharedSnapshot.close,
             )
         except NotFoundError as error:

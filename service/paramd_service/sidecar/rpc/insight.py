@@ -159,7 +159,7 @@ class _Reach:
         if mesh is None:
             return []
         # Health needs no ticket; new channels, since one in backoff repeats its last error.
-        channels = Channels(lambda: "", job_tls=self._rank.job_tls)
+        channels = Channels(lambda _rank: "", job_tls=self._rank.job_tls)
         try:
             tried = [_tried(channels, rank, address) for rank, address in _others(mesh)]
             return list(await asyncio.gather(*tried))

@@ -88,7 +88,7 @@ def router(services: Services) -> APIRouter:
         """A job, its sidecars, and a fresh ticket with the rights of the token."""
         mesh = services.jobs.get(job)
         if keyed := keyed or rank is not None:
-            # Half a second for 65,536 ranks, once for each token.
+            # 0.1 s for 65,536 ranks, once for each token.
             seed = mesh.bootstrap.ticket_seed(principal_of(request).token_id)
             await asyncio.to_thread(key_tree, seed, mesh.bootstrap.world_size)
         found = job_document(services, mesh, principal_of(request), keyed=keyed)

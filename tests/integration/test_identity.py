@@ -256,7 +256,7 @@ def played(job: Job, ticket: str) -> int:
     for address, methods in ((job.ranks[0].address, ROLES), (job.control_address, METHOD_ROLES)):
         with grpc.insecure_channel(address) as channel:
             for method in methods:
-                many = channel.stream_stream(method)
+                many: Any = channel.stream_stream(method)
                 call = many(iter([b""]), timeout=DEADLINE_S, metadata=shown)
                 with pytest.raises(grpc.RpcError):
                     next(call)
@@ -341,7 +341,7 @@ def test_a_rank_shows_its_ticket_to_no_control_plane_of_another_rank(
     spying, there = spy
     mine, genuine = job.ranks[1], job.control_address
     with grpc.insecure_channel(genuine) as channel:
-        prove = control_pb2_grpc.ControlServiceStub(channel).ProveControl
+        prove: Any = control_pb2_grpc.ControlServiceStub(channel).ProveControl
         Question, Answer = control_pb2.ProveControlRequest, control_pb2.ProveControlResponse
         old: Any = prove(Question(job=JOB, incarnation=1, address=genuine, nonce=bytes(32)))
 

@@ -30,7 +30,7 @@ LINES = {
     "contract/": 461,
     "fuzz/": 1230,
     "gpu/": 367,
-    "integration/": 12499,
+    "integration/": 12502,
     "model/": 737,
     "multiprocess/": 6293,
     "multiprocess/workers/": 6440,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from typing import Any
 import grpc.aio
 
 from paramd.places import host_id
+from paramd.security.tickets import NONCE_BYTES
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
@@ -54,8 +56,15 @@ async def join_as(
     async with grpc.aio.insecure_channel(said["address"], options=_OPTIONS) as channel:
         stub: Any = control_pb2_grpc.ControlServiceStub(channel)
         ticket = said["tickets"][rank]
-        call = stub.Join(metadata=(("authorization", f"Bearer {ticket}"),))
         async with gate:
+            question = control_pb2.ProveControlRequest(
+                job=said["job"],
+                incarnation=said["incarnation"],
+                address=said["address"],
+                nonce=secrets.token_bytes(NONCE_BYTES),
+            )
+            await stub.ProveControl(question)
+            call = stub.Join(metadata=(("authorization", f"Bearer {ticket}"),))
             await call.write(_report(said, rank, 0))
             if await call.read() is grpc.aio.EOF:
                 raise SystemExit(f"rank {rank}: {await call.details()}")

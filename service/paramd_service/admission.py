@@ -199,8 +199,15 @@ class RevokedTokens:
             )
 
 
-OPEN_METHODS: Final = frozenset(f"/grpc.health.v1.Health/{m}" for m in ("Check", "List", "Watch"))
-"""Methods that reveal only whether the server is serving: probes have no ticket."""
+_HEALTH: Final = frozenset(f"/grpc.health.v1.Health/{m}" for m in ("Check", "List", "Watch"))
+
+OPEN_METHODS: Final = _HEALTH | {
+    "/paramd.v1.ControlService/ProveControl",
+    "/paramd.v1.SidecarService/FindControl",
+}
+"""They reveal only whether the server is serving, as probes have no ticket, and where the control
+plane is, as ranks show theirs to no other server."""
+
 MAX_OPEN_CALLS: Final = 64
 """Concurrent calls of methods that need no ticket."""
 
@@ -240,7 +247,9 @@ class Doors(grpc.aio.ServerInterceptor):
     """The current caller."""
 
     def __post_init__(self) -> None:
-        self._open_calls = Shares(MAX_OPEN_CALLS, "calls without a ticket")
+        self._watches = Shares(MAX_OPEN_CALLS, "calls without a ticket")
+        # Apart: those who watch for ever must not keep ranks out.
+        self._questions = Shares(4 * MAX_OPEN_CALLS, "calls without a ticket")
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -250,7 +259,8 @@ class Doors(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         if method in OPEN_METHODS:
-            return _Guarded(handler, method, lambda: self._open_calls.one(None)).handler()
+            places = self._watches if method in _HEALTH else self._questions
+            return _Guarded(handler, method, lambda: places.one(None)).handler()
         if self.counted(method):
             return _Guarded(handler, method, lambda: self.calls.one(self.who())).handler()
         if handler.request_deserializer is None:

@@ -24,8 +24,8 @@ from tests.integration.fake_trainer import SIGNER, TrainerSettings, attach
 from tests.integration.sidecar_process import sidecar, ticket
 
 V, R, E, C, S = Role.VIEWER, Role.READER, Role.EDITOR, Role.CONTROL, Role.SIDECAR
-K = Role.COPIER
-ALL = {V, R, E, C, S, K}
+K, G = Role.COPIER, Role.GATHERER
+ALL = {V, R, E, C, S, K, G}
 OK_TO_ASK = {V, R, E, C}
 READS = {R, E, C}
 EDITS = {E, C}
@@ -35,13 +35,13 @@ EXPORTS = (
 )  # fmt: skip
 
 SIDECAR: dict[str, set[Role]] = {
-    "GetState": OK_TO_ASK | {S},
+    "GetState": OK_TO_ASK,
     "GetMesh": OK_TO_ASK,
     "GetLayout": OK_TO_ASK,
     "GetMetrics": OK_TO_ASK,
     "ReachPeers": OK_TO_ASK,
     "PinSnapshot": READS,
-    "ReadSnapshot": READS,
+    "ReadSnapshot": READS | {G},
     "GrantStream": READS,
     "RenewSnapshot": READS,
     "ReleaseSnapshot": READS,
@@ -68,12 +68,14 @@ SIDECAR: dict[str, set[Role]] = {
     "PutCopy": {K},
     "MakeMark": {C},
     "DropMark": {C},
-    "ListKeptStates": ALL - {S, K},
+    "ListKeptStates": ALL - {S, K, G},
     **{method: {C} for method in EXPORTS},
 }
 CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS - {C}}
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 OPEN = {f"/grpc.health.v1.Health/{method}" for method in ("Check", "List", "Watch")}
+FIND, PROVE = "/paramd.v1.SidecarService/FindControl", "/paramd.v1.ControlService/ProveControl"
+"""What ranks ask before they show a ticket."""
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
 
@@ -163,17 +165,17 @@ def test_every_method_of_a_sidecar_for_every_role(sidecar_address: str) -> None:
     expected = {service + name: roles for name, roles in SIDECAR.items()}
     expected[REFLECTION] = OK_TO_ASK
     found = served(sidecar_address, bearer(ticket()))
-    assert found - OPEN == set(expected)
+    assert found - OPEN == {FIND, *expected}
     check_roles(sidecar_address, expected, SIGNER, "job")
 
 
 def test_every_method_of_the_control_plane_for_every_role(control: Control) -> None:
     service = "/paramd.v1.ControlService/"
     expected = {service + name: roles for name, roles in CONTROL.items()}
-    expected[REFLECTION] = ALL - {C}
+    expected[REFLECTION] = ALL - {C, G}
     ((_, authorization),) = control_ticket()
     found = served(control.grpc_address, authorization)
-    assert found - OPEN == set(expected)
+    assert found - OPEN == {PROVE, *expected}
     check_roles(control.grpc_address, expected, Signer(bytes(range(32))), "run")
 
 

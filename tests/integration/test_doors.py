@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -556,20 +557,29 @@ def besieged(pid: int, attack: Callable[[int], object], is_served: Callable[[], 
     assert grown < MOST_GROWTH_BYTES, f"{grown:,} bytes more after {RESETS:,} streams"
 
 
+def in_parallel(attack: Callable[[int], object], count: int) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(attack, [count // 8] * 8))
+
+
 def test_rapid_resets_leave_a_sidecar_serving(tmp_path: Path) -> None:
     blocks = [
         header_block("/grpc.health.v1.Health/Watch", ""),
         header_block("/paramd.v1.SidecarService/ReadSnapshot", ticket(Role.READER)),
+        # Longer than is let in.
+        header_block("/paramd.v1.SidecarService/ReadSnapshot", "x" * 15_000),
     ]
     with sidecar(tmp_path / "s") as process:
         trainer = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
         with contextlib.closing(trainer), client_of(trainer) as client:
             trainer.send_mesh()
-            besieged(
-                process.process.pid,
-                lambda count: reset_rapidly(trainer.address, blocks, count),
-                lambda: client.pin((0, 64)),
-            )
+            client.pin((0, 64))
+            one, served = psutil.Process(process.process.pid), lambda: client.pin((0, 64))
+            before = one.memory_info().rss
+            besieged(one.pid, lambda count: reset_rapidly(trainer.address, blocks, count), served)
+            # From many connections at once each of gRPC's threads has its share, which it kept.
+            in_parallel(lambda count: reset_rapidly(trainer.address, blocks, count), 2 * RESETS)
+            wait_until(lambda: one.memory_info().rss < before + (64 << 20), "it is given back")
 
 
 def test_rapid_resets_leave_a_control_plane_serving(control: Control) -> None:

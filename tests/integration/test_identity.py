@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -10,19 +11,29 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 import torch
 
 import paramd
-from paramd.errors import RANK_KEY, ParamdError, UnreachableError
+from paramd.errors import RANK_KEY, READS_KEY, ParamdError, UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import handover
 from paramd.mesh.frames import stepping
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.peers import control, discovery
 from paramd.mesh.peers.control import JobDocument, parse_job
-from paramd.security.tickets import Role
-from paramd.v1 import export_pb2, sidecar_pb2, sidecar_pb2_grpc
+from paramd.places import host_id, job_dir
+from paramd.security import tickets
+from paramd.security.tickets import Role, Signer, new_private_key
+from paramd.v1 import (
+    common_pb2,
+    control_pb2,
+    control_pb2_grpc,
+    export_pb2,
+    sidecar_pb2,
+    sidecar_pb2_grpc,
+)
 from paramd_service.control.access.join import METHOD_ROLES
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.edits.runner import stage, withdrawn
@@ -30,7 +41,7 @@ from paramd_service.control.exports.sidecars import made, part_of, stored
 from paramd_service.control.mesh.coordinator import BoundaryRequest
 from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.sidecar.rpc.auth import ROLES, SERVICE
-from tests.integration.client_job import JOB, Job, running_job, wait_for
+from tests.integration.client_job import DEADLINE_S, JOB, Job, running_job, wait_for
 
 HALF = 1 << 20
 SWAPS = ("addresses", "sockets", "both")
@@ -213,47 +224,153 @@ def test_a_gateway_takes_no_answer_of_another_rank(job: Job) -> None:
 
 
 class Spy(grpc.GenericRpcHandler):
-    """A rank that was taken over: keeps all that it is shown, and answers nothing."""
+    """A rank that was taken over: it keeps all that it is shown, and answers as it is told to."""
 
     def __init__(self) -> None:
         self.shown: set[str] = set()
+        self.asked: list[str] = []
+        self.answers: dict[str, Callable[[bytes], bytes]] = {}
 
-    def service(self, details: grpc.HandlerCallDetails) -> None:
-        self.shown.update(str(value) for key, value in details.invocation_metadata or ())
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        self.asked.append(str(details.method).rpartition("/")[2])
+        for key, value in details.invocation_metadata or ():
+            if key in ("authorization", READS_KEY) and value != "Bearer ":
+                self.shown.add(str(value).removeprefix("Bearer "))
+        answer = self.answers.get(self.asked[-1])
+        return answer and grpc.unary_unary_rpc_method_handler(lambda data, context: answer(data))
 
 
-def test_what_the_control_plane_shows_one_rank_is_good_for_nothing_elsewhere(job: Job) -> None:
-    bootstrap = Bootstrap(
-        job=JOB, incarnation=1, world_size=2, private_key=job.private_key, token=job.token
-    )
+@pytest.fixture
+def spy() -> Iterator[tuple[Spy, str]]:
     spy = Spy()
-    server = grpc.server(ThreadPoolExecutor(1), handlers=[spy])
-    there = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[spy])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
+    yield spy, address
+    server.stop(None).wait()
 
-    async def show() -> None:
-        calls = SidecarCalls(bootstrap)
-        try:
-            with suppress(ParamdError):
-                await calls.ask(1, there, sidecar_pb2.GetMetricsRequest())
-            # Its own rank takes it, so what is refused below is refused for being elsewhere.
-            await calls.ask(0, job.ranks[0].address, sidecar_pb2.GetMetricsRequest())
-        finally:
-            await calls.close()
 
-    asyncio.run(show())
-    server.stop(None)
-    (bearer,) = (value for value in spy.shown if value.startswith("Bearer "))
-    played = 0
+def played(job: Job, ticket: str) -> int:
+    """Shows what another rank was shown to every method of every server; nothing is answered."""
+    count, shown = 0, (("authorization", f"Bearer {ticket}"),)
     for address, methods in ((job.ranks[0].address, ROLES), (job.control_address, METHOD_ROLES)):
         with grpc.insecure_channel(address) as channel:
             for method in methods:
-                call = channel.stream_stream(method)(
-                    iter([b""]), timeout=5, metadata=(("authorization", bearer),)
-                )
+                many: Any = channel.stream_stream(method)
+                call = many(iter([b""]), timeout=DEADLINE_S, metadata=shown)
                 with pytest.raises(grpc.RpcError):
                     next(call)
-                refusal = "not rank 1" if address != job.control_address else "control may not call"
-                assert refusal in call.details().replace("'", ""), method
-                played += 1
-    assert played > 40
+                there = "not rank 1", "not shown with the key", "may not call", "no such snapshot"
+                assert any(one in call.details() for one in there), (method, call.details())
+                count += 1
+    for op in ("map", "live", "lend", "stage"):
+        with handover.connect(job.ranks[0].socket_path, timeout_s=DEADLINE_S) as connection:
+            handover.send(connection, {"op": op, "ticket": ticket, "rank": 0})
+            assert handover.receive(connection)[0]["op"] == "error"
+            count += 1
+    path = f"{job.url}/api/v1/jobs/{JOB}"
+    assert httpx2.get(path, headers={"authorization": f"Bearer {ticket}"}).status_code == 401
+    return count + 1
+
+
+def test_what_a_rank_is_ever_shown_is_good_for_nothing_elsewhere(
+    job: Job, spy: tuple[Spy, str]
+) -> None:
+    """It joins as itself, at an address of its own; clients and the control plane come by."""
+    mine, (spying, there) = job.ranks[1], spy
+    mine.process.kill()
+    mine.process.wait()
+    ticket = job.signer.mint(job=JOB, incarnation=1, role=Role.SIDECAR, rank=1, ttl_s=600)
+    ended = threading.Event()
+
+    def reports() -> Iterator[control_pb2.JoinRequest]:
+        header = common_pb2.Header(
+            job=JOB, incarnation=1, rank=1, step=0, layout_digest=job._digest
+        )
+        peer = common_pb2.Peer(rank=1, address=there, host_id=host_id())
+        state = common_pb2.RankState(rank=1, agreement_works=True)
+        report = control_pb2.JoinRequest(header=header, peer=peer, state=state, world_size=2)
+        yield report
+        while not ended.wait(0.5):
+            yield report
+
+    with grpc.insecure_channel(job.control_address) as channel, suppress(grpc.RpcError):
+        stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+        bearer = (("authorization", f"Bearer {ticket}"),)
+        joined = stub.Join(reports(), metadata=bearer)
+        next(joined)
+        with paramd.connect(job=JOB) as mesh, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(discovery, "RECOVERY_S", 0.2)
+            for call in (
+                lambda: mesh.summon("halves", transport="grpc", timeout=5),
+                lambda: edit(mesh, transport="grpc"),
+                lambda: mesh.summon("halves", buffers=True, timeout=5),
+                lambda: mesh.stats("halves", timeout=5),
+                lambda: mesh.logs(1),
+                lambda: httpx2.get(
+                    f"{job.url}/api/v1/jobs/{JOB}/params/stats?filter=halves",
+                    headers={"authorization": f"Bearer {job.token}"}, timeout=DEADLINE_S,
+                ),
+            ):  # fmt: skip
+                with suppress(ParamdError):
+                    call()
+        ended.set()
+        joined.cancel()
+    # As in an export, whose writers read from the others.
+    bootstrap = Bootstrap(
+        job=JOB, incarnation=1, world_size=2, private_key=job.private_key, token=job.token
+    )
+
+    async def export() -> None:
+        calls = SidecarCalls(bootstrap, reads=True)
+        with suppress(ParamdError):
+            await calls.ask(1, there, export_pb2.BeginExportRequest())
+        await calls.close()
+
+    asyncio.run(export())
+    roles = {tickets._parse(tickets._payload(one)).role for one in spying.shown}
+    assert roles == {Role.EDITOR, Role.READER, Role.CONTROL, Role.GATHERER}
+    assert sum(played(job, one) for one in spying.shown) > 150
+
+
+@pytest.mark.parametrize("lie", ["passed on", "of another key", "replayed"])
+def test_a_rank_shows_its_ticket_to_no_control_plane_of_another_rank(
+    job: Job, spy: tuple[Spy, str], lie: str
+) -> None:
+    """Rank 0 was taken over, and tells the others that the control plane is there."""
+    spying, there = spy
+    mine, genuine = job.ranks[1], job.control_address
+    with grpc.insecure_channel(genuine) as channel:
+        prove: Any = control_pb2_grpc.ControlServiceStub(channel).ProveControl
+        Question, Answer = control_pb2.ProveControlRequest, control_pb2.ProveControlResponse
+        old: Any = prove(Question(job=JOB, incarnation=1, address=genuine, nonce=bytes(32)))
+
+        def proof(data: bytes) -> bytes:
+            asked = Question.FromString(data)
+            if lie == "passed on":
+                with pytest.raises(grpc.RpcError, match="and nowhere else"):
+                    prove(asked)
+                asked.address = genuine
+                return bytes(prove(asked).SerializeToString())
+            forged = Signer(new_private_key()).prove(there, asked.nonce)
+            signature = forged if lie == "of another key" else old.signature
+            return Answer(header=old.header, signature=signature).SerializeToString()
+
+        def found(address: str) -> bytes:
+            header = common_pb2.Header(job=JOB, incarnation=1, rank=0)
+            return sidecar_pb2.FindControlResponse(
+                header=header, control_address=address
+            ).SerializeToString()
+
+        spying.answers = {"FindControl": lambda _: found(there), "ProveControl": proof}
+        (job_dir(JOB) / "endpoint.json").unlink()
+        job.ranks[0].address, job.control_address = there, "127.0.0.1:9"
+        job.send_mesh(mine)
+        wait_for(lambda: spying.asked.count("ProveControl") > 1, "it is asked for its proof")
+        assert not spying.shown
+        assert set(spying.asked) == {"FindControl", "ProveControl"}
+        # What it says is only a hint: where the control plane is in truth, the rank joins.
+        joined = lambda: f'"address": "{genuine}"' in (job_dir(JOB) / "rank-1.log").read_text()  # noqa: E731
+        assert not joined()
+        spying.answers["FindControl"] = lambda _: found(genuine)
+        wait_for(joined, "it joins the control plane")

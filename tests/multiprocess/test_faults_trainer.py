@@ -93,8 +93,8 @@ def pinned_by_hand(mesh: Mesh) -> tuple[str, str, str]:
     )
     with grpc.insecure_channel(peer.address) as channel:
         stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
-        found = stub.PinSnapshot(request, timeout=5, metadata=bearer(document.ticket))
-    return peer.address, document.ticket, found.snapshot_id
+        found = stub.PinSnapshot(request, timeout=5, metadata=bearer(document.shown(0)))
+    return peer.address, document.shown(0), found.snapshot_id
 
 
 def bearer(ticket: str) -> tuple[tuple[str, str], ...]:
@@ -109,8 +109,8 @@ def assert_fenced(mesh: Mesh, old: tuple[str, str, str]) -> None:
     plan = sidecar_pb2.PinSnapshotRequest(incarnation=1, layout_digest=document.layout_digest)
     expected = (
         (request, old_ticket, "ReadSnapshot", {"UNAUTHENTICATED", "PERMISSION_DENIED"}),
-        (request, document.ticket, "ReadSnapshot", {"NOT_FOUND"}),
-        (plan, document.ticket, "PinSnapshot", {"FAILED_PRECONDITION"}),
+        (request, document.shown(0), "ReadSnapshot", {"NOT_FOUND"}),
+        (plan, document.shown(0), "PinSnapshot", {"FAILED_PRECONDITION"}),
     )
     with grpc.insecure_channel(document.peers[0].address) as channel:
         stub = sidecar_pb2_grpc.SidecarServiceStub(channel)

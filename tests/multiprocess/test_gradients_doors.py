@@ -95,7 +95,8 @@ def a_bare_stub(ranks: Ranks) -> None:
     """As a client in another language would."""
     with connect_to(ranks.state_dir, JOB) as mesh:
         document = mesh._mesh._reach.document
-    metadata = (("authorization", f"Bearer {document.ticket}"),)
+        plain = mesh._run(mesh._mesh._reach._directory.send("GET", f"/jobs/{mesh.job}"))["ticket"]
+    metadata = (("authorization", f"Bearer {plain}"),)
     request = pb.StreamGradientsRequest(pattern=FILTER)
     with grpc.insecure_channel(document.peers[1].address) as channel:
         stub = sidecar_pb2_grpc.SidecarServiceStub(channel)

@@ -283,7 +283,7 @@ BUGS = (
     Bug(
         name="a viewer maps snapshots",
         file=SIDECAR + "rpc/unix_server.py",
-        old="        check_role(self._caller(message), READERS)\n        snapshot_id",
+        old="        check_role(self._caller(message), GATHERERS)\n        snapshot_id",
         new="        self._caller(message)\n        snapshot_id",
         tests=("integration/test_auth_grpc.py",),
     ),

@@ -178,6 +178,32 @@ def test_nothing_gets_in_or_out_but_what_is_named(chart: Helm) -> None:
     assert "egress" not in by_kind(chart.rendered(no_names))["NetworkPolicy"]["spec"]
 
 
+def test_pods_of_trainings_reach_each_other_the_control_plane_and_names_alone(chart: Helm) -> None:
+    ours = {"matchLabels": {"app": "paramd-training"}}
+    given = {
+        "podSelector": ours,
+        "namespace": "training",
+        "egress": EVERYTHING["networkPolicy"]["egress"],
+    }
+    documents = chart.rendered(
+        {**FILES, "networkPolicy": {"clients": [NAMESPACE], "trainings": given}}
+    )
+    check_schemas(documents)
+    kinds = [one for one in documents if one["kind"] == "NetworkPolicy"]
+    (found,) = (one for one in kinds if one["metadata"].get("namespace") == "training")
+    spec = found["spec"]
+    assert spec["podSelector"] == ours
+    peers, control = spec["ingress"]
+    assert peers == {"from": [{"podSelector": ours}]}
+    selected = by_kind(documents)["StatefulSet"]["spec"]["selector"]["matchLabels"]
+    assert control["from"][0]["podSelector"]["matchLabels"] == selected
+    assert control["from"][1:] == [NAMESPACE]
+    assert [[port["port"] for port in rule.get("ports", ())] for rule in spec["egress"]] == [
+        [], [8470, 8471], [53, 53], []
+    ]  # fmt: skip
+    assert all(rule["to"] for rule in spec["egress"])
+
+
 def test_secrets_are_kept_and_certificates_have_every_name(chart: Helm) -> None:
     made = by_kind(chart.rendered(FILES))["Secret"]
     assert made["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}

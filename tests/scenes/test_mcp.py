@@ -251,7 +251,12 @@ def many(count: int) -> Layout:
         arena_bytes=(4 * count,),
         tensors=tuple(
             TensorLayout(
-                name, "float32", (1,), TensorKind.PARAMETER, (Piece(0, 4 * at, Box((0,), (1,))),)
+                name,
+                "float32",
+                (1,),
+                TensorKind.PARAMETER,
+                (Piece(0, 4 * at, Box((0,), (1,))),),
+                placement=SPEAKING[0],
             )
             for at, name in enumerate(sorted(named))
         ),
@@ -281,7 +286,8 @@ async def test_a_hundred_thousand_parameters_and_names_that_speak_stay_data(crow
         assert answer["matching"] == 100_000
         assert all(set(row["name"]) == {"untrusted"} for row in answer["rows"])
         # Only the objects that say so have what a name says.
-        rest = [{**row, "name": None} for row in answer["rows"]]
+        rest = [{**row, "name": None, "placement": None} for row in answer["rows"]]
+        assert all(set(row["placement"]) == {"untrusted"} for row in answer["rows"])
         assert "SYSTEM" not in json.dumps({**answer, "rows": rest})
         said = [row["name"]["untrusted"] for row in answer["rows"]]
         assert not any("\n" in one or "\x1b" in one or "\u202e" in one for one in said)

@@ -17,6 +17,7 @@ from paramd.errors import DeniedError, UsageError
 from paramd.security.tickets import (
     CLOCK_SKEW_S,
     Claims,
+    KeyTree,
     Role,
     Signer,
     Verifier,
@@ -115,6 +116,39 @@ def test_another_key_is_refused() -> None:
     other = Verifier(Signer(new_private_key()).public_key)
     with pytest.raises(DeniedError, match="not signed"):
         other.verify(ticket(), job="run", incarnation=3, now_s=NOW_S)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 4096])
+def test_a_keyed_ticket_is_good_at_each_place_with_its_own_key_alone(world_size: int) -> None:
+    tree = KeyTree(b"seed", world_size)
+    text = ticket(keys=tree.root)
+    places = {0, 1, world_size // 2, world_size}
+    for place in places:
+        verifier, shown = Verifier(PUBLIC, place), tree.shown(text, place)
+        assert len(shown) < 1024
+        assert verifier.verify(shown, job="run", incarnation=3, now_s=NOW_S).keys == tree.root
+        others = [tree.shown(text, other) for other in places - {place}]
+        forged = KeyTree(b"other", world_size).shown(text, place)
+        keyless = tree.shown(ticket(), place)
+        for wrong in (*others, text, forged, keyless, f"{text}~", shown[:-1], f"{shown}AA"):
+            with pytest.raises(DeniedError):
+                verifier.verify(wrong, job="run", incarnation=3, now_s=NOW_S)
+    # A rank is shown hashes of the others' keys, never one of them; nor is an inner node a leaf.
+    own = base64.urlsafe_b64decode(tree.shown(text, 1).rpartition("~")[2] + "==")
+    for at in range(16, len(own), 16):
+        wrong = f"{text}~{encoded(own[at : at + 16] + own[at + 16 :])}"
+        for place in places:
+            with pytest.raises(DeniedError):
+                Verifier(PUBLIC, place).verify(wrong, job="run", incarnation=3, now_s=NOW_S)
+
+
+def test_a_proof_is_of_one_address_and_one_question_alone() -> None:
+    proof, verifier = SIGNER.prove("host:1", b"n" * 32), Verifier(PUBLIC)
+    assert verifier.proves(proof, "host:1", b"n" * 32)
+    assert not verifier.proves(proof, "host:2", b"n" * 32)
+    assert not verifier.proves(proof, "host:1", b"m" * 32)
+    assert not verifier.proves(Signer(new_private_key()).prove("a", b"n"), "a", b"n")
+    assert not verifier.proves(b"", "host:1", b"n" * 32)
 
 
 def test_what_a_sidecar_holds_cannot_sign() -> None:

@@ -125,7 +125,10 @@ class Tools:
             {
                 "name": untrusted(row.name),
                 "shape": list(row.shape),
-                **_fields(row, "dtype", "placement", "trainable"),
+                # A rank tells these, too.
+                "dtype": untrusted(row.dtype),
+                "placement": untrusted(row.placement),
+                **_fields(row, "trainable"),
             }
             for row in shown
         ]

@@ -44,7 +44,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _all: weakref.WeakSet[LentMemory] = weakref.WeakSet()
 
 
-def create_memory(name: str, size_bytes: int, *, sealable: bool = False) -> int:
+def create_memory(name: str, size_bytes: int) -> int:
     """A descriptor of `size_bytes` of zeroed shared memory, fully allocated.
 
     With a bare ftruncate, the first store beyond the machine's memory would end in SIGBUS. Raises
@@ -57,10 +57,11 @@ def create_memory(name: str, size_bytes: int, *, sealable: bool = False) -> int:
             f"available (and {HEADROOM_BYTES:,} are left to others); use a machine or "
             "container limit with more memory"
         )
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealable else 0))
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         if size_bytes:
             os.posix_fallocate(descriptor, 0, size_bytes)
+        _seal(descriptor)
     except OSError as error:
         os.close(descriptor)
         raise ExhaustedError(
@@ -147,9 +148,17 @@ def _read(path: str | Path) -> str:
 
 def create_sparse(name: str, size_bytes: int) -> int:
     """A descriptor of `size_bytes` of shared memory (rounded up to pages), none allocated."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, pages(size_bytes))
+    _seal(descriptor)
     return descriptor
+
+
+def _seal(descriptor: int) -> None:
+    """Keep its size for good, and others of this host out."""
+    # Who maps memory that another process makes shorter ends by SIGBUS.
+    os.fchmod(descriptor, 0o600)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
 
 
 def pages(size_bytes: int) -> int:
@@ -227,9 +236,8 @@ class LentMemory(mmap.mmap):
 
     def __new__(cls, size_bytes: int) -> Self:
         """Allocated as a whole, or a store might end in SIGBUS; ExhaustedError without memory."""
-        descriptor = create_memory("paramd-lent", size_bytes, sealable=True)
+        descriptor = create_memory("paramd-lent", size_bytes)
         try:
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
             self = super().__new__(cls, descriptor, size_bytes)
         except OSError as error:
             os.close(descriptor)

@@ -4,19 +4,27 @@ A ticket is a JSON Web Token (RFC 7519) signed with Ed25519 (RFC 8037). Exactly 
 accepted, byte for byte, so there is no algorithm to choose. Anyone with the job's public key can
 verify it offline; only holders of the private key (the control plane, and rank 0's trainer, which
 starts it) can mint one. A ticket is a bearer credential: it is never logged or put into a URL.
+
+One that names the root of a `KeyTree` is good beside a key alone, and each server has its own: the
+client derives all of them from one seed and shows a server no other, "<ticket>~<key and path>". So
+what a rank is shown is useless elsewhere, at the price of one signature for all ranks, and clients
+need no cryptography but hashes.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import hmac
 import json
 import math
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from paramd import clock
 from paramd.errors import DeniedError, UsageError
@@ -47,12 +55,19 @@ RANK_TICKET_TTL_S = 366 * 86_400.0
 have no short expiry, so that sidecars can rejoin after a control plane outage of any length,
 without a renewal."""
 
+CONTROL_PLACE = 0
+"""Place of the control plane among those that a ticket is shown to; rank r's is r + 1."""
+
+NONCE_BYTES = 32
+"""What a sidecar has the control plane sign before it shows its ticket there."""
+
+_HASH_BYTES = 16
 _CACHED_TICKETS = 1024
 _ALGORITHM = "EdDSA"
 _FORM = re.compile(
     base64.urlsafe_b64encode(b'{"alg":"EdDSA","typ":"JWT"}').decode().rstrip("=")
     # The signature's last character has two bits: only so there is one spelling of its bytes.
-    + r"\.([A-Za-z0-9_-]+)\.[A-Za-z0-9_-]{85}[AQgw]"
+    + r"\.([A-Za-z0-9_-]+)\.[A-Za-z0-9_-]{85}[AQgw](?:~[A-Za-z0-9_-]+)?"
 )
 _ASK_AGAIN = "ask the control plane for a new one (GET /api/v1/jobs/{job})"
 
@@ -82,6 +97,9 @@ class Role(Enum):
     gains nothing by the tickets it receives."""
     SIDECAR = "sidecar"
     """Join of the control plane as the rank named in the ticket, and GetState of its peers."""
+    GATHERER = "gatherer"
+    """ReadSnapshot of the snapshots whose ids its holder was told, which nobody guesses. The rank
+    that writes an export's file is given one, to read its part of it from the others."""
     COPIER = "copier"
     """PutCopy of the sidecar that keeps copies of the rank named in the ticket; nothing else."""
 
@@ -110,6 +128,67 @@ class Claims:
     """The holder's rank; for role `control` the rank whose sidecar takes it; else None."""
     token_id: str | None = None
     """Id of the user's token it was issued for, of a rank's: which registered its job; or None."""
+    keys: str | None = None
+    """Root of the `KeyTree` of which each server is shown its key; None: good without."""
+
+
+class KeyTree:
+    """A key for each place that one ticket is shown to, and a short proof that it is that one's.
+
+    A Merkle tree (Merkle 1987): leaves are hashes of the keys, and the ticket names the root. Of
+    4,096 ranks it takes 5 ms, once per token and incarnation.
+    """
+
+    def __init__(self, seed: bytes, world_size: int) -> None:
+        level = self._keys = hashlib.shake_256(seed).digest(_HASH_BYTES * (world_size + 1))
+        level = b"".join(_hashed(b"key", one) for one in _split(level, _HASH_BYTES))
+        self._levels = []
+        while len(level) > _HASH_BYTES:
+            level += bytes(len(level) % (2 * _HASH_BYTES))
+            self._levels.append(level)
+            level = b"".join(_hashed(b"two", pair) for pair in _split(level, 2 * _HASH_BYTES))
+        self.root = _text(level)
+
+    def shown(self, ticket: str, place: int) -> str:
+        """What the server at that place is shown of the ticket."""
+        path = [_nth(level, (place >> up) ^ 1) for up, level in enumerate(self._levels)]
+        return f"{ticket}~{_text(_nth(self._keys, place) + b''.join(path))}"
+
+
+@lru_cache(maxsize=16)
+def key_tree(seed: str, world_size: int) -> KeyTree:
+    """The keys of a seed, in hexadecimal digits, which whoever has the ticket keeps for itself."""
+    return KeyTree(bytes.fromhex(seed), world_size)
+
+
+def _fits(proof: str, place: int, root: str) -> bool:
+    """Whether a key and its path are those of this place."""
+    try:
+        told = base64.urlsafe_b64decode(proof + "==")
+    except ValueError:
+        return False
+    node = _hashed(b"key", told[:_HASH_BYTES])
+    for other in _split(told[_HASH_BYTES:], _HASH_BYTES):
+        node = _hashed(b"two", other + node if place & 1 else node + other)
+        place >>= 1
+    # One spelling alone: the last character has bits to spare.
+    return not place and _text(told) == proof and hmac.compare_digest(_text(node), root)
+
+
+def _hashed(what: bytes, data: bytes) -> bytes:
+    return hashlib.sha256(what + data).digest()[:_HASH_BYTES]
+
+
+def _split(data: bytes, size: int) -> Iterator[bytes]:
+    return (data[at : at + size] for at in range(0, len(data), size))
+
+
+def _nth(data: bytes, number: int) -> bytes:
+    return data[number * _HASH_BYTES : (number + 1) * _HASH_BYTES]
+
+
+def _text(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 def new_private_key() -> bytes:
@@ -145,6 +224,7 @@ class Signer:
         ttl_s: float,
         rank: int | None = None,
         token_id: str | None = None,
+        keys: str | None = None,
         now_s: float | None = None,
     ) -> str:
         """Mint a ticket valid for `ttl_s` seconds from now.
@@ -154,6 +234,7 @@ class Signer:
             rank: As in `Claims`; required for the roles of `OF_RANKS`.
             token_id: Id of the token it is issued for, so that it ends with it; never the token
                 itself.
+            keys: As in `Claims`.
             now_s: Seconds since the Unix epoch; the clock when None.
 
         Raises:
@@ -178,18 +259,30 @@ class Signer:
             claims["rank"] = rank
         if token_id is not None:
             claims["token"] = token_id
+        if keys is not None:
+            claims["keys"] = keys
         return jwt.encode(dict(sorted(claims.items())), self._key, _ALGORITHM)
+
+    def prove(self, address: str, nonce: bytes) -> bytes:
+        """A signature which says that the control plane is at `address`, now."""
+        return self._key.sign(_proven(address, nonce))
+
+
+def _proven(address: str, nonce: bytes) -> bytes:
+    # No ticket, whose text is ASCII without zeros.
+    return b"paramd control plane\0" + nonce + address.encode()
 
 
 class Verifier:
     """Verifies tickets of one key, offline. Not thread-safe."""
 
-    def __init__(self, public_key: bytes) -> None:
-        """Raises UsageError unless the key has `KEY_BYTES`."""
+    def __init__(self, public_key: bytes, place: int = CONTROL_PLACE) -> None:
+        """`place` is the server's own. Raises UsageError unless the key has `KEY_BYTES`."""
         import jwt
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
         _check_key("public_key", public_key)
+        self._place = place
         self._key = Ed25519PublicKey.from_public_bytes(public_key)
         # Only the signature: times are compared with our own clock.
         self._jws = jwt.PyJWS([_ALGORITHM])
@@ -200,7 +293,7 @@ class Verifier:
     def verify(
         self, ticket: str, *, job: str, incarnation: int, now_s: float | None = None
     ) -> Claims:
-        """The claims of a genuine, unexpired ticket of this job and incarnation.
+        """The claims of a genuine, unexpired ticket of this job and incarnation, shown here.
 
         The caller checks the role. Raises DeniedError, with the reason, for anything else, whatever
         the input.
@@ -220,14 +313,25 @@ class Verifier:
             raise DeniedError(f"the ticket expired {late_s:.0f} s ago; {_ASK_AGAIN}")
         return claims
 
-    def _claims(self, ticket: str) -> tuple[Claims, float]:
+    def proves(self, signature: bytes, address: str, nonce: bytes) -> bool:
+        """Whether `Signer.prove` of this key made the signature."""
+        from cryptography.exceptions import InvalidSignature
+
+        try:
+            self._key.verify(signature, _proven(address, nonce))
+        except InvalidSignature:
+            return False
+        return True
+
+    def _claims(self, shown: str) -> tuple[Claims, float]:
         """A ticket's claims, and its end on the monotonic clock."""
         from jwt import InvalidTokenError
 
-        payload = _payload(ticket)
-        known = self._genuine.get(ticket)
+        payload = _payload(shown)
+        known = self._genuine.get(shown)
         if known is not None:
             return known
+        ticket, _, proof = shown.partition("~")
         try:
             self._jws.decode(ticket, self._key, [_ALGORITHM])
         except InvalidTokenError:
@@ -235,10 +339,15 @@ class Verifier:
                 f"the ticket is not signed by this job's present incarnation; {_ASK_AGAIN}"
             ) from None
         claims = _parse(payload)
+        if not (_fits(proof, self._place, claims.keys) if claims.keys is not None else not proof):
+            raise DeniedError(
+                "the ticket is not shown with the key of this server, and good at no other; derive "
+                "it from ticket_seed, or ask for a ticket without keys (GET /api/v1/jobs/{job})"
+            )
         if len(self._genuine) >= _CACHED_TICKETS:
             self._genuine.clear()
         found = claims, time.monotonic() + claims.expires_s - clock.now_s()
-        self._genuine[ticket] = found
+        self._genuine[shown] = found
         return found
 
 
@@ -299,11 +408,12 @@ def _parse(payload: str) -> Claims:
             ticket_id=found["jti"],
             rank=found.get("rank"),
             token_id=found.get("token"),
+            keys=found.get("keys"),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise DeniedError(f"the ticket's claims cannot be read; {_ASK_AGAIN}") from None
     texts = isinstance(claims.job, str) and isinstance(claims.ticket_id, str)
-    texts = texts and isinstance(claims.token_id, str | None)
+    texts = texts and all(isinstance(one, str | None) for one in (claims.token_id, claims.keys))
     numbers = type(claims.incarnation) is int and type(claims.rank) in (int, type(None))
     finite = math.isfinite(claims.expires_s) and math.isfinite(claims.issued_s)
     if not (texts and numbers and finite):

@@ -25,25 +25,29 @@ _sym_db = _symbol_database.Default()
 from paramd.v1 import common_pb2 as paramd_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paramd/v1/control.proto\x12\tparamd.v1\x1a\x16paramd/v1/common.proto\"\xc4\x01\n\x0bJoinRequest\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x1d\n\x04peer\x18\x03 \x01(\x0b\x32\x0f.paramd.v1.Peer\x12#\n\x05state\x18\x04 \x01(\x0b\x32\x14.paramd.v1.RankState\x12\x0f\n\x07leaving\x18\x05 \x01(\x08\x12\x0f\n\x07version\x18\x06 \x01(\tJ\x04\x08\x07\x10\x08R\x12\x63ontrol_generation\"\xa7\x01\n\x0cJoinResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x1a\n\x12report_interval_ms\x18\x04 \x01(\x03\x12\'\n\x07revoked\x18\x05 \x01(\x0b\x32\x16.paramd.v1.Revocations\x12\x0e\n\x06now_ns\x18\x06 \x01(\x03J\x04\x08\x02\x10\x03R\x05peers\"L\n\x0bRevocations\x12\x11\n\ttoken_ids\x18\x01 \x03(\t\x12\x0f\n\x07keep_ms\x18\x02 \x01(\x03\x12\x19\n\x11refused_before_ns\x18\x03 \x01(\x03\"0\n\x0bSnapshotRef\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\"f\n\x17ScheduleBoundaryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12)\n\tsnapshots\x18\x03 \x03(\x0b\x32\x16.paramd.v1.SnapshotRef\"_\n\x18ScheduleBoundaryResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x10\n\x08\x63\x61ptured\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t2\xaa\x01\n\x0e\x43ontrolService\x12;\n\x04Join\x12\x16.paramd.v1.JoinRequest\x1a\x17.paramd.v1.JoinResponse(\x01\x30\x01\x12[\n\x10ScheduleBoundary\x12\".paramd.v1.ScheduleBoundaryRequest\x1a#.paramd.v1.ScheduleBoundaryResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paramd/v1/control.proto\x12\tparamd.v1\x1a\x16paramd/v1/common.proto\"W\n\x13ProveControlRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"L\n\x14ProveControlResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"\xc4\x01\n\x0bJoinRequest\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x1d\n\x04peer\x18\x03 \x01(\x0b\x32\x0f.paramd.v1.Peer\x12#\n\x05state\x18\x04 \x01(\x0b\x32\x14.paramd.v1.RankState\x12\x0f\n\x07leaving\x18\x05 \x01(\x08\x12\x0f\n\x07version\x18\x06 \x01(\tJ\x04\x08\x07\x10\x08R\x12\x63ontrol_generation\"\xa7\x01\n\x0cJoinResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x1a\n\x12report_interval_ms\x18\x04 \x01(\x03\x12\'\n\x07revoked\x18\x05 \x01(\x0b\x32\x16.paramd.v1.Revocations\x12\x0e\n\x06now_ns\x18\x06 \x01(\x03J\x04\x08\x02\x10\x03R\x05peers\"L\n\x0bRevocations\x12\x11\n\ttoken_ids\x18\x01 \x03(\t\x12\x0f\n\x07keep_ms\x18\x02 \x01(\x03\x12\x19\n\x11refused_before_ns\x18\x03 \x01(\x03\"0\n\x0bSnapshotRef\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\"f\n\x17ScheduleBoundaryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12)\n\tsnapshots\x18\x03 \x03(\x0b\x32\x16.paramd.v1.SnapshotRef\"_\n\x18ScheduleBoundaryResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x10\n\x08\x63\x61ptured\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t2\xfb\x01\n\x0e\x43ontrolService\x12O\n\x0cProveControl\x12\x1e.paramd.v1.ProveControlRequest\x1a\x1f.paramd.v1.ProveControlResponse\x12;\n\x04Join\x12\x16.paramd.v1.JoinRequest\x1a\x17.paramd.v1.JoinResponse(\x01\x30\x01\x12[\n\x10ScheduleBoundary\x12\".paramd.v1.ScheduleBoundaryRequest\x1a#.paramd.v1.ScheduleBoundaryResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paramd.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOINREQUEST']._serialized_start=63
-  _globals['_JOINREQUEST']._serialized_end=259
-  _globals['_JOINRESPONSE']._serialized_start=262
-  _globals['_JOINRESPONSE']._serialized_end=429
-  _globals['_REVOCATIONS']._serialized_start=431
-  _globals['_REVOCATIONS']._serialized_end=507
-  _globals['_SNAPSHOTREF']._serialized_start=509
-  _globals['_SNAPSHOTREF']._serialized_end=557
-  _globals['_SCHEDULEBOUNDARYREQUEST']._serialized_start=559
-  _globals['_SCHEDULEBOUNDARYREQUEST']._serialized_end=661
-  _globals['_SCHEDULEBOUNDARYRESPONSE']._serialized_start=663
-  _globals['_SCHEDULEBOUNDARYRESPONSE']._serialized_end=758
-  _globals['_CONTROLSERVICE']._serialized_start=761
-  _globals['_CONTROLSERVICE']._serialized_end=931
+  _globals['_PROVECONTROLREQUEST']._serialized_start=62
+  _globals['_PROVECONTROLREQUEST']._serialized_end=149
+  _globals['_PROVECONTROLRESPONSE']._serialized_start=151
+  _globals['_PROVECONTROLRESPONSE']._serialized_end=227
+  _globals['_JOINREQUEST']._serialized_start=230
+  _globals['_JOINREQUEST']._serialized_end=426
+  _globals['_JOINRESPONSE']._serialized_start=429
+  _globals['_JOINRESPONSE']._serialized_end=596
+  _globals['_REVOCATIONS']._serialized_start=598
+  _globals['_REVOCATIONS']._serialized_end=674
+  _globals['_SNAPSHOTREF']._serialized_start=676
+  _globals['_SNAPSHOTREF']._serialized_end=724
+  _globals['_SCHEDULEBOUNDARYREQUEST']._serialized_start=726
+  _globals['_SCHEDULEBOUNDARYREQUEST']._serialized_end=828
+  _globals['_SCHEDULEBOUNDARYRESPONSE']._serialized_start=830
+  _globals['_SCHEDULEBOUNDARYRESPONSE']._serialized_end=925
+  _globals['_CONTROLSERVICE']._serialized_start=928
+  _globals['_CONTROLSERVICE']._serialized_end=1179
 # @@protoc_insertion_point(module_scope)

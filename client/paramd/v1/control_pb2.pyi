@@ -14,6 +14,50 @@ import typing
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class ProveControlRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    incarnation: builtins.int
+    address: builtins.str
+    nonce: builtins.bytes
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        address: builtins.str = ...,
+        nonce: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "incarnation", b"incarnation", "job", b"job", "nonce", b"nonce"]) -> None: ...
+
+global___ProveControlRequest = ProveControlRequest
+
+@typing.final
+class ProveControlResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    signature: builtins.bytes
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header: ...
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "signature", b"signature"]) -> None: ...
+
+global___ProveControlResponse = ProveControlResponse
+
+@typing.final
 class JoinRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

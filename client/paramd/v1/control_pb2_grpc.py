@@ -34,6 +34,11 @@ class ControlServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.ProveControl = channel.unary_unary(
+                '/paramd.v1.ControlService/ProveControl',
+                request_serializer=paramd_dot_v1_dot_control__pb2.ProveControlRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_control__pb2.ProveControlResponse.FromString,
+                _registered_method=True)
         self.Join = channel.stream_stream(
                 '/paramd.v1.ControlService/Join',
                 request_serializer=paramd_dot_v1_dot_control__pb2.JoinRequest.SerializeToString,
@@ -48,6 +53,12 @@ class ControlServiceStub(object):
 
 class ControlServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
+
+    def ProveControl(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Join(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
@@ -64,6 +75,11 @@ class ControlServiceServicer(object):
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'ProveControl': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProveControl,
+                    request_deserializer=paramd_dot_v1_dot_control__pb2.ProveControlRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_control__pb2.ProveControlResponse.SerializeToString,
+            ),
             'Join': grpc.stream_stream_rpc_method_handler(
                     servicer.Join,
                     request_deserializer=paramd_dot_v1_dot_control__pb2.JoinRequest.FromString,
@@ -84,6 +100,33 @@ def add_ControlServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ControlService(object):
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def ProveControl(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.ControlService/ProveControl',
+            paramd_dot_v1_dot_control__pb2.ProveControlRequest.SerializeToString,
+            paramd_dot_v1_dot_control__pb2.ProveControlResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Join(request_iterator,

@@ -19,6 +19,11 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 class ControlServiceStub:
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
+    ProveControl: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.control_pb2.ProveControlRequest,
+        paramd.v1.control_pb2.ProveControlResponse,
+    ]
+
     Join: grpc.StreamStreamMultiCallable[
         paramd.v1.control_pb2.JoinRequest,
         paramd.v1.control_pb2.JoinResponse,
@@ -30,6 +35,11 @@ class ControlServiceStub:
     ]
 
 class ControlServiceAsyncStub:
+    ProveControl: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.control_pb2.ProveControlRequest,
+        paramd.v1.control_pb2.ProveControlResponse,
+    ]
+
     Join: grpc.aio.StreamStreamMultiCallable[
         paramd.v1.control_pb2.JoinRequest,
         paramd.v1.control_pb2.JoinResponse,
@@ -41,6 +51,13 @@ class ControlServiceAsyncStub:
     ]
 
 class ControlServiceServicer(metaclass=abc.ABCMeta):
+    @abc.abstractmethod
+    def ProveControl(
+        self,
+        request: paramd.v1.control_pb2.ProveControlRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.control_pb2.ProveControlResponse, collections.abc.Awaitable[paramd.v1.control_pb2.ProveControlResponse]]: ...
+
     @abc.abstractmethod
     def Join(
         self,

@@ -241,6 +241,36 @@ class GetStateResponse(google.protobuf.message.Message):
 global___GetStateResponse = GetStateResponse
 
 @typing.final
+class FindControlRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___FindControlRequest = FindControlRequest
+
+@typing.final
+class FindControlResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    CONTROL_ADDRESS_FIELD_NUMBER: builtins.int
+    control_address: builtins.str
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header: ...
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        control_address: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["control_address", b"control_address", "header", b"header"]) -> None: ...
+
+global___FindControlResponse = FindControlResponse
+
+@typing.final
 class GetMeshRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

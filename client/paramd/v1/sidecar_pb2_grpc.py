@@ -40,6 +40,11 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetStateResponse.FromString,
                 _registered_method=True)
+        self.FindControl = channel.unary_unary(
+                '/paramd.v1.SidecarService/FindControl',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.FindControlRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.FindControlResponse.FromString,
+                _registered_method=True)
         self.GetMesh = channel.unary_unary(
                 '/paramd.v1.SidecarService/GetMesh',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.GetMeshRequest.SerializeToString,
@@ -246,6 +251,12 @@ class SidecarServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetState(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindControl(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -499,6 +510,11 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetStateRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.GetStateResponse.SerializeToString,
             ),
+            'FindControl': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindControl,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.FindControlRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.FindControlResponse.SerializeToString,
+            ),
             'GetMesh': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMesh,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetMeshRequest.FromString,
@@ -727,6 +743,33 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/GetState',
             paramd_dot_v1_dot_sidecar__pb2.GetStateRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.GetStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindControl(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/FindControl',
+            paramd_dot_v1_dot_sidecar__pb2.FindControlRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.FindControlResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,6 +25,11 @@ class SidecarServiceStub:
         paramd.v1.sidecar_pb2.GetStateResponse,
     ]
 
+    FindControl: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.FindControlRequest,
+        paramd.v1.sidecar_pb2.FindControlResponse,
+    ]
+
     GetMesh: grpc.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.GetMeshRequest,
         paramd.v1.sidecar_pb2.GetMeshResponse,
@@ -229,6 +234,11 @@ class SidecarServiceAsyncStub:
     GetState: grpc.aio.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.GetStateRequest,
         paramd.v1.sidecar_pb2.GetStateResponse,
+    ]
+
+    FindControl: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.FindControlRequest,
+        paramd.v1.sidecar_pb2.FindControlResponse,
     ]
 
     GetMesh: grpc.aio.UnaryUnaryMultiCallable[
@@ -438,6 +448,13 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         request: paramd.v1.sidecar_pb2.GetStateRequest,
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.sidecar_pb2.GetStateResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.GetStateResponse]]: ...
+
+    @abc.abstractmethod
+    def FindControl(
+        self,
+        request: paramd.v1.sidecar_pb2.FindControlRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.FindControlResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.FindControlResponse]]: ...
 
     @abc.abstractmethod
     def GetMesh(

@@ -287,7 +287,13 @@ class ControlPlane:
         ranks = self._bootstrap.world_size if self._bootstrap is not None else SITE_RANKS
         wanted = self._claim.give_grpc()
         bound = await self._grpc.start(
-            jobs, self._revocations, wanted, ranks=ranks, denied=records.denied, tls=self._grpc_tls
+            jobs,
+            self._revocations,
+            wanted,
+            address=lambda: self._grpc_target,
+            ranks=ranks,
+            denied=records.denied,
+            tls=self._grpc_tls,
         )
         if bound != wanted:
             raise UnreachableError(f"another process took {wanted}, which was to be gRPC's")

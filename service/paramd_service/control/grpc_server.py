@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -15,7 +15,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paramd.clock import now_s
-from paramd.errors import DeadlineError, DeniedError, ExhaustedError, UsageError
+from paramd.errors import DeadlineError, DeniedError, ExhaustedError, NotFoundError, UsageError
+from paramd.places import check_job_name
+from paramd.security.tickets import NONCE_BYTES
 from paramd.security.tls import RANK_NAME
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd_service.admission import CONNECTION_OPTIONS, Doors, Notice, Shares, TokenRevokedError
@@ -73,10 +75,30 @@ log = logging.getLogger("paramd.control")
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Translates between messages and `Jobs`."""
 
-    def __init__(self, jobs: Jobs, revocations: Revocations) -> None:
+    def __init__(self, jobs: Jobs, revocations: Revocations, address: Callable[[], str]) -> None:
         self._jobs = jobs
         self._revocations = revocations
+        self._address = address
         self._streams: Counter[tuple[str, int, int | None]] = Counter()
+
+    async def ProveControl(
+        self, request: control_pb2.ProveControlRequest, context: Any
+    ) -> control_pb2.ProveControlResponse:
+        async with errors_as_statuses(context, "ProveControl"):
+            mine = self._address()
+            if request.address != mine:
+                raise NotFoundError(f"the control plane here is at {mine}, and nowhere else")
+            if len(request.nonce) != NONCE_BYTES:
+                raise UsageError(f"nonce: {len(request.nonce)} bytes; expected {NONCE_BYTES}")
+            check_job_name(request.job)
+            signer = self._jobs.signer(request.job, request.incarnation)
+            header = common_pb2.Header(
+                job=request.job, incarnation=request.incarnation, step=-1, rank=-1
+            )
+            return control_pb2.ProveControlResponse(
+                header=header, signature=signer.prove(mine, request.nonce)
+            )
+        raise AssertionError("errors have become statuses")
 
     # A coroutine that writes, not a generator: revocations are sent while it awaits reports.
     async def Join(  # type: ignore[override]
@@ -243,6 +265,7 @@ class GrpcServer:
         revocations: Revocations,
         wanted: Address,
         *,
+        address: Callable[[], str],
         ranks: int,
         denied: Denied,
         tls: ServerTls | None,
@@ -250,6 +273,7 @@ class GrpcServer:
         """Start serving; return the bound address.
 
         Args:
+            address: Our gRPC target as sidecars are given it, once it is known.
             ranks: Most sidecars admitted across all jobs.
             denied: Called for each refused call.
 
@@ -266,18 +290,18 @@ class GrpcServer:
             maximum_concurrent_rpcs=MAX_STREAMS_OF_RANK * ranks + CALLERS + STRANGERS,
         )
         control_pb2_grpc.add_ControlServiceServicer_to_server(
-            ControlServicer(jobs, revocations), server
+            ControlServicer(jobs, revocations, address), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         credentials = tls.grpc_credentials if tls is not None else None
-        address = bind_grpc(server, wanted, credentials)
+        bound = bind_grpc(server, wanted, credentials)
         self._server = server
         await server.start()
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return address
+        return bound
 
     async def say_stopping(self) -> None:
         """Report NOT_SERVING over the health service."""

@@ -326,6 +326,10 @@ class RankSidecar:
             self.log("control-plane-moved", address=address)
             self._changed()
 
+    def is_proven(self, signature: bytes, address: str, nonce: bytes) -> bool:
+        """Whether the job's key says that the control plane is at `address`."""
+        return self._verifier is not None and self._verifier.proves(signature, address, nonce)
+
     def take_time(self, now_s: float) -> None:
         """Take the control plane's time (0: unknown), which decides what has expired.
 
@@ -615,7 +619,7 @@ class RankSidecar:
     def _own(self, attached: AttachedMemory) -> None:
         self.attached = attached
         self.control_generation = 0
-        self._verifier = Verifier(attached.request.public_key)
+        self._verifier = Verifier(attached.request.public_key, self.config.rank + 1)
         self.ownership = Ownership.OWNED
         self._ended.clear()
         self.end = None

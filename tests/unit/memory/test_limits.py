@@ -1,11 +1,14 @@
-"""What cgroups leave, as containers and schedulers lay them out."""
+"""What cgroups leave, as containers and schedulers lay them out; memory keeps its size."""
 
+import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paramd.memory.descriptors import _cgroups_leave_bytes
+from paramd.memory.handover import Descriptors
 
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -38,3 +41,13 @@ def test_every_limit_around_this_process_counts(
         (cgroup / "memory.stat").write_text(f"cache 7\n{files[2]} {values[2]}\n")
     found = min(_cgroups_leave_bytes(str(tmp_path), str(tmp_path / "own")))
     assert found == left if left is not None else found > 1 << 60
+
+
+def test_nobody_resizes_shared_memory_and_no_other_user_opens_it() -> None:
+    with closing(Descriptors.create(1 << 16)) as made:
+        for name in ("page", "arena", "edits", "gradients", "optimizer", "continuation"):
+            descriptor = getattr(made, name)
+            assert os.fstat(descriptor).st_mode & 0o777 == 0o600
+            for size_bytes in (0, 1 << 40):
+                with pytest.raises(PermissionError):
+                    os.ftruncate(descriptor, size_bytes)

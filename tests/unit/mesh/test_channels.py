@@ -43,7 +43,7 @@ async def serving() -> AsyncIterator[tuple[Slow, Channels, Asked]]:
     slow = Slow()
     server, port = await _started(slow, 0)
     address = f"127.0.0.1:{port}"
-    channels = Channels(lambda: "ticket")
+    channels = Channels(lambda _rank: "ticket")
     try:
         yield slow, channels, Asked(job="run", incarnation=1, rank=3, address=address)
     finally:

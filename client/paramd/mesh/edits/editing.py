@@ -146,8 +146,9 @@ class Uploads:
         def work() -> None:
             from paramd.mesh.edits.operands import lent_memories, parts
 
-            with self.how.lender.loan(peer, document.ticket, lent_memories(self.operands)) as loan:
-                staged_bytes = loan.stage(document.ticket, self.manifest.edit_id)
+            ticket = document.shown(rank.rank)
+            with self.how.lender.loan(peer, ticket, lent_memories(self.operands)) as loan:
+                staged_bytes = loan.stage(ticket, self.manifest.edit_id)
                 self._told(staged_bytes)
                 data = parts(self.operands, rank, staged_bytes)
                 Sender(loan, staged_bytes, self._told).send(data)

@@ -31,6 +31,7 @@ from paramd.errors import (
 from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way, is_relayed
 from paramd.places import StartingError, running_jobs
+from paramd.security.tickets import CONTROL_PLACE, key_tree
 from paramd.security.tls import IF_MOVED, ClientTls, Pems, https_context, not_accepted
 
 REST_TIMEOUT_S = 5.0
@@ -74,6 +75,15 @@ class JobDocument:
     """Seconds since the Unix epoch."""
     tls: Pems | None = field(default=None, repr=False)
     """For mtls:// addresses; None when there are none."""
+    ticket_seed: str = field(default="", repr=False)
+    """Of the keys beside which alone the ticket is good; empty: good without, at all ranks."""
+
+    def shown(self, rank: int | None) -> str:
+        """What the sidecar of `rank` is shown of the ticket, None the control plane."""
+        if not self.ticket_seed:
+            return self.ticket
+        place = rank + 1 if rank is not None else CONTROL_PLACE
+        return key_tree(self.ticket_seed, self.world_size).shown(self.ticket, place)
 
     def peer(self, rank: int) -> PeerAddress:
         """The sidecar's addresses; RankUnreachableError: absent, or on another host's loopback."""
@@ -199,7 +209,7 @@ class RestClient:
 
         Raises UnreachableError, DeniedError, NotFoundError or DeadlineError.
         """
-        found = await self.send("GET", f"/jobs/{quote(job, safe='')}")
+        found = await self.send("GET", f"/jobs/{quote(job, safe='')}?keyed=true")
         with readable(self.url):
             return parse_job(found)
 
@@ -353,6 +363,7 @@ def parse_job(found: Mapping[str, Any]) -> JobDocument:
         found,
         peers={peer.rank: peer for peer in peers},
         tls=Pems.of_json(found["tls"]) if found.get("tls") is not None else None,
+        ticket_seed=str(found.get("ticket_seed", "")),
     )
 
 

@@ -107,7 +107,7 @@ class SidecarFinder:
         self._refreshing = asyncio.Lock()
         self._looking: asyncio.Task[JobDocument] | None = None
         self._channels = Channels(
-            lambda: self.document.ticket, tls=tls, job_tls=lambda: self.document.tls, relay=relay
+            self._shown, tls=tls, job_tls=lambda: self.document.tls, relay=relay
         )
         self._background = Background()
         self._index: tuple[tuple[int, str], NameIndex] | None = None
@@ -145,6 +145,9 @@ class SidecarFinder:
         if self._document is None:
             raise UsageError("the mesh is not connected; use it as a context manager")
         return self._document
+
+    def _shown(self, rank: int | None) -> str:
+        return self.document.shown(rank)
 
     async def refresh(self) -> JobDocument:
         """Read the job's document again; concurrent callers share one request."""

@@ -266,12 +266,13 @@ os.register_at_fork(after_in_child=lambda: _parents.extend(_open))
 class Channels:
     """One channel per address, made on first use, all closed together.
 
-    `ticket` is called for every request, so a renewed ticket needs no new channel.
+    `ticket` is called for every request, with the rank that is shown it (None: the control plane),
+    so a renewed ticket needs no new channel.
     """
 
     def __init__(
         self,
-        ticket: Callable[[], str],
+        ticket: Callable[[int | None], str],
         *,
         tls: ClientTls | None = None,
         job_tls: Callable[[], Pems | None] = lambda: None,
@@ -421,9 +422,9 @@ class Channels:
         metadata = (*self.credentials(asked.rank), *asked.metadata())
         return {"timeout": call_timeout_s(timeout_s), "metadata": metadata}
 
-    def credentials(self, _rank: int | None) -> tuple[tuple[str, str], ...]:
+    def credentials(self, rank: int | None) -> tuple[tuple[str, str], ...]:
         """The metadata of a call to a rank's sidecar; None for the control plane."""
-        return (("authorization", f"Bearer {self._ticket()}"),)
+        return (("authorization", f"Bearer {self._ticket(rank)}"),)
 
 
 @contextmanager

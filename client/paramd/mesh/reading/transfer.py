@@ -233,7 +233,7 @@ def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveR
     """A rank's page and arena from its sidecar; blocks for seconds. ParamdError: refused."""
     message = {
         "op": "live",
-        "ticket": document.ticket,
+        "ticket": document.shown(peer.rank),
         "rank": peer.rank,
         "incarnation": document.incarnation,
         "layout_digest": document.layout_digest,
@@ -520,7 +520,7 @@ class Transfer:
             )
         try:
             shared = await self.run(
-                lambda: SharedSnapshot.open(peer, document.ticket, pin.snapshot_id),
+                lambda: SharedSnapshot.open(peer, document.shown(pin.rank), pin.snapshot_id),
                 SharedSnapshot.close,
             )
         except NotFoundError as error:

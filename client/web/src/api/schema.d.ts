@@ -2395,6 +2395,12 @@ export interface components {
              * @description Seconds since the Unix epoch
              */
             ticket_expires_s: number;
+            /**
+             * Ticket Seed
+             * @description With `keyed`: of the keys that the ticket is shown beside; else empty
+             * @default
+             */
+            ticket_seed: string;
             /** @description To connect to mtls:// addresses with; null when there are none */
             tls?: components["schemas"]["TlsDocument"] | null;
             /**
@@ -4396,7 +4402,12 @@ export interface operations {
     };
     get_job: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description Whether the ticket is good only beside the key of each server */
+                keyed?: boolean;
+                /** @description The one rank whose sidecar takes the ticket */
+                rank?: number | null;
+            };
             header?: never;
             path: {
                 /** @example my-run */

@@ -38,7 +38,8 @@ from paramd_service.control.base.problems import problem
 if TYPE_CHECKING:
     from paramd_service.control.http_server import Connection
 
-MAX_STRANGERS: Final = 128
+MAX_STRANGERS: Final = 512
+
 MAX_REQUESTS = 256
 """Most concurrent requests, streams included."""
 

@@ -28,8 +28,8 @@ MAX_DETAIL_CHARS = 2048
 
 log = logging.getLogger("paramd.control")
 
-ANY_ROLE: Final = frozenset(Role) - {Role.CONTROL}
-"""All roles whose tickets control planes accept; CONTROL is for sidecars."""
+ANY_ROLE: Final = frozenset(Role) - {Role.CONTROL, Role.GATHERER}
+"""All that are shown to control planes; its own tickets are for sidecars."""
 _CONTROL = "/paramd.v1.ControlService/"
 _REFLECTION = ".ServerReflection/ServerReflectionInfo"
 

@@ -553,6 +553,9 @@ class JobDocument(JobSummary):
     control_address: str = Field(description='gRPC target "host:port" of the control plane')
     peers: list[PeerAddress] = Field(description="Joined sidecars, ordered by rank")
     ticket: str = Field(description="Signed, with the token's rights; for gRPC metadata only")
+    ticket_seed: str = Field(
+        "", description="With `keyed`: of the keys that the ticket is shown beside; else empty"
+    )
     ticket_expires_s: float = Field(description="Seconds since the Unix epoch")
     tls: TlsDocument | None = Field(
         None, description="To connect to mtls:// addresses with; null when there are none"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import hmac
 import json
 import logging
 import os
@@ -157,6 +159,11 @@ class Bootstrap:
     def signer(self) -> Signer:
         """Signer of this incarnation's tickets."""
         return Signer(self.private_key)
+
+    def ticket_seed(self, token_id: str | None) -> str:
+        """Of the keys of a token's tickets; the same at each control plane of the incarnation."""
+        label = f"paramd ticket keys\0{self.job}\0{self.incarnation}\0{token_id}"
+        return hmac.digest(self.private_key, label.encode(), hashlib.sha256).hex()
 
     def asked(self, rank: int, address: str) -> Asked:
         """One rank's sidecar as the target of a call."""

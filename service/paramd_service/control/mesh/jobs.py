@@ -411,12 +411,19 @@ class Jobs:
 
     def verifier(self, job: str, incarnation: int) -> Verifier:
         """Verifier for an incarnation's tickets. Raises DeniedError when it cannot be ours."""
+        return self._verifier(self._private_key(job, incarnation))
+
+    def signer(self, job: str, incarnation: int) -> Signer:
+        """Signer of an incarnation. Raises as `verifier`."""
+        return Signer(self._private_key(job, incarnation))
+
+    def _private_key(self, job: str, incarnation: int) -> bytes:
         if self._site is not None:
             # Any incarnation: a genuine ticket of a past one deserves "over", not a bare denial.
-            return self._verifier(self._site.private_key(job, incarnation))
+            return self._site.private_key(job, incarnation)
         present = self._current.get(job)
         if present is not None and present.number == incarnation:
-            return self._verifier(present.bootstrap.private_key)
+            return present.bootstrap.private_key
         raise DeniedError(
             f"the ticket is for job {job[:64]!r}, incarnation {incarnation}, which is not "
             "served here"

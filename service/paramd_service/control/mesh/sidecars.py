@@ -21,7 +21,7 @@ from paramd.layout.codec import LayoutBound, decode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.select import NameIndex
 from paramd.mesh.peers.grpc import Asked, Channels, RankUnreachableError, told_errors, watched
-from paramd.security.tickets import Role
+from paramd.security.tickets import Role, key_tree
 from paramd.security.tls import is_of_job
 from paramd.v1 import layout_pb2, sidecar_pb2
 from paramd_service.control.base.config import Bootstrap
@@ -74,13 +74,15 @@ class OwnDirectory:
         mine = self._mine
         if job != mine.job:
             raise NotFoundError(f"job {job[:64]!r} is not served here; only {mine.job!r} is")
-        now_s, peers = clock.now_s(), list(self._registry.peers())
+        now_s, seed = clock.now_s(), mine.ticket_seed(None)
+        peers = list(self._registry.peers())
         of_job = any(is_of_job(peer.address) for peer in peers)
         ticket = mine.signer.mint(
             job=mine.job,
             incarnation=mine.incarnation,
             role=Role.READER,
             ttl_s=TICKET_TTL_S,
+            keys=key_tree(seed, mine.world_size).root,
             now_s=now_s,
         )
         return JobDocument(
@@ -91,6 +93,7 @@ class OwnDirectory:
             layout_digest=self._registry.view().layout_digest,
             peers={peer.rank: peer for peer in peers},
             ticket=ticket,
+            ticket_seed=seed,
             ticket_expires_s=now_s + TICKET_TTL_S,
             tls=mine.certificates.own() if of_job else None,
         )
@@ -160,7 +163,7 @@ class OwnChannels(Channels):
     """Shows each sidecar a ticket that no other sidecar accepts: a sidecar may keep tickets."""
 
     def __init__(self, bootstrap: Bootstrap, *, reads: bool = False) -> None:
-        """With `reads`, a sidecar also gets a reader's ticket, for reading from other ranks."""
+        """With `reads`, a sidecar also gets a gatherer's ticket, for reading from other ranks."""
         super().__init__(str, job_tls=bootstrap.certificates.own)
         self._tickets = OwnTickets(bootstrap)
         self._reads = reads
@@ -168,7 +171,7 @@ class OwnChannels(Channels):
     def credentials(self, rank: int | None) -> tuple[tuple[str, str], ...]:
         """As `Channels.credentials`."""
         shown = ("authorization", f"Bearer {self._tickets(Role.CONTROL, rank)}")
-        return (shown, (READS_KEY, self._tickets(Role.READER))) if self._reads else (shown,)
+        return (shown, (READS_KEY, self._tickets(Role.GATHERER))) if self._reads else (shown,)
 
 
 class SidecarCalls:

@@ -119,18 +119,18 @@ SERVICE = "paramd.v1.SidecarService"
 
 EDITORS = frozenset({Role.EDITOR, Role.CONTROL})
 READERS = EDITORS | {Role.READER}
+GATHERERS = READERS | {Role.GATHERER}
 _VIEWERS = READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
 
 _METHODS: dict[frozenset[Role], str] = {
-    # The sidecars of other ranks ask for the control plane's address.
-    _VIEWERS | {Role.SIDECAR}: "GetState",
-    _VIEWERS: "GetMesh GetLayout ListKeptStates GetMetrics ReachPeers",
+    _VIEWERS: "GetState GetMesh GetLayout ListKeptStates GetMetrics ReachPeers",
     READERS: (
-        "PinSnapshot ReadSnapshot GrantStream RenewSnapshot ReleaseSnapshot ListSnapshots "
+        "PinSnapshot GrantStream RenewSnapshot ReleaseSnapshot ListSnapshots "
         "ComputeStats PoolSnapshot ProfileSnapshot MultiplySnapshot DigestSnapshot DeltaSnapshot "
         "ReplayUpdate InspectTrainer GetLogged Summon StreamGradients"
     ),
+    GATHERERS: "ReadSnapshot",
     EDITORS: "StageEdit GetEdit PreviewEdit",
     frozenset({Role.COPIER}): "PutCopy",
     _CONTROL: (
@@ -166,12 +166,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         verify: Verify,
+        check_meant: Callable[[object], None],
         refused: Callable[[str, str], None] = lambda method, reason: None,
         allowed: Callable[[str], None] = lambda method: None,
     ) -> None:
-        """`refused` is called with method and reason of every denied call, `allowed` with the
-        method of every other call that needs a ticket."""
+        """`check_meant` raises UnreachableError for calls that name another rank; `refused` is
+        called with method and reason of every denied call, `allowed` with the method of every
+        other call that needs a ticket."""
         self._verify = verify
+        self._check_meant = check_meant
         self._refused = refused
         self._allowed = allowed
 
@@ -179,7 +182,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         details = handler_call_details
+        metadata = dict(details.invocation_metadata or ())
         try:
+            # First: what is shown to another rank is no good here, which is no denial.
+            self._check_meant(metadata.get(errors.RANK_KEY) or None)
             found = authorize(str(details.method), details.invocation_metadata or (), self._verify)
         except UnreachableError as error:
             return _refusing(grpc.StatusCode.UNAVAILABLE, error)
@@ -192,7 +198,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if found is not None:
             self._allowed(str(details.method))
             # The handler runs in this task, and so sees these variables.
-            metadata = dict(details.invocation_metadata or ())
             own = found[1].role is Role.CONTROL
             CALLER_TICKET.set(str(metadata.get(errors.READS_KEY, "")) if own else found[0])
             CALLER.set(found[1])

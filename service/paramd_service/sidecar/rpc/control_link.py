@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import grpc.aio
 
-from paramd.errors import ConflictError, ParamdError
+from paramd.errors import ConflictError, DeniedError, ParamdError
 from paramd.mesh.peers.grpc import Asked, Channels
 from paramd.places import host_id
+from paramd.security.tickets import NONCE_BYTES
 from paramd.security.tls import open_channel, tls_for
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc, sidecar_pb2
 from paramd.version import __version__
@@ -34,6 +36,10 @@ LOOK_S = 1.0
 """Polling interval for lasting changes: a stopped or stalled trainer announces nothing."""
 ASK_S = 2.0
 """How long rank 0 may take to report the control plane's address."""
+
+PROOF_S = 20.0
+"""Timeout of the control plane's proof: thousands of ranks may ask for one at once."""
+
 GOODBYE_S = 2.5
 """Timeout of the last report; a detaching trainer waits for it."""
 
@@ -119,9 +125,13 @@ class Joining:
         rank = self._rank
         await rank.find_control()
         if rank.mesh is mesh and rank.config.rank:
-            # The control plane runs on rank 0's host, perhaps another one.
-            with suppress(ParamdError):
-                rank.move_control(await self._asked(0))
+            # The control plane runs on rank 0's host, perhaps another one. Whatever rank 0 says,
+            # the server at that address has to prove itself.
+            with suppress(ParamdError, grpc.aio.AioRpcError):
+                if (address := await self._asked(0)) not in ("", mesh.control_address):
+                    async with self._channel(address) as channel:
+                        await self._prove(channel, address)
+                    rank.move_control(address)
         return rank.mesh is not mesh
 
     async def _asked(self, number: int) -> str:
@@ -130,24 +140,47 @@ class Joining:
         address = rank.ready_mesh().address_of(number)
         if attached is None or not address:
             return ""
-        ticket, incarnation = attached.request.rank_ticket, rank.incarnation
-        # New channels, since a channel in backoff repeats its last error.
-        channels = Channels(lambda: ticket, job_tls=rank.job_tls)
-        asked = Asked(job=rank.config.job, incarnation=incarnation, rank=number, address=address)
+        # New channels, since a channel in backoff repeats its last error; and no ticket, which
+        # the other rank could show as its own.
+        channels = Channels(lambda _rank: "", job_tls=rank.job_tls)
+        asked = Asked(
+            job=rank.config.job, incarnation=rank.incarnation, rank=number, address=address
+        )
         try:
-            found: sidecar_pb2.GetStateResponse = await channels.ask(
-                asked, "GetState", sidecar_pb2.GetStateRequest(), timeout_s=ASK_S
+            found: sidecar_pb2.FindControlResponse = await channels.ask(
+                asked, "FindControl", sidecar_pb2.FindControlRequest(), timeout_s=ASK_S
             )
         finally:
             await channels.close()
         return found.control_address
 
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address, tls_for(address, None, self._rank.job_tls()), options=_OPTIONS)
+
+    async def _prove(self, channel: grpc.aio.Channel, address: str) -> None:
+        """Have whoever listens at the address prove, by the job's key, to be the control plane.
+
+        Raises:
+            DeniedError: it does not. gRPC's errors: nobody answers.
+        """
+        rank, nonce = self._rank, secrets.token_bytes(NONCE_BYTES)
+        request = control_pb2.ProveControlRequest(
+            job=rank.config.job, incarnation=rank.incarnation, address=address, nonce=nonce
+        )
+        stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+        answer = await stub.ProveControl(request, timeout=PROOF_S)
+        self._check(answer.header)
+        if not rank.is_proven(answer.signature, address, nonce):
+            raise DeniedError(
+                f"{address} is not this job's control plane; no ticket is shown there"
+            )
+
     async def _join(self, mesh: Mesh) -> bool:
         """Run one stream until it ends; return whether the control plane admitted us."""
         joined = False
         self._interval_s = self._rank.config.report_s
-        tls = tls_for(mesh.control_address, None, self._rank.job_tls())
-        async with open_channel(mesh.control_address, tls, options=_OPTIONS) as channel:
+        async with self._channel(mesh.control_address) as channel:
+            await self._prove(channel, mesh.control_address)
             stub: Any = control_pb2_grpc.ControlServiceStub(channel)
             call = stub.Join(self._reports(mesh), metadata=self._metadata())
             try:

@@ -156,7 +156,7 @@ class Sending:
         ticket = attached.request.copy_ticket
         if not ticket:
             raise UnreachableError("the control plane gave no tickets for copies")
-        channels = Channels(lambda: ticket, job_tls=rank.job_tls)
+        channels = Channels(lambda _rank: ticket, job_tls=rank.job_tls)
         try:
             for pause_s in (*PAUSES_S, None):
                 try:

@@ -60,7 +60,10 @@ class GrpcServer:
         )
         rank = self._rank
         self._server = server = grpc.aio.server(
-            interceptors=[AuthInterceptor(rank.verify, rank.refusals.saw, rank.note_client), doors],
+            interceptors=[
+                AuthInterceptor(rank.verify, rank.check_meant, rank.refusals.saw, rank.note_client),
+                doors,
+            ],
             options=SERVER_OPTIONS,
         )
         servicer = SidecarServicer(self._rank, self._gateway, self._streams)

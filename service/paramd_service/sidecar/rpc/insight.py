@@ -155,7 +155,7 @@ class _Reach:
         if mesh is None:
             return []
         # Health needs no ticket; new channels, since a channel in backoff repeats its last error.
-        channels = Channels(lambda: "", job_tls=self._rank.job_tls)
+        channels = Channels(lambda _rank: "", job_tls=self._rank.job_tls)
         try:
             tried = [_tried(channels, rank, address) for rank, address in _others(mesh)]
             return list(await asyncio.gather(*tried))

@@ -20,7 +20,7 @@ class Peers:
         self.mesh = mesh
         self._rank = rank
         self._background = Background()
-        self._channels = Channels(ticket, job_tls=rank.job_tls)
+        self._channels = Channels(lambda _rank: ticket(), job_tls=rank.job_tls)
 
     async def close(self) -> None:
         await self._background.close()

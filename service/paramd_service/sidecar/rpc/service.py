@@ -30,10 +30,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from paramd.errors import RANK_KEY, DeadlineError, ParamdError, UsageError
+from paramd.errors import DeadlineError, ParamdError, UsageError
 from paramd.memory.control_page import Word
 from paramd.memory.device_arena import DeviceReader
-from paramd.security.tickets import Role
 from paramd.state_files import resident_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
@@ -247,6 +246,7 @@ class SidecarServicer:
     def _calls(self) -> CallTable:
         return {
             "GetState": Call(unary=self._get_state),
+            "FindControl": Call(unary=self._find_control),
             "GetMesh": Call(unary=self._get_mesh),
             "GetLayout": Call(answers=self._get_layout),
             "ReadSnapshot": Call(answers=self._read),
@@ -323,12 +323,12 @@ class SidecarServicer:
     async def _admitted(self, context: Context, *, heavy: bool) -> AsyncIterator[float]:
         """Admit a call and yield the seconds it may take; map errors to statuses."""
         try:
-            self._rank.check_meant(messages.metadata_of(context, RANK_KEY) or None)
             timeout_s = auth.check_deadline(
                 context.time_remaining(), self._rank.config.max_deadline_s
             )
             with self._slots.one(admission.CALLER.get()) if heavy else nullcontext():
-                async with self._rank.revocations.running(CALLER.get()):
+                caller = CALLER.get(None)
+                async with self._rank.revocations.running(caller) if caller else nullcontext():
                     yield timeout_s
         except grpc.aio.AbortError:
             raise
@@ -354,14 +354,15 @@ class SidecarServicer:
 
     async def _get_state(self, _request: pb.GetStateRequest, _timeout_s: float) -> Message:
         address = self._rank.mesh.control_address if self._rank.mesh is not None else ""
-        if CALLER.get().role is Role.SIDECAR:
-            # Another rank, which does not reach the control plane at the known address.
-            address = await self._rank.find_control()
         return pb.GetStateResponse(
             header=messages.header(self._rank),
             state=messages.rank_state(self._rank),
             control_address=address,
         )
+
+    async def _find_control(self, _request: pb.FindControlRequest, _timeout_s: float) -> Message:
+        address = await self._rank.find_control()
+        return pb.FindControlResponse(header=messages.header(self._rank), control_address=address)
 
     async def _get_mesh(self, _request: pb.GetMeshRequest, _timeout_s: float) -> Message:
         mesh, attached = self._rank.ready_mesh(), self._rank.attached

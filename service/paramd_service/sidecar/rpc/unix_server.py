@@ -29,7 +29,7 @@ from paramd_service.sidecar.owner import (
     parse_mesh,
 )
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import EDITORS, READERS, check_role
+from paramd_service.sidecar.rpc.auth import EDITORS, GATHERERS, READERS, check_role
 from paramd_service.sidecar.rpc.streams import accepted_now
 from paramd_service.sidecar.snapshots.store import Snapshot
 
@@ -321,7 +321,7 @@ class _Connection:
         return claims
 
     async def _map(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        check_role(self._caller(message), READERS)
+        check_role(self._caller(message), GATHERERS)
         snapshot_id = str(message.get("snapshot_id", ""))
         snapshot = self._rank.pins.store.filled(snapshot_id)
         answer = {"op": "mapped", "size_bytes": snapshot.size_bytes, **self._rank.identity()}

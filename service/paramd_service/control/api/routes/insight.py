@@ -193,7 +193,7 @@ def router(services: Services) -> APIRouter:
         from that host's disk. Both states must be available within 30 s.
         """
         mesh, who = services.jobs.get(job), principal_of(request)
-        jobs = {job: job_document(services, mesh, who)}
+        jobs = {job: job_document(services, mesh, who, keyed=True)}
 
         async def resolved(text: str) -> dict[str, str]:
             kind, rest = state_of(text)
@@ -201,7 +201,8 @@ def router(services: Services) -> APIRouter:
                 path, destination = await services.exports.directory(job, rest)
                 return {"path": path, "label": f"export {destination}"}
             if kind == "job":
-                jobs[rest] = job_document(services, services.jobs.get(rest), who)
+                other_mesh = services.jobs.get(rest)
+                jobs[rest] = job_document(services, other_mesh, who, keyed=True)
             return {kind: rest}
 
         one, other = await resolved(a), await resolved(b)

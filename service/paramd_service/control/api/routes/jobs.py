@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, TypeAlias
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from paramd import clock
 from paramd.errors import UnreachableError, UsageError
-from paramd.security.tickets import RANK_TICKET_TTL_S, Role, mint_of_ranks
+from paramd.security.tickets import RANK_TICKET_TTL_S, Role, key_tree, mint_of_ranks
 from paramd.security.tls import is_of_job
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.doorway import check_job, principal_of
@@ -36,6 +37,13 @@ from paramd_service.control.mesh.registry import MeshView
 
 MINTED_AT_ONCE = 32
 """Ranks whose two tickets (60 us each) are signed before the event loop serves other tasks."""
+
+Keyed: TypeAlias = Annotated[
+    bool, Query(description="Whether the ticket is good only beside the key of each server")
+]
+OfRank: TypeAlias = Annotated[
+    int | None, Query(ge=0, description="The one rank whose sidecar takes the ticket")
+]
 
 
 def router(services: Services) -> APIRouter:
@@ -74,10 +82,22 @@ def router(services: Services) -> APIRouter:
             return await _registered(services, mesh, registration.rank_hosts, request)
 
     @routes.get("/jobs/{job}")
-    async def get_job(job: str, request: Request) -> JobDocument:
+    async def get_job(
+        job: str, request: Request, keyed: Keyed = False, rank: OfRank = None
+    ) -> JobDocument:
         """A job, its sidecars, and a fresh ticket with the rights of the token."""
         mesh = services.jobs.get(job)
-        return job_document(services, mesh, principal_of(request))
+        if keyed := keyed or rank is not None:
+            # 0.1 s for 65,536 ranks, once for each token.
+            seed = mesh.bootstrap.ticket_seed(principal_of(request).token_id)
+            await asyncio.to_thread(key_tree, seed, mesh.bootstrap.world_size)
+        found = job_document(services, mesh, principal_of(request), keyed=keyed)
+        if rank is not None:
+            if rank >= found.world_size:
+                raise UsageError(f"rank: {rank}; the job has {found.world_size} ranks")
+            tree = key_tree(found.ticket_seed, found.world_size)
+            found.ticket, found.ticket_seed = tree.shown(found.ticket, rank + 1), ""
+        return found
 
     @routes.post("/jobs/{job}/end")
     async def end_job(job: str, request: Request) -> JobSummary:
@@ -179,17 +199,21 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
     )
 
 
-def job_document(services: Services, mesh: Incarnation, principal: Principal) -> JobDocument:
+def job_document(
+    services: Services, mesh: Incarnation, principal: Principal, *, keyed: bool
+) -> JobDocument:
     """A job for one caller, with a ticket of the caller's rights. Raises as `check_job`."""
     check_job(principal, mesh.job)
     mine, view, now_s = mesh.bootstrap, mesh.registry.view(), clock.now_s()
     ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
+    seed = mine.ticket_seed(principal.token_id) if keyed else ""
     ticket = mine.signer.mint(
         job=mine.job,
         incarnation=mine.incarnation,
         role=ticket_role(principal.role, readonly=services.config.readonly),
         ttl_s=ttl_s,
         token_id=principal.token_id,
+        keys=key_tree(seed, mine.world_size).root if keyed else None,
         now_s=now_s,
     )
     peers = mesh.registry.peers()
@@ -202,6 +226,7 @@ def job_document(services: Services, mesh: Incarnation, principal: Principal) ->
         control_address=services.grpc_address,
         peers=peers,
         ticket=ticket,
+        ticket_seed=seed,
         ticket_expires_s=now_s + ttl_s,
         tls=TlsDocument(**pems.to_json()) if pems is not None else None,
     )

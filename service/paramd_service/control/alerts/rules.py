@@ -20,12 +20,10 @@ DAY_S = 86_400
 
 PRESENT = frozenset({"joined", "silent"})
 
-MESH_RULES = frozenset(
-    {
-        *(Rule.STALE_RANK, Rule.STALLED_RANK, Rule.STRAGGLER, Rule.STALL_BUDGET),
-        *(Rule.LAYOUT_MISMATCH, Rule.CERTIFICATE),
-    }
-)
+MESH_RULES = frozenset({
+    Rule.STALE_RANK, Rule.STALLED_RANK, Rule.STRAGGLER, Rule.STALL_BUDGET, Rule.LAYOUT_MISMATCH,
+    Rule.CERTIFICATE,
+})  # fmt: skip
 """Checked on every report cycle; the others only when parameters are sampled."""
 
 _NS = 1e9

@@ -117,7 +117,7 @@ def marks_router(services: Services) -> APIRouter:
         """Learning rates and other hyper-parameters of all parameter groups, as rank 0 has them."""
         step, told = await services.jobs.get(job).statistics.optimizer_groups()
         groups = [
-            GroupDocument(optimizer=number, group=at, values=values)
+            GroupDocument(optimizer=number, group=at, values=dict(values))
             for number, of in enumerate(told)
             for at, values in enumerate(of)
         ]

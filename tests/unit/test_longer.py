@@ -32,8 +32,7 @@ def test_eight_eighths_have_every_case_once_and_the_sample_always(
     assert counts == {case: 8 if case in CHOSEN else 1 for case in CASES}
 
 
-def test_three_tests_over_kinds_have_them_all_and_every_family_each() -> None:
+def test_two_tests_over_kinds_have_every_family_between_them() -> None:
     names = [kind.name for kind in KINDS]
-    turns = [set(sampled(names, turn)) for turn in range(3)]
-    assert set.union(*turns) == set(names)
-    assert all(taken > FAMILIES & set(names) for taken in turns)
+    taken = [*sampled(names, 0), *sampled(names, 1)]
+    assert sorted(taken) == sorted(FAMILIES)

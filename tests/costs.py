@@ -40,7 +40,7 @@ LINES = {
     "sequences/": 3206,
     "soak/": 2305,
     "soak/inject/": 54,
-    "unit/": 2234,
+    "unit/": 2218,
     "unit/cli/": 687,
     "unit/control/": 3971,
     "unit/exports/": 254,

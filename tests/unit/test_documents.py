@@ -42,9 +42,8 @@ def test_what_is_written_is_read_again_with_nan_for_what_json_cannot_say(norm: f
     assert found.norm == norm or (math.isnan(found.norm) and shown is None)
 
 
-def test_the_schema_has_docstrings_of_fields_and_requires_them_all() -> None:
+def test_the_schema_requires_all_fields() -> None:
     schema = TypeAdapter(Outer).json_schema(mode="serialization")
-    assert schema["properties"]["norm"]["description"] == "Its norm."
     assert schema["required"] == ["norm", "parts", "step"]
     kinds = [one["type"] for one in schema["$defs"]["Inner"]["properties"]["name"]["anyOf"]]
     assert kinds == ["string", "null"]

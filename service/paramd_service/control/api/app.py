@@ -223,7 +223,7 @@ def _complete(document: dict[str, Any]) -> None:
 def _describe(schemas: dict[str, Any]) -> None:
     """Say of a shape's fields what their docstrings do, which pydantic would seek at each start."""
     shapes = (*Document.__subclasses__(), *Record.__subclasses__())
-    for module in {shape.__module__ for shape in shapes}:
+    for module in {shape.__module__ for shape in shapes if shape.__name__ in schemas}:
         for found in ast.parse(inspect.getsource(sys.modules[module])).body:
             if not isinstance(found, ast.ClassDef) or found.name not in schemas:
                 continue

@@ -29,12 +29,3 @@ def test_eight_eighths_have_every_case_once_and_the_sample_always(
         assert len(taken) in (len(CHOSEN) + 1, len(CHOSEN) + 2)
         counts.update(taken)
     assert counts == {case: 8 if case in CHOSEN else 1 for case in CASES}
-<<<<<<< HEAD
-=======
-
-
-def test_two_tests_over_kinds_have_every_family_between_them() -> None:
-    names = [kind.name for kind in KINDS]
-    taken = [*sampled(names, 0), *sampled(names, 1)]
-    assert sorted(taken) == sorted(FAMILIES)
->>>>>>> x3

@@ -26,6 +26,7 @@ KEY = "paramd/durations"
 """Under which pytest's cache keeps the seconds of each file."""
 
 LINES = {
+<<<<<<< HEAD
     "./": 2538,
     "contract/": 473,
     "fuzz/": 1226,
@@ -52,6 +53,34 @@ LINES = {
     "walks/": 144,
     "walks/inject/": 52,
     "web/": 924,
+=======
+    "./": 2470,
+    "contract/": 456,
+    "fuzz/": 1207,
+    "gpu/": 367,
+    "integration/": 11479,
+    "model/": 730,
+    "multiprocess/": 6293,
+    "multiprocess/workers/": 6440,
+    "mutants/": 700,
+    "packages/": 322,
+    "scenes/": 3149,
+    "sequences/": 3138,
+    "soak/": 2259,
+    "soak/inject/": 63,
+    "unit/": 2143,
+    "unit/cli/": 601,
+    "unit/control/": 3874,
+    "unit/exports/": 258,
+    "unit/layout/": 1676,
+    "unit/memory/": 951,
+    "unit/mesh/": 2686,
+    "unit/sidecar/": 3089,
+    "unit/trainer/": 3999,
+    "walks/": 144,
+    "walks/inject/": 52,
+    "web/": 885,
+>>>>>>> x4
 }
 """At most, by folder."""
 FILE_LINES = 700

@@ -75,14 +75,6 @@ def test_params_are_filtered_by_facts_and_statistics(job: Job, capsys: Capture) 
     assert "at character 1, 'numl': expected one of" in err
 
 
-def test_the_statistics_table_has_a_total_and_histograms(job: Job, capsys: Capture) -> None:
-    out, err = answer(capsys, "stats", "rows", "flat", "--histogram")
-    lines = out.splitlines()
-    assert [line.split()[0] for line in lines[:4]] == ["NAME", "rows", "flat", "total"]
-    assert sum("█" in line for line in lines) >= 2
-    assert "step 0, at most" in err
-
-
 def test_summon_writes_what_the_safetensors_library_reads(
     whole: dict[str, torch.Tensor], tmp_path: Path, capsys: Capture
 ) -> None:

@@ -5,27 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
 from paramd import places
-from paramd.cli import doctor
-from paramd.cli.doctor import Finding, Verdict
 from paramd.cli.main import main
-
-
-def found_by_name() -> dict[str, Finding]:
-    return {finding.check: finding for finding in doctor.machine()}
-
-
-def test_an_open_job_directory_is_found(private_state_dir: Path) -> None:
-    assert found_by_name()["state dir"].verdict is Verdict.OK
-    (private_state_dir / "job").mkdir()
-    (private_state_dir / "job").chmod(0o755)
-    finding = found_by_name()["job dir"]
-    assert finding.verdict is Verdict.FAILED
-    assert finding.advice == f"chmod 700 {private_state_dir / 'job'}"
 
 
 def test_a_job_that_does_not_answer_fails_the_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,7 +185,9 @@ def test_copies_and_checkpoints_of_a_moved_model_are_as_of_any(
     assert torch.equal(again.weight, model.weight)
 
 
-@pytest.mark.parametrize("surrounds", [torch.device("meta"), torch.no_grad()], ids=str)
+@pytest.mark.parametrize(
+    "surrounds", [torch.device("meta"), torch.no_grad()], ids=["meta", "no_grad"]
+)
 def test_a_default_device_or_mode_changes_nothing(move_in: MoveIn, surrounds: Any) -> None:
     model = nn.Linear(3, 5)
     before = model.weight.detach().clone()

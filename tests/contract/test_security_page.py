@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from tests.contract.security_page import BEGIN, END, PAGE, page
+from tests.launch import ROOT
 
 
 def test_the_role_matrix_is_that_of_the_code() -> None:
@@ -15,7 +15,7 @@ def test_the_role_matrix_is_that_of_the_code() -> None:
 
 
 def test_what_an_adversary_can_reach_is_tried_by_a_test_that_is_there() -> None:
-    text, tests = PAGE.read_text(), Path(__file__).parents[1]
+    text, tests = (ROOT / "docs/security.md").read_text(), ROOT / "tests"
     reached = text.partition("five adversaries")[2].partition("Out of scope")[0]
     named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", text)
     assert all("::test_" in told for told in reached.split("\n- ")[1:])

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from paramd.memory import handover
 from paramd.memory.control_page import Word
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.admission import OPEN_METHODS
 from tests.integration.fake_trainer import FakeTrainer, expect
 from tests.integration.sidecar_process import Client, SidecarProcess, ticket, values_of, wait_until
 
@@ -41,7 +42,7 @@ def test_before_the_first_trainer_everything_is_unavailable(process: SidecarProc
     address = process.log.partition('"address": "')[2].partition('"')[0]
     client = Client(address)
     try:
-        for method in METHODS:
+        for method in (one for one in METHODS if SERVICE + one not in OPEN_METHODS):
             code = raw(client, SERVICE + method, authorization=f"Bearer {ticket()}")
             assert code is grpc.StatusCode.UNAVAILABLE
         health = health_pb2_grpc.HealthStub(client.channel)

@@ -184,7 +184,8 @@ def test_a_summon_reads_settled_ranks_without_a_copy_and_without_a_trace(
     job: Job, transport: Any
 ) -> None:
     whole = write_arenas(job)
-    names = ("rows", "columns", "flat", "both", "turned")
+    # Of what several ranks hold, samples are compared, which are copied.
+    names = ("rows", "columns", "flat", "turned")
     with paramd.connect(job.url, job.token) as mesh:
         settle(job)
         before = words(job)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,22 +43,25 @@ def _idle(s: Session, rng: Random) -> str:
     return ""
 
 
-def _all_back(operation: Use) -> Use:
-    """Of all ranks, and waited for."""
+def _all_end(how: signal.Signals) -> Use:
+    """The sidecars of all ranks end by this signal, and are waited for."""
 
     def run(s: Session, rng: Random) -> str:
         old = s.helpers("sidecar")
-        said = operation(s, rng)
+        s.struck(lives=True)
+        for process in old:
+            process.send_signal(how)
         striking.back(s, old)
-        return said
+        s.running(perhaps=True)
+        return ""
 
     return run
 
 
 EVENTS: dict[str, Use] = {
     "idle": _idle,
-    "sigterm": _all_back(striking.sidecar_ended),
-    "sigkill": _all_back(striking.sidecar_killed),
+    "sigterm": _all_end(signal.SIGTERM),
+    "sigkill": _all_end(signal.SIGKILL),
     "sigstop": striking.sidecar_stopped,
     "rollback": changing.rollback,
     "reattach": striking.attach_again,

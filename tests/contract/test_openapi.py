@@ -21,7 +21,7 @@ from tests.integration.test_client import layout, write_arenas
 SEED = "1"
 EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", "1")
 """Requests to each operation; CI has 12 of each, `make fuzz` 50."""
-PATIENCE_S = max(110, 10 * int(EXAMPLES))
+PATIENCE_S = max(240, 20 * int(EXAMPLES))
 
 CHECKS = (
     "not_a_server_error",
@@ -49,8 +49,10 @@ def schemathesis(job: Job, folder: Path, *options: str, config: str = "") -> Non
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{job.url}/api/v1/openapi.json"]
     command += ["--header", f"Authorization: Bearer {job.token}", "--checks", ",".join(CHECKS)]
     command += ["--seed", SEED, "--phases", "fuzzing", "--generation-database", "none"]
-    # A stream of events never ends; its refusals are tested with it.
+    # A stream of events never ends; its refusals are tested with it. Learning rates are waited for,
+    # from trainers that have an optimizer; the page's tests ask such ones.
     command += ["--exclude-path-regex", "/events$", "--continue-on-failure", "--no-color"]
+    command += ["--exclude-operation-id", "get_hyperparameters"]
     command += ["--request-timeout", "35", "--no-shrink", *options]
     environment = {**os.environ, "NO_COLOR": "1"}
     done = subprocess.run(

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar, cast
 
 import pytest
 
@@ -39,11 +39,25 @@ from paramd.places import host_id, job_dir, process_start
 from paramd.security.tickets import Role, Signer, new_private_key
 from paramd.version import __version__
 
+Answer = TypeVar("Answer")
+
 JOB = "client-test"
 DEADLINE_S = 60.0
 """Only a hang is ended by it: none of these waits is a promise about speed."""
 
 _CONTROL = (sys.executable, "-m", "paramd_service.control")
+
+
+def compared(ask: Callable[[], Answer]) -> Answer:
+    """An answer with which replicas were compared: the others' state came in time for it."""
+    found: list[Answer] = []
+
+    def is_compared() -> bool:
+        found.append(ask())
+        return cast("Any", found[-1]).replicas_differ is not None
+
+    wait_for(is_compared, "replicas are compared")
+    return found[-1]
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import paramd
 from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.mesh import Mesh
-from tests.integration.client_job import DEADLINE_S, JOB, Job, running_job
+from tests.integration.client_job import DEADLINE_S, JOB, Job, compared, running_job
 
 NOTICED_S = 5.0
 MIB = 1 << 20
@@ -71,16 +72,19 @@ def test_a_dead_sidecar_is_refused_but_replicas_stand_in(job: Job, mesh: Mesh) -
 
 def test_replicas_that_differ_are_named_with_the_answer(job: Job, mesh: Mesh) -> None:
     job.update()
-    assert mesh.summon("*").replicas_differ == mesh.summon("*", transport="grpc").replicas_differ
+    live, copied = (
+        compared(partial(mesh.summon, "*", transport=lane)) for lane in ("auto", "grpc")
+    )
+    assert live.replicas_differ == copied.replicas_differ
     arena = torch.frombuffer(job.ranks[1].arena.buffer, dtype=torch.float32)
     arena[2 * MIB + 99] = arena[2 * MIB + 128] = 1
     job.update()
-    found = mesh.summon("*", replica=1)
+    found = compared(lambda: mesh.summon("*", replica=1))
     assert (found.replica, found.replicas_differ, found["both"][-1].item()) == (1, ("both",), 1)
     assert "; other replicas differ in both" in repr(found)
     assert mesh.summon("halves").replicas_differ == ()
     job.train(lambda rank, step: None, 0.02)
-    buffers = mesh.summon("halves", "seen", buffers=True)
+    buffers = compared(lambda: mesh.summon("halves", "seen", buffers=True))
     assert (buffers.replicas_differ, buffers["seen"][0].item()) == (("seen",), 3)
     job.rest()
     job.ranks[1].process.send_signal(signal.SIGSTOP)

@@ -30,7 +30,7 @@ LINES = {
     "contract/": 475,
     "fuzz/": 1226,
     "gpu/": 367,
-    "integration/": 12025,
+    "integration/": 12033,
     "model/": 737,
     "multiprocess/": 5965,
     "multiprocess/workers/": 6408,

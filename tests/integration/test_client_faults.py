@@ -14,8 +14,9 @@ import torch
 import paramd
 from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.memory.control_page import Word
 from paramd.mesh.mesh import Mesh
-from tests.integration.client_job import DEADLINE_S, JOB, Job, compared, running_job
+from tests.integration.client_job import DEADLINE_S, JOB, Job, Rank, compared, running_job
 
 NOTICED_S = 5.0
 MIB = 1 << 20
@@ -83,6 +84,13 @@ def test_replicas_that_differ_are_named_with_the_answer(job: Job, mesh: Mesh) ->
     assert (found.replica, found.replicas_differ, found["both"][-1].item()) == (1, ("both",), 1)
     assert "; other replicas differ in both" in repr(found)
     assert mesh.summon("halves").replicas_differ == ()
+
+    def edited(rank: Rank, step: int) -> None:
+        rank.page[Word.EDITS] += rank is job.ranks[1]
+
+    job.update(edited)
+    assert mesh.summon("both").replicas_differ is None, "one step, but not one state"
+    job.ranks[0].page[Word.EDITS] += 1
     job.train(lambda rank, step: None, 0.02)
     buffers = compared(lambda: mesh.summon("halves", "seen", buffers=True))
     assert (buffers.replicas_differ, buffers["seen"][0].item()) == (("seen",), 3)

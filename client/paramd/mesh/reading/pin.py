@@ -312,7 +312,11 @@ async def compared(
     async def pin(rank: int) -> None:
         request = sidecars.pin_request(spans[rank], at_step=state.step, at_history=state.history)
         with suppress(ParamdError):
-            beside[rank] = RankPin.of(rank, await sidecars.pin_step(rank, request, _BESIDE_S))
+            found = RankPin.of(rank, await sidecars.pin_step(rank, request, _BESIDE_S))
+            if found.state == state:
+                beside[rank] = found
+            else:  # the same step before or after an edit, say
+                sidecars.release(found)
 
     async def digests(rank: int) -> list[bytes]:
         offset_of, places = offsets_in(spans[rank]), places_on(samples, rank)

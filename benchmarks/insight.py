@@ -223,7 +223,7 @@ def _replay(checks: int) -> tuple[int, int]:
     with _training(*MANY) as (mesh, _, _):
         while made < checks:
             for rank in range(WORLD_SIZE):
-                rows = mesh.replay(rank=rank)
+                rows = mesh.verify(rank=rank)
                 made += sum(not row.refused for row in rows)
                 differing += len(rows.differing)
     return made, differing

@@ -34,7 +34,7 @@ MODULES = {
 """Modules that each extra of pyproject.toml brings, beside those of every installation."""
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")
-"""Trackers of `paramd log` and `attach(log=...)`, each with a package of the extra `trackers`."""
+"""Trackers of `paramd track` and `attach(log=...)`, each with a package of the extra `trackers`."""
 
 
 def need(what: str, extra: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -37,6 +38,23 @@ class Gone(NamedTuple):
 
 
 GONE: tuple[Gone, ...] = (
+    Gone("command", "check", "use `paramd verify`"),
+    Gone("command", "log", "use `paramd track` (`paramd logs` shows what the ranks printed)"),
+    Gone("command", "end", "use `paramd cleanup`"),
+    Gone("flag", "track --looks", "use --samples"),
+    Gone("flag", "summon --force", "use --overwrite"),
+    Gone("rest", "GET /jobs/{}/hold", "use /pause"),
+    Gone("rest", "POST /jobs/{}/hold", "use /pause"),
+    Gone("rest", "POST /jobs/{}/hold/renew", "use /pause/renew"),
+    Gone("rest", "POST /jobs/{}/hold/step", "use /pause/step"),
+    Gone("rest", "DELETE /jobs/{}/hold", "use /pause"),
+    Gone("python", "Mesh.hold_state", "use pause_state()"),
+    Gone("python", "Mesh.download(moved)", "use progress="),
+    Gone("python", "Mesh.download(said)", "use on_message="),
+    Gone("python", "Mesh.download(replace)", "use overwrite="),
+    Gone("python", "Mesh.restore(moved)", "use progress="),
+    Gone("python", "Attachment.keeping", "use resume_cost()"),
+    Gone("python", "attach(keep)", "use extra_state="),
     Gone(
         "flag",
         "export-schedule create --every",
@@ -70,6 +88,16 @@ GONE: tuple[Gone, ...] = (
     ),
 )
 """Every name that this release removed, in the order of the CHANGELOG."""
+
+
+RENAMED: Mapping[str, str] = {
+    "Mesh.replay": "verify",
+    "Attachment.kept": "end_iteration",
+    "Attachment.goes_on": "begin_iteration",
+    "Attachment.rewindable": "rollback_scope",
+    "Attachment.not_training_weights": "swapped_weights",
+}
+"""Names that scripts have in their loops: for this release they work, with a warning."""
 
 
 def check(door: Door, name: str, shown: str) -> None:
@@ -140,6 +168,9 @@ def tells(kind: _Class) -> _Class:
     of = kind.__name__.removeprefix("Async")
 
     def missing(self: object, name: str) -> Any:
+        if new := RENAMED.get(f"{of}.{name}"):
+            warnings.warn(f"{of}.{name} is now {of}.{new}", FutureWarning, stacklevel=2)
+            return getattr(self, new)
         check("python", f"{of}.{name}", f"{of}.{name}")
         # Python's own error, which suggests names.
         return object.__getattribute__(self, name)

@@ -150,7 +150,7 @@ def main() -> None:
         number += 1
         update(number)
         if attachment is not None:
-            attachment.kept()
+            attachment.end_iteration()
         pause(arguments, number)
         time.sleep(0.003)
     if attachment is not None:

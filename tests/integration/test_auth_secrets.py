@@ -69,7 +69,7 @@ def broken_off(job: Job, folder: Path) -> None:
         raise Break
 
     with paramd.connect(job.url, job.token) as mesh, pytest.raises(Break):
-        mesh.download(folder / "all.safetensors", moved=moved)
+        mesh.download(folder / "all.safetensors", progress=moved)
     assert [path.name for path in folder.glob(".all.*")] == [".all.safetensors.part"]
 
 

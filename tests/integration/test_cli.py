@@ -101,9 +101,9 @@ def test_summon_replaces_a_file_only_by_force(job: Job, tmp_path: Path, capsys: 
     path = tmp_path / "one.safetensors"
     path.write_text("mine")
     _, err = answer(capsys, "summon", "flat", "-o", str(path), code=5)
-    assert "--force" in err
+    assert "--overwrite" in err
     assert path.read_text() == "mine"
-    answer(capsys, "summon", "flat", "-o", str(path), "--force")
+    answer(capsys, "summon", "flat", "-o", str(path), "--overwrite")
     assert set(load_file(path)) == {"flat"}
 
 

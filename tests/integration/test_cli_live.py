@@ -192,7 +192,7 @@ def test_a_pause_is_a_block_and_an_edit_is_undone_by_itself(
             assert mesh[name].summon().tolist() == [7.0] * before.numel()
             assert mesh.undo(edit).state == "APPLIED"
             assert mesh[name].summon().equal(before)
-        assert mesh.hold_state().state == "running"
+        assert mesh.pause_state().state == "running"
         for _ in mesh.grads(name, dtype="float64"):
             count += 1
             break

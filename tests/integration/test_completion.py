@@ -80,7 +80,7 @@ def test_names_and_ids_come_from_the_job(job: Job) -> None:
     assert patiently("paramd export ch") == ["checkpoints/"]
     assert patiently("paramd token revoke n") == ["notebook"]
     assert patiently("paramd status --job cli") == [JOB]
-    assert patiently("paramd end cli") == [JOB]
+    assert patiently("paramd cleanup cli") == [JOB]
     assert job.token not in " ".join(patiently("paramd --job client-test stats "))
 
 

@@ -233,31 +233,31 @@ async def test_an_undo_that_waits_behind_an_overlapping_edit_does_not_overwrite_
 async def test_a_hold_has_one_holder_steps_renews_and_ends(
     control: Control, ranks: list[EditingSidecar]
 ) -> None:
-    assert (await call(control, "GET", "/hold")).json()["state"] == "running"
-    assert (await call(control, "POST", "/hold/renew", {})).status_code == 409
-    held = (await call(control, "POST", "/hold", {"lease_s": 20})).json()
+    assert (await call(control, "GET", "/pause")).json()["state"] == "running"
+    assert (await call(control, "POST", "/pause/renew", {})).status_code == 409
+    held = (await call(control, "POST", "/pause", {"lease_s": 20})).json()
     assert held["state"] == "held"
     assert held["holder"].startswith("owner/")
     assert held["lease_left_s"] == 20.0
-    again = await call(control, "POST", "/hold", {"lease_s": 20})
+    again = await call(control, "POST", "/pause", {"lease_s": 20})
     assert again.status_code == 409
     assert held["holder"] in again.json()["detail"]
-    same = await call(control, "POST", "/hold", {"holder": held["holder"]})
+    same = await call(control, "POST", "/pause", {"holder": held["holder"]})
     assert same.json()["state"] == "held", same.text
     assert same.json()["lease_left_s"] == 30.0
     edited = await make(control, if_step=11)
     assert (edited["state"], edited["step"]) == ("APPLIED", 11)
-    stepped = await call(control, "POST", "/hold/step", {"steps": 3})
+    stepped = await call(control, "POST", "/pause/step", {"steps": 3})
     assert (stepped.json()["state"], stepped.json()["steps_left"]) == ("stepping", 3)
     # Held again, or not begun: only the step tells.
     ranks[0].trainers.steps_left = 0
-    assert (await call(control, "GET", "/hold")).json()["state"] == "stepping"
+    assert (await call(control, "GET", "/pause")).json()["state"] == "stepping"
     ranks[0].trainers.step = 14
-    again = (await call(control, "GET", "/hold")).json()
+    again = (await call(control, "GET", "/pause")).json()
     assert (again["state"], again["steps_left"], again["step"]) == ("held", 0, 14)
-    ended = await call(control, "DELETE", "/hold")
+    ended = await call(control, "DELETE", "/pause")
     assert ended.json()["state"] == "running", ended.text
-    assert (await call(control, "DELETE", "/hold")).status_code == 200
+    assert (await call(control, "DELETE", "/pause")).status_code == 200
     assert not ranks[0].trainers.held
     told = [one for one in await recorded(control) if one[1].startswith("hold.")]
     assert told == [
@@ -278,7 +278,7 @@ async def test_a_hold_whose_sidecar_is_lost_meanwhile_is_an_outage(
         async with joined(control, ranks[0]), AsyncExitStack() as leaving:
             await leaving.enter_async_context(joined(control, ranks[1]))
             await until(lambda: control.job()["joined_count"] == 2)
-            asking = asyncio.create_task(call(control, "POST", "/hold", {}))
+            asking = asyncio.create_task(call(control, "POST", "/pause", {}))
             await until(lambda: len(ranks[0].trainers.ready) == 2)
             await leaving.aclose()
             refused = await asking
@@ -311,11 +311,11 @@ async def test_a_hold_that_nobody_agrees_on_is_withdrawn(
     with control_plane() as control:
         async with both_joined(control, ranks):
             for body in ({}, {"timeout_s": 0.25}):
-                refused = await call(control, "POST", "/hold", body)
+                refused = await call(control, "POST", "/pause", body)
                 assert refused.status_code in (409, 504), refused.text
                 assert "waiting for rank 0 " in refused.text
             assert not ranks[0].trainers.ready
-            assert (await call(control, "GET", "/hold")).json()["state"] == "running"
+            assert (await call(control, "GET", "/pause")).json()["state"] == "running"
             share = await call(control, "POST", "/edits", {"ops": [HALVE]})
             assert (share.status_code, "max_share" in share.text) == (409, True)
             one = {**HALVE, "pattern": "layers.0.weight"}

@@ -140,12 +140,12 @@ def test_end_frees_what_a_dead_training_left_and_never_a_living_one(
     dying: tuple[subprocess.Popen[str], list[int]], capsys: Capture
 ) -> None:
     trainer, pids = dying
-    out, err = answer(capsys, "end", JOB, code=5)
+    out, err = answer(capsys, "cleanup", JOB, code=5)
     assert (out, f"process {trainer.pid}" in err) == ("", True)
     assert all(map(places.process_start, pids))
     trainer.kill()
     trainer.wait()
-    wait_for(lambda: main(["end", JOB]) == 0, "the sidecars have noticed the end")
+    wait_for(lambda: main(["cleanup", JOB]) == 0, "the sidecars have noticed the end")
     out, err = capsys.readouterr()
     assert out.count("exited on request") == 2
     assert "freed" in err
@@ -153,12 +153,12 @@ def test_end_frees_what_a_dead_training_left_and_never_a_living_one(
     assert not any(map(places.process_start, pids[:2]))
     wait_for(lambda: not places.process_start(pids[2]), "the control plane has ended")
     # Again: nothing is left to do. It was audited, and the job says that it has ended.
-    assert "nothing of job" in answer(capsys, "end", JOB)[1]
+    assert "nothing of job" in answer(capsys, "cleanup", JOB)[1]
     methods = [one["method"] for one in document(capsys, "audit", "--job", JOB)["records"]]
     assert methods.count("job.end") >= 2
     assert document(capsys, "status", "--job", JOB)["reason"] == "owner ended it"
-    answer(capsys, "end", "never", code=4)
-    assert "name the job" in answer(capsys, "end", code=2)[1]
+    answer(capsys, "cleanup", "never", code=4)
+    assert "name the job" in answer(capsys, "cleanup", code=2)[1]
 
 
 def test_end_needs_no_control_plane_and_signals_a_sidecar_that_hangs(
@@ -175,7 +175,7 @@ def test_end_needs_no_control_plane_and_signals_a_sidecar_that_hangs(
         "paramd.memory.handover.send",
         lambda connection, message: asked(connection, {**message, "op": "unheard-of"}),
     )
-    found = document(capsys, "end", JOB)["sidecars"]
+    found = document(capsys, "cleanup", JOB)["sidecars"]
     assert [(row["how"], row["left"]) for row in found] == [("left on SIGTERM", True)] * 2
     assert all(row["freed_bytes"] > 0 for row in found)
     assert not any(map(places.process_start, pids))

@@ -64,7 +64,7 @@ def state_of(part: Path) -> Pinned:
 def test_a_download_holds_what_a_summon_has(site: ExportingJob, mesh: Mesh, tmp_path: Path) -> None:
     path = tmp_path / "all.safetensors"
     moves: list[tuple[int, int]] = []
-    found = mesh.download(path, moved=lambda *move: moves.append(move))
+    found = mesh.download(path, progress=lambda *move: moves.append(move))
     tensors = load_file(path)
     assert set(tensors) == set(parameters(site))
     for name, tensor in parameters(site).items():
@@ -84,7 +84,7 @@ def test_after_a_break_it_goes_on_with_the_same_step(
     monkeypatch.setattr(download, "BATCH_BYTES", 100)
     path = tmp_path / "all.safetensors"
     with pytest.raises(Break):
-        mesh.download(path, moved=breaking(3))
+        mesh.download(path, progress=breaking(3))
     assert not path.exists()
     part = tmp_path / ".all.safetensors.part"
     pinned = state_of(part)
@@ -98,7 +98,7 @@ def test_after_a_break_it_goes_on_with_the_same_step(
     site.job.update(overwrite)  # training goes on meanwhile
     told: list[str] = []
     with site.connect() as another:
-        found = another.download(path, said=told.append)
+        found = another.download(path, on_message=told.append)
     assert header_bytes < found.resumed_bytes < whole_bytes
     assert any("resuming at step" in text for text in told), told
     tensors = load_file(path)
@@ -114,7 +114,7 @@ def test_a_part_of_another_state_is_never_gone_on_with(
     monkeypatch.setattr(download, "BATCH_BYTES", 100)
     path, part = tmp_path / "all.safetensors", tmp_path / ".all.safetensors.part"
     with pytest.raises(Break):
-        mesh.download(path, moved=breaking(3))
+        mesh.download(path, progress=breaking(3))
     header, data = halves(part)
     snapshot_id = next(iter(state_of(part).pins.values())).snapshot_id.encode()
     for old, new, reason in (
@@ -126,14 +126,14 @@ def test_a_part_of_another_state_is_never_gone_on_with(
         part.write_bytes(len(other).to_bytes(8, "little") + other + bytes(len(data)))
         part.chmod(0o600)
         told: list[str] = []
-        found = mesh.download(path, replace=True, said=told.append)
+        found = mesh.download(path, overwrite=True, on_message=told.append)
         assert found.resumed_bytes == 0
         assert any(reason in text for text in told), told
         tensors = load_file(path)
         assert all(torch.equal(tensors[name], one) for name, one in parameters(site).items())
     part.write_bytes(header[:-1])  # cut off, it names nothing
     part.chmod(0o600)
-    assert mesh.download(path, replace=True).resumed_bytes == 0
+    assert mesh.download(path, overwrite=True).resumed_bytes == 0
 
 
 def test_another_slice_of_the_same_shape_is_another_download(
@@ -142,7 +142,7 @@ def test_another_slice_of_the_same_shape_is_another_download(
     monkeypatch.setattr(download, "BATCH_BYTES", 100)
     path = tmp_path / "part.safetensors"
     with pytest.raises(Break):
-        mesh.download(path, "columns[1:3]", "turned", moved=breaking(1))
+        mesh.download(path, "columns[1:3]", "turned", progress=breaking(1))
     assert mesh.download(path, "columns[0:2]", "turned").resumed_bytes == 0
     assert torch.equal(load_file(path)["columns"], site.whole["columns"][0:2])
 
@@ -154,17 +154,17 @@ def test_a_snapshot_that_is_no_more_or_another_request_begins_anew(
     monkeypatch.setattr(download, "DOWNLOAD_LEASE_S", 0.2)
     path = tmp_path / "all.safetensors"
     with pytest.raises(Break):
-        mesh.download(path, moved=breaking(3))
+        mesh.download(path, progress=breaking(3))
     told: list[str] = []
-    found = mesh.download(path, "rows", said=told.append)
+    found = mesh.download(path, "rows", on_message=told.append)
     assert any("another download" in text for text in told), told
     assert found.resumed_bytes == 0
     with pytest.raises(Break):
-        mesh.download(path, replace=True, moved=breaking(3))
+        mesh.download(path, overwrite=True, progress=breaking(3))
     for rank, pin in state_of(tmp_path / ".all.safetensors.part").pins.items():
         site.release(rank, pin.snapshot_id)
     told.clear()
-    found = mesh.download(path, replace=True, said=told.append)
+    found = mesh.download(path, overwrite=True, on_message=told.append)
     assert any("has expired" in text for text in told), told
     assert found.resumed_bytes == 0
     assert set(load_file(path)) == set(parameters(site))
@@ -184,5 +184,5 @@ def test_a_dead_sidecar_ends_it_after_some_patience_and_keeps_what_came(
             rank.process.wait()
 
     with pytest.raises(UnreachableError, match="are kept"):
-        mesh.download(path, moved=kill)
+        mesh.download(path, progress=kill)
     assert state_of(tmp_path / ".all.safetensors.part").pins

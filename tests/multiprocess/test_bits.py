@@ -143,16 +143,16 @@ def test_an_update_made_again_is_the_same_and_a_flipped_bit_is_named(
     options = ["--kind", kind, "--optimizer", optimizer, "--pause-s", "0.03"]
     with training(tmp_path, 2, *options) as (mesh, _):
         for rank in (0, 1):
-            found = mesh.replay(rank=rank)
+            found = mesh.verify(rank=rank)
             assert found.clean, found
             assert {row.name for row in found} >= {"up.weight", "head.bias"}
             keys = {"adamw": {"", "exp_avg", "exp_avg_sq"}, "sgd": {"", "momentum_buffer"}}
             assert {row.key for row in found} == keys[optimizer]
             assert "bit-identical" in found.summary()
-        only = mesh.replay("head.*")
+        only = mesh.verify("head.*")
         assert {row.name for row in only} == {"head.weight", "head.bias"}
         with pytest.raises(NotFoundError, match="ranks 0 to 1"):
-            mesh.replay(rank=5)
+            mesh.verify(rank=5)
         if optimizer == "adamw":
             moments_and_rates_are_the_trainers(mesh, tmp_path)
         planted(mesh, tmp_path, optimizer)
@@ -197,7 +197,7 @@ def planted(mesh: Mesh, folder: Path, optimizer: str) -> None:
             json.dumps({"name": "up.weight", "key": flipped, "element": 7, "bit": 2})
         )
         wait_until((folder / "flipped-1").exists, "the flip")
-        found = mesh.replay(rank=1)
+        found = mesh.verify(rank=1)
         (folder / "flip-each-1").unlink()
         (folder / "flipped-1").unlink()
         (row,) = found.differing
@@ -206,6 +206,6 @@ def planted(mesh: Mesh, folder: Path, optimizer: str) -> None:
         )  # fmt: skip
         assert not found.clean
         assert "is wrong: " in found.summary()
-        assert mesh.replay(rank=0).clean
+        assert mesh.verify(rank=0).clean
         after(mesh, 3)
-        assert mesh.replay(rank=1).clean
+        assert mesh.verify(rank=1).clean

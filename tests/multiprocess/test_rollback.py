@@ -138,11 +138,11 @@ def test_a_rollback_is_undone_to_the_state_that_was_left(tmp_path: Path, stack: 
         mesh.undo(second.id)
     mesh.undo(second.id, force=True)
     (tmp_path / "life" / "diverges").touch()
-    wait_for(lambda: mesh.hold_state().holder.startswith("alert logged-number/"), ranks)
+    wait_for(lambda: mesh.pause_state().holder.startswith("alert logged-number/"), ranks)
     (tmp_path / "life" / "diverges").unlink()
-    wait_for(lambda: mesh.hold_state().held, ranks)
+    wait_for(lambda: mesh.pause_state().held, ranks)
     third = mesh.rollback("first")
-    assert mesh.hold_state().held
+    assert mesh.pause_state().held
     mesh.resume()
     mesh.unmark("first")
     assert [one.name for one in mesh.marks() if one.name] == []
@@ -306,9 +306,9 @@ def test_a_training_that_cannot_be_put_back_says_why_up_front(
     ranks, mesh = begun(stack, tmp_path, "plain", "--no-block")
     wait_for(lambda: at(tmp_path) >= 3, ranks)
     mesh.mark("safe")
-    with pytest.raises(ConflictError, match=r"no block of attachment.rewindable\(\)"):
+    with pytest.raises(ConflictError, match=r"no block of attachment.rollback_scope\(\)"):
         mesh.rollback("safe")
-    assert mesh.hold_state().state == "running"
+    assert mesh.pause_state().state == "running"
     kill(ranks)
     ranks.kill()
     ranks, mesh = begun(stack, tmp_path, "plain", "--resume", "never")

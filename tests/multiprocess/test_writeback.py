@@ -81,7 +81,7 @@ def test_an_exception_in_the_block_and_an_unchanged_block_write_nothing(mesh: Me
 
     with pytest.raises(UsageError, match="added to or removed from"):
         clears()
-    assert mesh.hold_state().state == "running"
+    assert mesh.pause_state().state == "running"
     assert (above_step(mesh), len(mesh.edits())) == (before, count)
 
 

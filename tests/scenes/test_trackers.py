@@ -1,4 +1,4 @@
-"""`paramd log` with the trackers' real packages, offline, over a real training."""
+"""`paramd track` with the trackers' real packages, offline, over a real training."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ALSO = ("--also", "histograms", "--also", "gradients", "--also", "updates")
 def logged(
     tracker: str, folder: Path, environment: dict[str, str], *options: str, looks: int = 4
 ) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "paramd.cli", "log", "--to", tracker, NAME, "--job", JOB]
+    command = [sys.executable, "-m", "paramd.cli", "track", "--to", tracker, NAME, "--job", JOB]
     command += ["--every", "0.3", "-n", str(looks), "--dir", str(folder), *options]
     return subprocess.Popen(
         command, env=environment, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE,

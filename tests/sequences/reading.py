@@ -161,7 +161,7 @@ def standing_in(s: Session, rng: Random) -> str:
 
 
 class Log(threading.Thread):
-    """What `paramd log` writes into a tracker: statistics under their run's name and step."""
+    """What `paramd track` writes into a tracker: statistics under their run's name and step."""
 
     def __init__(self, s: Session) -> None:
         super().__init__(daemon=True)
@@ -528,7 +528,7 @@ def replay(s: Session, rng: Random) -> str:
     s.running()
     unshared = s.mirrored or s.kind in ("device", "partial", "deepspeed")
     refusals = (ConflictError,) if unshared else ()
-    found = s.ask("replay", lambda: s.mesh.replay(rank=rank, timeout=CALL_S), fit=refusals)
+    found = s.ask("replay", lambda: s.mesh.verify(rank=rank, timeout=CALL_S), fit=refusals)
     if found.differing:
         raise DefectError(f"replay: {found.summary()}; {found.differing[:3]}")
     return f"rank {rank}, step {found.step}"

@@ -281,7 +281,7 @@ class Training:
         self.optimizer.zero_grad()
         time.sleep(self.given.rest_s)
         if self.given.stand_in_every and step % self.given.stand_in_every == 0:
-            with self.attachment.not_training_weights(LABEL):
+            with self.attachment.swapped_weights(LABEL):
                 self._turn()
                 time.sleep(self.given.stand_in_s)
                 self._turn()
@@ -313,7 +313,7 @@ class Training:
         self.ends = self.again = False
         while not self.ends:
             if self.given.resume == "auto":
-                with self.attachment.rewindable():
+                with self.attachment.rollback_scope():
                     for _ in self.updates():
                         pass
             else:

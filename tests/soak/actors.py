@@ -308,7 +308,7 @@ class Operator:
         with holding(mesh) as step:
             mesh.step(2)
             deadline_s = time.monotonic() + EDIT_TIMEOUT_S
-            while (hold := mesh.hold_state()).state == "stepping":
+            while (hold := mesh.pause_state()).state == "stepping":
                 if time.monotonic() > deadline_s:
                     raise DeadlineError("the two steps are not done yet")
                 time.sleep(PAUSE_S)

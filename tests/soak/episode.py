@@ -158,7 +158,7 @@ def _told(stage: Stage, cast: Sequence[Actor]) -> str:
         with stage.connect() as mesh:
             last += [
                 *map(str, mesh.status()),
-                str(mesh.hold_state()),
+                str(mesh.pause_state()),
                 *map(str, mesh.edits(limit=8)),
             ]
     except ParamdError as error:

@@ -1,4 +1,4 @@
-"""What `paramd log` tells a tracker: each number at the step that it is of, each history a run."""
+"""What `paramd track` tells a tracker: each number at its own step, each history a run."""
 
 from __future__ import annotations
 

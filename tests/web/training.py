@@ -76,7 +76,7 @@ def main() -> None:
 
     over = False
     while not over:
-        with attachment.rewindable():
+        with attachment.rollback_scope():
             while not (over := _all(arguments.stop)):
                 train()
     attachment.detach()

@@ -320,7 +320,7 @@ def pause(
             return
         say("training is paused; Ctrl-C resumes it")
         try:
-            while mesh.hold_state().state != "running":
+            while mesh.pause_state().state != "running":
                 time.sleep(LOOK_S)
             say("training has resumed")
         except KeyboardInterrupt:

@@ -1,11 +1,11 @@
-"""Jobs that have ended: the answers of commands about them, and `paramd end`, which frees their
+"""Jobs that have ended: the answers of commands about them, and `paramd cleanup`, which frees their
 memory.
 
 Commands answer from the state dir, without a server: a job's incarnations.jsonl has the time and
 the last step. Edits and the audit are in the service's store, which only the service can read: a
 process of the service prints a document in the shape of REST and ends.
 
-Sidecars linger after their trainer, so that its last step can still be read. `paramd end` finds
+Sidecars linger after their trainer, so that its last step can still be read. `paramd cleanup` finds
 them by their sockets in the job's directory. Each decides itself, in one moment, whether its
 trainer is gone; only one that does not answer, or is too old to be asked, gets SIGTERM, after the
 kernel has confirmed whose sidecar the process is, and that none of the processes that it watches
@@ -110,7 +110,7 @@ def find(target: Target) -> Past | None:
         raise UnreachableError(
             f"no control plane of job {job!r} runs, but sidecars of ranks "
             f"{', '.join(map(str, living))} do: the training is starting, or starts it again; "
-            f"sidecars of a dead one leave by themselves or with: paramd end {job}"
+            f"sidecars of a dead one leave by themselves or with: paramd cleanup {job}"
         )
     past = places.incarnations(job)
     return Past(job, past[-1]) if past else None
@@ -208,7 +208,7 @@ class Sidecar:
 
 
 @with_output
-def end(
+def cleanup(
     target: Target,
     name: Annotated[
         str | None, completed("[JOB]", "Name of the job; or --job.", completion.jobs)
@@ -230,7 +230,7 @@ def end(
         if trainer:
             raise ConflictError(
                 f"job {job!r} is training: process {trainer}, the trainer of rank {one.rank}, is "
-                "alive; stop it first, paramd end never ends a training"
+                "alive; stop it first, paramd cleanup never ends a training"
             )
     told = asyncio.run(_tell_control(target, job))
     rows: list[dict[str, Any]] = []
@@ -260,7 +260,7 @@ def _named(target: Target, name: str | None) -> str:
         raise UsageError(f"JOB is {name!r}, and --job {given!r}; give one")
     job = name if name is not None else given
     if job is None:
-        raise UsageError("JOB: name the job to end, such as: paramd end my-run")
+        raise UsageError("JOB: name the job to clean up, such as: paramd cleanup my-run")
     return places.check_job_name(job)
 
 

@@ -94,7 +94,7 @@ def restore(
             if_step=if_step,
             reset_moments=reset_moments,
             note=note,
-            moved=lambda done_bytes, size_bytes: moved(destination, done_bytes, size_bytes),
+            progress=lambda done_bytes, size_bytes: moved(destination, done_bytes, size_bytes),
         )
     show_edit(target, found)
 
@@ -172,11 +172,11 @@ def export(
                 f"{wrong[0]}: not with --to-client, which writes parameters and buffers to one "
                 "safetensors file"
             )
-        check_destination(to_client, force=overwrite)
+        check_destination(to_client, overwrite=overwrite)
         with target.connect() as mesh:
             chosen = only if only is not None else ["*"]
             fetch(
-                mesh, to_client, *chosen, dtype=dtype, buffers=True, force=overwrite,
+                mesh, to_client, *chosen, dtype=dtype, buffers=True, overwrite=overwrite,
                 replica=replica, name_map=names,
             )  # fmt: skip
         return

@@ -72,7 +72,7 @@ CHECK_COLUMNS = (
 
 
 @with_output
-def check(
+def verify(
     target: Target,
     glob: AnyGlobs = None,
     rank: Annotated[int, Option("--rank", min=0, help="Rank to check.")] = 0,
@@ -87,7 +87,7 @@ def check(
     rows, wrong = [], False
     with target.connect() as mesh:
         for _ in range(count_):
-            found = mesh.replay(*(glob or ()), rank=rank)
+            found = mesh.verify(*(glob or ()), rank=rank)
             rows += [{"step": found.step, **asdict(row)} for row in found]
             wrong = wrong or not found.clean
             say(found.summary())

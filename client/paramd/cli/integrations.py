@@ -1,4 +1,4 @@
-"""`paramd log`, `follow`, `mcp`: a job in experiment trackers, inference engines and agents."""
+"""`paramd track`, `follow`, `mcp`: a job in experiment trackers, inference engines and agents."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ App = Callable[..., Awaitable[None]]
 
 
 @with_target
-def log(
+def track(
     target: Target,
     to: Annotated[
         str,
@@ -47,7 +47,7 @@ def log(
         float, Option("--every", min=0.2, max=3600.0, help="Seconds between two samples.")
     ] = 10.0,
     looks: Annotated[
-        int, Option("-n", "--looks", min=0, help="Stop after N samples; 0: when the job ends.")
+        int, Option("-n", "--samples", min=0, help="Stop after N samples; 0: when the job ends.")
     ] = 0,
     project: Annotated[str, Option("--project", help="Project name in the tracker.")] = "paramd",
     directory: Annotated[

@@ -22,11 +22,11 @@ from paramd.cli.dashboard import dashboard
 from paramd.cli.demo import demo
 from paramd.cli.doctor import doctor
 from paramd.cli.edit import edit, edits, pause, resume, step, undo
-from paramd.cli.ended import end
+from paramd.cli.ended import cleanup
 from paramd.cli.exports import export, exports, restore
 from paramd.cli.exports import schedule as schedule_group
-from paramd.cli.insight import check, diff, logs, spectrum, updates, why
-from paramd.cli.integrations import follow, log, mcp
+from paramd.cli.insight import diff, logs, spectrum, updates, verify, why
+from paramd.cli.integrations import follow, mcp, track
 from paramd.cli.marks import mark, marks, rollback, set_hyperparameters, unmark
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.serve import certs, control, sidecar
@@ -70,7 +70,7 @@ _add(LOOK, stats, "'*'", "'layers.0.*' -o json", "head.weight --histogram")
 _add(LOOK, grads, "'*'", "'layers.*' --every 10 -o jsonl", "head.weight --histogram -n 1 -o json")
 _add(LOOK, updates, "", "'layers.*' -o json")
 _add(LOOK, spectrum, "layers.0.up.weight", "'layers.0.up.weight[0:512]' -k 16 -o json")
-_add(LOOK, check, "", "'layers.*' --rank 3", "-n 100")
+_add(LOOK, verify, "", "'layers.*' --rank 3", "-n 100")
 _add(
     LOOK,
     diff,
@@ -79,7 +79,7 @@ _add(
     "+0 +100 --filter 'layers.*'",
     "job:other now -o json",
 )
-_add(LOOK, log, "--to tensorboard --dir runs", "--to wandb 'layers.*' --every 60")
+_add(LOOK, track, "--to tensorboard --dir runs", "--to wandb 'layers.*' --every 60")
 _add(
     LOOK,
     follow,
@@ -90,7 +90,7 @@ _add(
     LOOK,
     summon,
     "'*' -o model.safetensors",
-    "'layers.0.*' --dtype bfloat16 -o layer0.safetensors --force",
+    "'layers.0.*' --dtype bfloat16 -o layer0.safetensors --overwrite",
     "'head.weight[0:4]' -o rows.safetensors",
 )
 _add(
@@ -130,7 +130,7 @@ _add(
 )
 _add(LOOK, exports, "", "--state FAILED -o json", "3f2a9c01 --wait", "3f2a9c01 --cancel")
 _add(RUN, mcp, "--job my-run", "--job my-run --changes --http 8765")
-_add(RUN, end, "my-run")
+_add(RUN, cleanup, "my-run")
 _add(RUN, connect, "me@login.example", "gpu-17 --job my-run --remote '~/venv/bin/paramd'")
 _add(RUN, doctor, "", "-o json")
 _add(RUN, demo, "", "--keep")

@@ -86,7 +86,7 @@ _MEANT = {
     "get": "paramd summon NAME -o FILE", "cat": "paramd summon NAME -o FILE",
     "checkpoint": "paramd export DEST/KEY", "save": "paramd export DEST/KEY",
     "hold": "paramd pause", "stop": "paramd pause (paramd never ends a training)",
-    "kill": "paramd end JOB, which frees the memory of a dead training",
+    "kill": "paramd cleanup JOB, which frees the memory of a dead training",
     "version": "paramd --version", "-V": "paramd --version", "help": "paramd --help",
     "completion": "paramd --install-completion", "--json": "-o json",
     "-j": "--job NAME", "--set": "--fill 0, or --from FILE", "--scale": "--mul 2",

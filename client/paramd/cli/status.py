@@ -250,7 +250,7 @@ def status(
             say(_health(target, found.job))
         say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
     if found and all(row.phase in ("orphaned", "torn") for row in found):
-        say(f"the training has ended; to free its memory: paramd end {found.job}")
+        say(f"the training has ended; to free its memory: paramd cleanup {found.job}")
     # A rank paused on request is healthy.
     bad = [row.rank for row in found if row.reason and row.phase != "held"]
     if bad or len(found) < found.world_size:

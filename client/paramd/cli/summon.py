@@ -76,7 +76,7 @@ def summon(
     dtype: Dtype = None,
     buffers: Buffers = False,
     replica: Replica = None,
-    force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing file.")] = False,
     transport: Annotated[
         str,
         Option("--transport", metavar="auto|same-host|stream|grpc",
@@ -89,7 +89,7 @@ def summon(
     name job, incarnation and step. A tied parameter is written once, with its
     other names in the metadata. If interrupted, the same command resumes.
     """
-    check_destination(output_file, force=force)
+    check_destination(output_file, overwrite=overwrite)
     with target.connect() as mesh:
         fetch(
             mesh,
@@ -98,7 +98,7 @@ def summon(
             dtype=dtype,
             buffers=buffers,
             replica=replica,
-            force=force,
+            overwrite=overwrite,
             transport=cast("Transport", transport),
         )
 
@@ -109,7 +109,7 @@ def fetch(
     *patterns: str,
     dtype: str | None,
     buffers: bool,
-    force: bool,
+    overwrite: bool,
     replica: int | None = None,
     name_map: Mapping[str, str] | None = None,
     transport: Transport = "auto",
@@ -123,11 +123,11 @@ def fetch(
                 dtype=load_torch(dtype),
                 buffers=buffers,
                 replica=replica,
-                replace=force,
+                overwrite=overwrite,
                 name_map=name_map,
                 transport=transport,
-                moved=lambda done_bytes, size_bytes: moved(path.name, done_bytes, size_bytes),
-                said=say,
+                progress=lambda done_bytes, size_bytes: moved(path.name, done_bytes, size_bytes),
+                on_message=say,
             )
     except KeyboardInterrupt:
         from paramd.mesh.exports.download import is_resumable
@@ -152,11 +152,11 @@ def fetch(
     )
 
 
-def check_destination(path: Path, *, force: bool) -> None:
+def check_destination(path: Path, *, overwrite: bool) -> None:
     """Fail before the download, not after it.
 
     Raises UsageError for a wrong suffix, a missing directory or a path that is a directory;
-    ConflictError if the file exists and `force` is not set.
+    ConflictError if the file exists and `overwrite` is not set.
     """
     if path.suffix != SUFFIX:
         raise UsageError(f"--output: {path} does not end in {SUFFIX}")
@@ -164,8 +164,8 @@ def check_destination(path: Path, *, force: bool) -> None:
         raise UsageError(f"--output: there is no directory {path.parent}; create it first")
     if path.is_dir():
         raise UsageError(f"--output: {path} is a directory")
-    if path.exists() and not force:
-        raise ConflictError(f"{path} exists; choose another name, or replace it with --force")
+    if path.exists() and not overwrite:
+        raise ConflictError(f"{path} exists; choose another name, or replace it with --overwrite")
 
 
 def load_torch(dtype: str | None) -> torch.dtype | None:

@@ -150,7 +150,7 @@ def train(arguments: argparse.Namespace) -> None:
             optimizer,
             job=arguments.job,
             control=arguments.control,
-            keep={"passages": passages},
+            extra_state={"passages": passages},
         )
         step = attachment.step
     while arguments.keep or step < arguments.steps:

@@ -57,16 +57,18 @@ class ParamdCallback(Callback, TrainerCallback):
                 "a Trainer with DeepSpeed is not supported; paramd serves plain, DDP, FSDP1 and "
                 "FSDP2 trainings"
             )
-        keep = {}
+        state_of = {}
         if self._training.resumes:
             if state.global_step:
                 raise UsageError(
                     'resume="auto" and resume_from_checkpoint cannot be combined; choose one'
                 )
             scaler = getattr(given["optimizer"], "scaler", None)
-            keep = {"trainer.lr_scheduler": given["lr_scheduler"]}
-            keep |= {"trainer.scaler": scaler} if scaler is not None else {}
-        self._training.begin(given["model"], given["optimizer"], step=state.global_step, keep=keep)
+            state_of = {"trainer.lr_scheduler": given["lr_scheduler"]}
+            state_of |= {"trainer.scaler": scaler} if scaler is not None else {}
+        self._training.begin(
+            given["model"], given["optimizer"], step=state.global_step, extra_state=state_of
+        )
         if self._training.resumes:
             self._go_on(args, state, given["train_dataloader"])
 
@@ -106,14 +108,14 @@ class ParamdCallback(Callback, TrainerCallback):
         if self._random is not None:
             set_random_state(self._random)
             self._random = None
-        self._training.goes_on()
+        self._training.begin_iteration()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Keep up with `global_step`, which counts skipped steps, too."""
         self._training.counted(state.global_step)
-        self._training.kept()
+        self._training.end_iteration()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._training.end()

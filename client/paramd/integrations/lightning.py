@@ -53,7 +53,7 @@ class ParamdCallback(training.Callback, Callback):
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """Settle the last update: a LightningModule's forward is not what trains it."""
-        self._training.goes_on()
+        self._training.begin_iteration()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Keep up with `global_step`, which counts skipped steps, too."""

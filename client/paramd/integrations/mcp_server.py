@@ -306,7 +306,7 @@ class Tools:
             raise UsageError(f"action: {action[:50]!r}; expected pause, resume or step")
         what = _what("hold", {"action": action, "steps": steps if action == "step" else 0})
         if not confirm:
-            return self._tell(what, _fields(await self._mesh.hold_state(), "state", "step"))
+            return self._tell(what, _fields(await self._mesh.pause_state(), "state", "step"))
         self._codes.take(confirm, what)
         if action == "step":
             found = await self._mesh.step(steps)

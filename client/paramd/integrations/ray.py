@@ -63,7 +63,7 @@ def attached(
         model, optimizer: as `paramd.attach`.
         job: name of the job; None takes the run's name.
         resume: "auto" or "never", see `paramd.attach`.
-        options: further arguments of `paramd.attach`: keep, control, settings.
+        options: further arguments of `paramd.attach`: extra_state, control, settings.
 
     Yields:
         The attachment.

@@ -45,17 +45,17 @@ class Training:
             )
 
     def begin(
-        self, model: Any, optimizer: Any, *, step: int, keep: Mapping[str, Any] | None = None
+        self, model: Any, optimizer: Any, *, step: int, extra_state: Mapping[str, Any] | None = None
     ) -> None:
         """Attach; a training that has ended without a callback is detached first.
 
-        `step`: updates that the framework has counted; `keep`: the framework's own state, beside
-        the user's.
+        `step`: updates that the framework has counted; `extra_state`: the framework's own state,
+        beside the user's.
         """
         self.end()
         options = self._options
-        if keep:
-            options = options | {"keep": {**keep, **options.get("keep", {})}}
+        if extra_state:
+            options = options | {"extra_state": {**extra_state, **options.get("extra_state", {})}}
         self.attachment = attach(model, optimizer, job=self._job, step=step, **options)
         if self.attachment.rank == 0:
             # Frameworks show warnings by default, and no more.
@@ -67,10 +67,10 @@ class Training:
                 self._job,
             )
 
-    def goes_on(self) -> None:
+    def begin_iteration(self) -> None:
         """A batch begins: earlier changes belong to the previous update."""
         if self.attachment is not None:
-            self.attachment.goes_on()
+            self.attachment.begin_iteration()
 
     def counted(self, step: int) -> None:
         """Count the updates that the framework has counted although no optimizer stepped.
@@ -81,10 +81,10 @@ class Training:
             with self.attachment.update():
                 pass
 
-    def kept(self) -> None:
+    def end_iteration(self) -> None:
         """A step is over for the framework, too: a killed training resumes here."""
         if self.attachment is not None and self.resumes:
-            self.attachment.kept()
+            self.attachment.end_iteration()
 
     def end(self) -> None:
         """Detach. Idempotent."""
@@ -143,7 +143,7 @@ def attach_partitioned(
     except BaseException:
         del declared[module]
         raise
-    attachment.at_detach(partial(declared.pop, module, None))
+    attachment._at_detach.callback(partial(declared.pop, module, None))
     return attachment
 
 
@@ -167,4 +167,4 @@ def override(attachment: Attachment, owner: Any, name: str, method: Callable[...
         else:
             delattr(owner, name)
 
-    attachment.at_detach(undo)
+    attachment._at_detach.callback(undo)

@@ -100,7 +100,7 @@ def unserved_reason(page: Page) -> str:
         return read_text(page) if page.words[Word.UNSERVED] else ""
     return (
         f"the weights are {label!r}, which temporarily replace the training's "
-        "(attachment.not_training_weights); try again later, or read them as they are with "
+        "(attachment.swapped_weights); try again later, or read them as they are with "
         "unsettled=True (--unsettled)"
     )
 

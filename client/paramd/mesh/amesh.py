@@ -415,7 +415,7 @@ class AsyncMesh:
         """
         return await compute_spectrum(self._reach, name, k, self._deadline(timeout))
 
-    async def replay(self, *patterns: Pattern, rank: int = 0, timeout: Timeout = UNSET) -> Replay:
+    async def verify(self, *patterns: Pattern, rank: int = 0, timeout: Timeout = UNSET) -> Replay:
         """Repeat the next update of one rank, and compare it bit by bit.
 
         Its sidecar recomputes it on copies, with torch's own optimizer, from the parameters, the
@@ -476,7 +476,7 @@ class AsyncMesh:
             buffers: Match buffers too; reading them requires training to progress.
             unsettled: Accept parameters that were changed after the last update while training
                 has not continued, such as averaged weights swapped in for an evaluation.
-                Where the training marks them (`attachment.not_training_weights`), the result's
+                Where the training marks them (`attachment.swapped_weights`), the result's
                 `label` names them. Otherwise the call waits for a settled state until
                 its deadline, or is refused with that label.
             optimizer: Also read the optimizer's state of the same step: the result's `optimizer`,
@@ -495,7 +495,7 @@ class AsyncMesh:
             UsageError: an argument is wrong. NotFoundError: a pattern matches nothing.
             UnreachableError: a needed rank does not respond; detected within 5 s.
             ConflictError: a needed rank is torn or has no trainer, or other weights replace
-                the training's (`attachment.not_training_weights`).
+                the training's (`attachment.swapped_weights`).
             ExhaustedError: the request exceeds the sidecars' snapshot budget.
             DeadlineError: no common step, or not all bytes, in time.
         """
@@ -827,7 +827,7 @@ class AsyncMesh:
         Parameters, buffers, optimizer state, hyper-parameters, random states and everything in
         `keep` get their earlier values, and training computes the same bits from there. The steps
         made since are discarded, until `undo` of the result restores them. The script has
-        to be in a block of `attachment.rewindable()`.
+        to be in a block of `attachment.rollback_scope()`.
 
         Args:
             to: A mark or its name, or a step of `marks`.
@@ -847,7 +847,7 @@ class AsyncMesh:
         edit = await self._marks.roll_back(at, note, deadline_s)
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
 
-    async def hold_state(self) -> Hold:
+    async def pause_state(self) -> Hold:
         """State of the job's hold."""
         return await self._edits.hold("GET", "", None, self._deadline(UNSET))
 
@@ -875,7 +875,7 @@ class AsyncMesh:
 
         Args:
             steps: Number of updates.
-            wait: False returns once all ranks have agreed; poll `hold_state` for the rest.
+            wait: False returns once all ranks have agreed; poll `pause_state` for the rest.
             timeout: Seconds to wait for the updates.
 
         Raises:
@@ -1110,12 +1110,12 @@ class AsyncMesh:
         dtype: torch.dtype | str | None = None,
         buffers: bool = False,
         replica: int | None = None,
-        replace: bool = False,
+        overwrite: bool = False,
         name_map: Mapping[str, str] | None = None,
         timeout: float | None = None,
         transport: Transport = "auto",
-        moved: Callable[[int, int], object] = lambda done_bytes, size_bytes: None,
-        said: Callable[[str], object] = lambda text: None,
+        progress: Callable[[int, int], object] = lambda done_bytes, size_bytes: None,
+        on_message: Callable[[str], object] = lambda text: None,
     ) -> Downloaded:
         """Download full tensors of one step into a local safetensors file.
 
@@ -1130,11 +1130,11 @@ class AsyncMesh:
             dtype: Dtype of all tensors; None keeps each one's own.
             buffers: Match buffers too.
             replica: As in `summon`.
-            replace: Replace an existing file.
+            overwrite: Replace an existing file.
             name_map: Names in the model to names in the file; each may hold one "*".
             transport: As in `summon`.
-            moved: Called with bytes done and total bytes.
-            said: Called with a message when the download resumes, retries or starts over.
+            progress: Called with bytes done and total bytes.
+            on_message: Called with a message when the download resumes, retries or starts over.
 
         Raises: as `summon`, and
             ConflictError: the file exists, or another process downloads to it.
@@ -1150,15 +1150,15 @@ class AsyncMesh:
             replica=replica,
         )
         file = PartialFile(Path(path))
-        file.check(replace=replace)
+        file.check(replace=overwrite)
         download = Download(
             reach=self._reach,
             transfer=self._transfer,
             file=file,
-            replace=replace,
+            replace=overwrite,
             transport=transport,
-            moved=moved,
-            said=said,
+            moved=progress,
+            said=on_message,
         )
         return await download.run(content, deadline(timeout, 0.0))
 
@@ -1170,7 +1170,7 @@ class AsyncMesh:
         reset_moments: bool = False,
         note: str | None = None,
         timeout: float | None = None,
-        moved: Callable[[int, int], object] = lambda done_bytes, size_bytes: None,
+        progress: Callable[[int, int], object] = lambda done_bytes, size_bytes: None,
     ) -> Edit:
         """Restore the parameters of a safetensors export into the running mesh, as one edit.
 
@@ -1182,7 +1182,7 @@ class AsyncMesh:
             if_step: As in `edit`.
             reset_moments: Also zero the parameters' optimizer state.
             note: Reason, for the log; None names the export.
-            moved: Called with bytes read and total bytes.
+            progress: Called with bytes read and total bytes.
 
         Raises: as `edit`, and
             NotFoundError: there is no export, or it lacks a parameter.
@@ -1191,7 +1191,7 @@ class AsyncMesh:
         """
         await self._transfer.load_torch()
         files = ExportFiles(self._rest, self.job, destination)
-        values, said = await files.values(await self.read_layout(), moved)
+        values, said = await files.values(await self.read_layout(), progress)
         return await self.edit(
             set=values,
             if_step=if_step,

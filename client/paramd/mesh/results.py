@@ -396,7 +396,7 @@ class Summoned(_OneStep["torch.Tensor"]):
     values (clamp or average them, say) before it does."""
     label: str = ""
     """With `unsettled=True`: the label of weights that the training marked as not its own
-    (`attachment.not_training_weights`), such as "ema"; empty: unmarked."""
+    (`attachment.swapped_weights`), such as "ema"; empty: unmarked."""
     replica: int = 0
     """A rank of the replica that all values come from. Ranks that hold the same tensors may still
     have different values: buffers, local SGD, parameters left out of DDP."""

@@ -84,7 +84,7 @@ class AttachSettings:
     token_file: str = ""
     """File that holds the token, when `token` is empty."""
     log: str = ""
-    """Trackers that rank 0 starts `paramd log` for, separated by commas, see docs/gradients.md:
+    """Trackers that rank 0 starts `paramd track` for, separated by commas, see docs/gradients.md:
     "tensorboard", "wandb", "mlflow", "trackio", "prometheus"; empty: none."""
     linger_s: float = 600.0
     """How long a sidecar serves the last step after its trainer has ended, in seconds, above 0."""

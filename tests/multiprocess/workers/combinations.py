@@ -181,7 +181,7 @@ def averaged() -> Made:
 def _standing_in(attachment: Any, label: str) -> Any:
     from contextlib import nullcontext
 
-    return attachment.not_training_weights(label) if attachment is not None else nullcontext()
+    return attachment.swapped_weights(label) if attachment is not None else nullcontext()
 
 
 def _read_stand_in(model: nn.Module, attachment: Any, label: str) -> None:

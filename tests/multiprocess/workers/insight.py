@@ -100,7 +100,7 @@ def main() -> int:
     optimizer.register_step_post_hook(flip)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9999)
     attachment = paramd.attach(
-        model, optimizer, job=JOB, resume=args.resume, keep={"scheduler": scheduler}
+        model, optimizer, job=JOB, resume=args.resume, extra_state={"scheduler": scheduler}
     )
     data_rank = rank if args.kind != "plain" else 0
     over = torch.zeros(1)

@@ -212,7 +212,7 @@ def await_standing(folder: str, attachment: paramd.Attachment, step: int) -> Non
     orders = [path.read_text() for path in Path(folder).glob("die-*")]
     until_s = time.monotonic() + 30.0
     while f"update {step}" in orders and time.monotonic() < until_s:
-        cost = attachment.keeping()
+        cost = attachment.resume_cost()
         if cost is None or cost.standing_step >= step // 10 * 10:
             return
         time.sleep(0.01)
@@ -276,7 +276,9 @@ def main() -> int:
     )
     if args.other_keep:
         keep["scheduler"] = Other()
-    attachment = paramd.attach(model, optimizer, job="resuming", resume=args.resume, keep=keep)
+    attachment = paramd.attach(
+        model, optimizer, job="resuming", resume=args.resume, extra_state=keep
+    )
     optimizer.register_step_pre_hook(
         lambda *_: strike(args.folder, rank, "inside-begin", attachment.step)
     )
@@ -328,10 +330,10 @@ def train(
             strike(args.folder, rank, "update", step)
             scheduler.step()
             if args.explicit:
-                attachment.kept()
+                attachment.end_iteration()
                 strike(args.folder, rank, "kept", step)
             at.write_text(str(attachment.step))
-            cost = attachment.keeping()
+            cost = attachment.resume_cost()
             if cost is not None and cost.copies_step:
                 Path(args.folder, f"copies-{rank}").write_text(str(cost.copies_step))
             time.sleep(args.pause_s)

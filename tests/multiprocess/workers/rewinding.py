@@ -64,7 +64,9 @@ def main() -> int:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
     loader = Loader(rank, data_rank, args.folder, draws=True)
     keep = {"scheduler": scheduler, "loader": loader, "fragile": Fragile(folder / f"break-{rank}")}
-    attachment = paramd.attach(model, optimizer, job="rewinding", resume=args.resume, keep=keep)
+    attachment = paramd.attach(
+        model, optimizer, job="rewinding", resume=args.resume, extra_state=keep
+    )
     print("attached", attachment.resumed, flush=True)
 
     at = folder / f"at-{rank}"
@@ -93,14 +95,14 @@ def main() -> int:
         if args.no_block:
             epoch()
             continue
-        with attachment.rewindable():
+        with attachment.rollback_scope():
             epoch()
             continue
         with Path(folder, f"steps-{rank}").open("a") as steps:
             steps.write(f"from {at.read_text()} to {attachment.step}\n")
     found = digests(model, optimizer, scheduler, loader)
     Path(folder, f"final-{rank}").write_text(json.dumps(found, indent=1))
-    with attachment.rewindable():
+    with attachment.rollback_scope():
         # A script may end anywhere.
         attachment.detach()
     dist.destroy_process_group()

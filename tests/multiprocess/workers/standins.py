@@ -78,7 +78,7 @@ def main() -> None:
         if swap:
             swapped = True
             try:
-                with attachment.not_training_weights("ema"):
+                with attachment.swapped_weights("ema"):
                     evaluate(model, trained, folder)
                     if options.raises:
                         raise RuntimeError("the evaluation failed")

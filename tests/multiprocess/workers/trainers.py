@@ -413,7 +413,7 @@ def scaled(attached: bool, folder: Path) -> tuple[nn.Module, list[int]]:
         training.begin(model, optimizer, step=0)
     seen = []
     for step in range(1, STEPS + 1):
-        training.goes_on()
+        training.begin_iteration()
         optimizer.zero_grad()
         loss = model(torch.ones(2, 5)).square().mean()
         scaler.scale(loss * float("inf") if step in (2, READ_AT) else loss).backward()

@@ -386,8 +386,8 @@ class EditCalls:
     async def hold(
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
     ) -> Hold:
-        """Send a hold request; `path` is appended to "/hold"."""
-        found = await self.send(method, f"/hold{path}", body, deadline_s)
+        """Send a hold request; `path` is appended to "/pause"."""
+        found = await self.send(method, f"/pause{path}", body, deadline_s)
         return self.rest.read(lambda: read_document(Hold, found))
 
     async def send(

@@ -90,7 +90,7 @@ class PartialFile:
 
     def _taken(self) -> ConflictError:
         return ConflictError(
-            f"{self.path} exists; give another name, or replace it (replace=True, --force)"
+            f"{self.path} exists; give another name, or replace it (overwrite=True, --overwrite)"
         )
 
     def header(self) -> bytes:

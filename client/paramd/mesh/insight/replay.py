@@ -1,4 +1,4 @@
-"""`mesh.replay`: one update of one rank repeated by its sidecar, and compared bit by bit.
+"""`mesh.verify`: one update of one rank repeated by its sidecar, and compared bit by bit.
 
 Parameters and optimizer state before and after the update and the gradients it consumed are pinned
 on that rank; its sidecar repeats the update on copies, with torch's own optimizer. It needs no
@@ -108,7 +108,7 @@ class Replay(Table[ReplayRow]):
 async def compute_replay(
     reach: SidecarFinder, rank: int, patterns: Sequence[Pattern], deadline_s: float
 ) -> Replay:
-    """Args, Returns, Raises: as `AsyncMesh.replay`."""
+    """Args, Returns, Raises: as `AsyncMesh.verify`."""
 
     async def attempt(sidecars: Sidecars) -> Replay:
         index = await reach.index(sidecars)

@@ -33,7 +33,7 @@ def attach(
     control: str | None = None,
     arena: str | None = None,
     resume: str | None = None,
-    keep: Mapping[str, Any] | None = None,
+    extra_state: Mapping[str, Any] | None = None,
     replicas: int | None = None,
     log: str | Sequence[str] | None = None,
     settings: AttachSettings | None = None,
@@ -69,15 +69,15 @@ def attach(
             standing snapshot that all of them have; if nothing is in memory, from the newest
             export of the job; otherwise it starts afresh. The log says which and why. See
             docs/resume.md for how to write the loop.
-        keep: with resume="auto", other objects that belong to the state, by name: objects with
-            `state_dict` and `load_state_dict` (schedulers, a gradient scaler, a stateful data
+        extra_state: with resume="auto", other objects that belong to the state, by name: objects
+            with `state_dict` and `load_state_dict` (schedulers, a gradient scaler, a stateful data
             loader). Random states and the optimizers' own state need not be named.
         replicas: with resume="auto", copies of each standing snapshot on other hosts: 0 or 1; None
             takes `settings.replicas`. With 1, a training that loses a host continues on another
             one, from the last copied snapshot. Costs twice the state in memory there.
         log: trackers to log this job's statistics to, one or several of "tensorboard", "wandb",
             "mlflow", "trackio", "prometheus"; None takes `settings.log`. Rank 0 starts
-            `paramd log` for each, which ends with the attachment.
+            `paramd track` for each, which ends with the attachment.
         settings: None reads them from the environment (`PARAMD_*`).
 
     Returns:
@@ -85,8 +85,9 @@ def attach(
 
     Raises:
         UsageError, ConflictError: on all ranks when an argument is wrong on any; the
-            training is untouched. With resume="auto" also if the model, the optimizers, `keep` or
-            the world size differ from the state in memory, or its trainer still runs.
+            training is untouched. With resume="auto" also if the model, the optimizers,
+            `extra_state` or the world size differ from the state in memory, or its trainer still
+            runs.
         DeniedError: `control` refused the token; likewise.
         ExhaustedError: not enough memory for the arena; likewise.
         Exception: any other failure on any rank; likewise.
@@ -98,7 +99,7 @@ def attach(
     }  # fmt: skip
     settings = replace(settings, **{name: one for name, one in given.items() if one is not None})
     exchange = Exchange(timeout_s=settings.attach_timeout_s)
-    stages = Stages(exchange, settings, job, keep if keep is not None else {})
+    stages = Stages(exchange, settings, job, extra_state if extra_state is not None else {})
     try:
         found = stages.look_back(stages.discover(model, optimizer, accelerator, step))
         identity = stages.identify()
@@ -111,5 +112,5 @@ def attach(
     for left in gone.variables(os.environ) if attachment.rank == 0 else ():
         logging.getLogger("paramd").warning("paramd: %s", left)
     if settings.trackers and attachment.rank == 0:
-        attachment.track(settings)
+        attachment._track(settings)
     return attachment

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -111,6 +111,7 @@ class Attachment:
             editor.rollback = partial(Rollback, rewinder)
             editor.groups_changed = rewinder.keeper.groups_changed
         self._at_detach = ExitStack()
+        """Closed when the attachment ends, once the parameters have moved out."""
         self._tracking: Tracking | None = None
         self.resumed = resumed
         """The state from which this training resumed (`step`, `how`, `lost_steps`, `reason`); None
@@ -155,10 +156,10 @@ class Attachment:
         self._boundary.settle()
 
     @contextmanager
-    def not_training_weights(self, label: str) -> Iterator[None]:
+    def swapped_weights(self, label: str) -> Iterator[None]:
         """A block in which the module has other weights than those being trained.
 
-            with attachment.not_training_weights("ema"):
+            with attachment.swapped_weights("ema"):
                 ema.swap_in(model)
                 evaluate(model)
                 ema.swap_out(model)
@@ -194,30 +195,23 @@ class Attachment:
         finally:
             self._boundary.training_weights_again(label, failed=failed)
 
-    def at_detach(self, undo: Callable[[], object]) -> None:
-        """Call `undo` when the attachment ends, once the parameters have moved out.
-
-        The last one registered is called first.
-        """
-        self._at_detach.callback(undo)
-
-    def track(self, settings: AttachSettings) -> None:
+    def _track(self, settings: AttachSettings) -> None:
         """Log to the trackers that these settings name, until `detach`."""
         self._tracking = Tracking(self.job, settings, places.job_dir(self.job))
         self._tracking.open()
 
     @contextmanager
-    def rewindable(self) -> Iterator[None]:
+    def rollback_scope(self) -> Iterator[None]:
         """A block that `mesh.rollback` leaves, so that the loop over batches starts again.
 
             while attachment.step < steps:
-                with attachment.rewindable():
+                with attachment.rollback_scope():
                     for batch in loader:
                         ...
 
         At the beginning of a forward, a rollback puts parameters, optimizers and everything in
-        `keep` back to an earlier step; the current batch belongs to a later one. The block then
-        ends as if it were complete, on every rank, and `attachment.step` is the earlier step.
+        `extra_state` back to an earlier step; the current batch belongs to a later one. The block
+        then ends as if it were complete, on every rank, and `attachment.step` is the earlier step.
         Outside of such a block a rollback is refused. Blocks may be nested; the innermost is left.
         Without resume="auto" the block does nothing.
         """
@@ -227,7 +221,7 @@ class Attachment:
         with self._rewinder.block():
             yield
 
-    def kept(self) -> None:
+    def end_iteration(self) -> None:
         """Mark the end of an iteration, so that a restarted script can continue exactly here.
 
         Call it on every rank at the end of the loop's body, after everything that changes
@@ -238,11 +232,11 @@ class Attachment:
         if not self._detached and self.keeper is not None:
             self._boundary.kept()
 
-    def keeping(self) -> Keeping | None:
+    def resume_cost(self) -> Keeping | None:
         """Cost of recording the state for a restart; None without resume="auto" or detached."""
         return self.keeper.cost() if self.keeper is not None and not self._detached else None
 
-    def goes_on(self) -> None:
+    def begin_iteration(self) -> None:
         """Mark the start of the next iteration; changes made before belong to the previous update.
 
         Needed only if the attached module's own forward is never called and its parameters are
@@ -252,11 +246,11 @@ class Attachment:
         if not self._detached and not self._is_childs:
             self._boundary.settle()
 
-    def holds(self, parameters: Collection[int]) -> bool:
+    def _has(self, parameters: Collection[int]) -> bool:
         """Whether the attached model has one of these parameters, given by their `id`."""
         return any(id(parameter) in parameters for parameter in self._model.parameters())
 
-    def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Count every step of these optimizers as an update, whatever their parameters.
 
         Steps of any other optimizer that has one of the model's parameters count as well.

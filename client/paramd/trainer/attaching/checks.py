@@ -213,7 +213,7 @@ def check_attachable(
     places.check_job_name(job)
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for other in attached.values():
-        if not other.holds(parameters.keys()):
+        if not other._has(parameters.keys()):
             continue
         raise ConflictError(f"this model is already attached ({other!r}); detach it first")
     if any(other.job == job for other in attached.values()):

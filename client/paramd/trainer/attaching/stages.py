@@ -191,7 +191,7 @@ class Stages(Discovering):
             if succession is not None and succession.resumed is not None:
                 # Before that: a failed resume must not end the sidecar that has the state.
                 self._undo.callback(self._let_go_of_sidecar)
-            made[0].follow(found.optimizers)
+            made[0]._follow(found.optimizers)
             sidecar.serve(mesh, found.layout)
             return {}
 
@@ -238,7 +238,8 @@ class Stages(Discovering):
             without.append("optimizer state")
         if missing := self._exported.missing_buffers():
             without.append(f"{missing} buffers")
-        without += ["random states", "hyper-parameters", *(f"keep[{n!r}]" for n in self._keep)]
+        named = (f"extra_state[{name!r}]" for name in self._keep)
+        without += ["random states", "hyper-parameters", *named]
         return (
             f"continues from its export of {self._exported.offered}, since nothing is left in "
             f"memory: {' and '.join(parts)} are loaded; not in it, and as this script made them, "

@@ -1,7 +1,7 @@
 """Control planes: a site's, where the job registers and which its sidecars join, or rank 0's own.
 
 Rank 0 starts its own, passes it its secrets and keeps it alive. It also starts the trackers, one
-`paramd log` process for each.
+`paramd track` process for each.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def _first_line(output: IO[bytes] | None, timeout_s: float) -> dict[str, Any] | 
 
 @dataclass(eq=False, slots=True)
 class Tracking:
-    """A process of `paramd log` for each tracker that was asked for.
+    """A process of `paramd track` for each tracker that was asked for.
 
     Sidecars compute the statistics; this process only starts and ends them. Each ends by itself
     when the job no longer answers or is restarted.
@@ -298,7 +298,7 @@ class Tracking:
                 log.warning("paramd: nothing is logged to %s: %s", kind, error)
 
     def _start(self, kind: str) -> subprocess.Popen[bytes]:
-        arguments = ["log", "--to", kind, "--job", self._job]
+        arguments = ["track", "--to", kind, "--job", self._job]
         token = None
         if self._settings.control:
             arguments += ["--url", self._settings.control, "--token", "-"]

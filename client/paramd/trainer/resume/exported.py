@@ -5,8 +5,8 @@
     fill      parameters and buffers, each rank its own parts
     restore   the optimizers' state, if the export has it
 
-An export has no continuation record: random states, hyper-parameters and `keep` are not in it.
-Exports in directories and of format safetensors are read.
+An export has no continuation record: random states, hyper-parameters and `extra_state`
+are not in it. Exports in directories and of format safetensors are read.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
                      script fetches its next batch only after this
     continues        state tensors and buffers are brought into shared memory, all other kept
                      objects (schedulers, scalers) are noted, the record is written: complete
-    `kept()`         the script's loop body is over: complete at once
+    `end_iteration()`         the script's loop body is over: complete at once
 
 A trainer that dies with a complete record of the step its parameters are at can be resumed
 without loss; one that dies between its update and the record cannot. A script with several
 optimizers settles in the middle of its loop, and one that has its updates in `update()` right
-after them, so there only `kept()` completes a record.
+after them, so there only `end_iteration()` completes a record.
 
     {"step", "incarnation", "groups", "others", "threads", "early", "late", "random_forward"}
 
@@ -52,7 +52,7 @@ SOON_COUNT = 8
 
 @runtime_checkable
 class Keepable(Protocol):
-    """An object that `keep` accepts."""
+    """An object that `extra_state` accepts."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
@@ -81,14 +81,14 @@ def check_keep(keep: Mapping[str, Any]) -> None:
     for name, thing in keep.items():
         if not isinstance(name, str) or not isinstance(thing, Keepable):
             raise UsageError(
-                f"keep[{name!r}] is a {type(thing).__name__}; expected an object with state_dict "
-                "and load_state_dict"
+                f"extra_state[{name!r}] is a {type(thing).__name__}; expected an object with "
+                "state_dict and load_state_dict"
             )
-        size = len(encode(thing.state_dict(), name=f"keep[{name!r}].state_dict()"))
+        size = len(encode(thing.state_dict(), name=f"extra_state[{name!r}].state_dict()"))
         if size > MAX_PAYLOAD_BYTES // 2:
             raise UsageError(
-                f"keep[{name!r}]: its state has {size:,} bytes; at most {MAX_PAYLOAD_BYTES // 2:,} "
-                "are kept at each step, save it another way"
+                f"extra_state[{name!r}]: its state has {size:,} bytes; at most "
+                f"{MAX_PAYLOAD_BYTES // 2:,} are kept at each step, save it another way"
             )
 
 
@@ -162,7 +162,7 @@ class Keeper:
         if self.explicit:
             log.warning(
                 "paramd: with several optimizers a training can be resumed only where it calls "
-                "attachment.kept(), at the end of its loop's body"
+                "attachment.end_iteration(), at the end of its loop's body"
             )
         if early is not None:
             self._early, self._early_step = early, step

@@ -4,7 +4,7 @@ The bytes have been staged in the edit memory. At the agreed boundary, where tra
 right before a forward, they change places with the arena's and the optimizer memory's, so that the
 same note undoes the rollback; optimizers, hyper-parameters, kept objects and random states follow,
 as when a training is resumed. The batch that the script has fetched belongs to the discarded state,
-so the forward ends with `Rewound`, which leaves the block of `attachment.rewindable()`.
+so the forward ends with `Rewound`, which leaves the block of `attachment.rollback_scope()`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from paramd.trainer.resume.succession import give_back, keep_difference
 SWAP_BYTES = 4 << 20
 
 NO_BLOCK = (
-    "the script is not in a block of attachment.rewindable(), so it would continue with the batch "
-    "of another step; put one around its loop over batches (docs/rollback.md)"
+    "the script is not in a block of attachment.rollback_scope(), so it would continue with the "
+    "batch of another step; put one around its loop over batches (docs/rollback.md)"
 )
 
 
 class Rewound(BaseException):
-    """Leaves the block of `attachment.rewindable()`, past any `except Exception`."""
+    """Leaves the block of `attachment.rollback_scope()`, past any `except Exception`."""
 
 
 class Rewinder:
@@ -226,7 +226,7 @@ class Rollback:
         if pair is None or read_record(pair[0])["step"] != page[Word.STEP]:
             return (
                 f"what belongs to step {page[Word.STEP]} was not kept (PARAMD_KEEP_EVERY, or "
-                "attachment.kept() is missing); let training pass a step and try again"
+                "attachment.end_iteration() is missing); let training pass a step and try again"
             )
         return Kept(
             lineage=page[Word.LINEAGE],

@@ -469,8 +469,8 @@ def give_back(
             thing.load_state_dict(kept[name])
         except Exception as error:
             raise ConflictError(
-                f"resume: keep[{name!r}], an object of class {type(thing).__name__}, did not "
-                f"take the state that was kept under this name ({type(error).__name__}: "
+                f"resume: extra_state[{name!r}], an object of class {type(thing).__name__}, did "
+                f"not load the state that was recorded under this name ({type(error).__name__}: "
                 f"{error}); {OVER_AN_EXPORT}"
             ) from error
     # After the kept objects: a scheduler may set hyper-parameters while it is loaded.
@@ -480,9 +480,9 @@ def give_back(
 
 
 def keep_difference(record: dict[str, Any], keep: Mapping[str, Any]) -> str:
-    """How the names in `keep` differ from a record's; empty if they do not."""
-    kept = set(_kept(record))
-    return f"keep had {_names(kept)} and has {_names(set(keep))}" if kept != set(keep) else ""
+    """How the names in `extra_state` differ from a record's; empty if they do not."""
+    kept, now = set(_kept(record)), set(keep)
+    return f"extra_state had {_names(kept)} and has {_names(now)}" if kept != now else ""
 
 
 def new_lineage() -> int:

@@ -280,7 +280,7 @@ export interface paths {
          * @description End the incarnation of a job whose training is over; refused while a trainer is alive.
          *
          *     An embedded control plane then ends, too. Sidecars that linger are asked on their own
-         *     hosts (paramd end). Idempotent.
+         *     hosts (paramd cleanup). Idempotent.
          */
         post: operations["end_job"];
         delete?: never;

@@ -86,7 +86,7 @@ function Lost(props: { alert: Alert }): ReactNode {
           </pre>
         ))}
       <p className="faint">
-        To go on from the last step, start the training again (with resume="auto"). To free the memory of what is left: <code>paramd end {job}</code>
+        To go on from the last step, start the training again (with resume="auto"). To free the memory of what is left: <code>paramd cleanup {job}</code>
       </p>
     </>
   );

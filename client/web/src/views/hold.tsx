@@ -27,7 +27,7 @@ export function Hold(): ReactNode {
   const [problem, setProblem] = useState("");
   const hold = usePoll(
     `${job} hold`,
-    (signal) => get("/api/v1/jobs/{job}/hold", { path: { job }, signal }),
+    (signal) => get("/api/v1/jobs/{job}/pause", { path: { job }, signal }),
     // Its beginning and end are events; how far it has stepped is not.
     summary?.hold === "running" ? 30_000 : 3000,
     (live.changes["hold"] ?? 0) + (summary?.hold === "running" ? 0 : 1),
@@ -85,11 +85,11 @@ export function Hold(): ReactNode {
           {mayEdit && (
             <div className="actions">
               {held ? (
-                <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/hold/renew", { path, body }))}>
+                <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/pause/renew", { path, body }))}>
                   Renew
                 </button>
               ) : (
-                <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/hold", { path, body }))}>
+                <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/pause", { path, body }))}>
                   Pause
                 </button>
               )}
@@ -106,10 +106,10 @@ export function Hold(): ReactNode {
               {held && (
                 <>
                   <input type="number" min={1} max={1000} aria-label="Steps" value={steps} onChange={(event) => setSteps(event.target.value)} />
-                  <button type="button" disabled={busy || !(Number(steps) >= 1)} onClick={() => act(post("/api/v1/jobs/{job}/hold/step", { path, body: { steps: Number(steps), holder: MINE } }))}>
+                  <button type="button" disabled={busy || !(Number(steps) >= 1)} onClick={() => act(post("/api/v1/jobs/{job}/pause/step", { path, body: { steps: Number(steps), holder: MINE } }))}>
                     Step
                   </button>
-                  <button type="button" className="main" disabled={busy} onClick={() => act(del("/api/v1/jobs/{job}/hold", { path }))}>
+                  <button type="button" className="main" disabled={busy} onClick={() => act(del("/api/v1/jobs/{job}/pause", { path }))}>
                     Resume
                   </button>
                 </>

@@ -493,7 +493,7 @@ class Jobs:
         if not await self._has_ended(present.owner):
             raise DeniedError(
                 f"job {job!r} was registered with another token, and is not over; use that one, or "
-                "have an admin end the job (paramd end) or revoke the token"
+                "have an admin end the job (paramd cleanup) or revoke the token"
             )
 
     def _check_free(self, job: str) -> None:

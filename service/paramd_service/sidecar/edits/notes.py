@@ -43,8 +43,8 @@ RECORD_SPARE_BYTES = 1 << 20
 PROGRAM_ROOM = -(-HEADER_BYTES // 64) * 64
 
 NO_BLOCK = (
-    "the training's script cannot be put back: it is in no block of attachment.rewindable(); put "
-    "one around its loop over batches, as docs/rollback.md shows"
+    "the training script cannot be rolled back: it is not in a block of "
+    "attachment.rollback_scope(); put one around its loop over batches (docs/rollback.md)"
 )
 COPIED = (
     "this training keeps copies of its standing snapshots on another host (replicas=1), in the "

@@ -254,8 +254,8 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
     kept = kept_pair(attached)
     if kept is None or page[Word.RECORD_STEP] != step:
         raise ConflictError(
-            f"what belongs to step {step} was not kept (PARAMD_KEEP_EVERY, or attachment.kept() is "
-            "missing); let training pass a step and try again"
+            f"what belongs to step {step} was not kept (PARAMD_KEEP_EVERY, or "
+            "attachment.end_iteration() is missing); let training pass a step and try again"
         )
     record, table = kept
     label = label_of(attached, step, record, table, layout_digest)

@@ -104,7 +104,7 @@ def router(services: Services) -> APIRouter:
         """End the incarnation of a job whose training is over; refused while a trainer is alive.
 
         An embedded control plane then ends, too. Sidecars that linger are asked on their own
-        hosts (paramd end). Idempotent."""
+        hosts (paramd cleanup). Idempotent."""
         mesh = services.jobs.get(job)
         who = principal_of(request)
         async with services.records.recorded(who, "job.end", {}, mesh):

@@ -36,12 +36,12 @@ def holds_router(services: Services) -> APIRouter:
         services.jobs.get(job)
         return services.edits.hold(job)
 
-    @routes.get("/jobs/{job}/hold")
+    @routes.get("/jobs/{job}/pause")
     async def get_hold(job: str) -> HoldView:
         """Whether training is held at a boundary, and by whom."""
         return await hold_of(job).view()
 
-    @routes.post("/jobs/{job}/hold")
+    @routes.post("/jobs/{job}/pause")
     async def begin_hold(job: str, wanted: HoldRequest, request: Request) -> HoldView:
         """Hold all ranks at one boundary; returns once they wait. Ends with its lease."""
         by = principal_of(request)
@@ -49,19 +49,19 @@ def holds_router(services: Services) -> APIRouter:
             by, wanted.lease_s, wanted.holder, timeout_s=wanted.timeout_s
         )
 
-    @routes.post("/jobs/{job}/hold/renew")
+    @routes.post("/jobs/{job}/pause/renew")
     async def renew_hold(job: str, wanted: HoldRequest, request: Request) -> HoldView:
         """Extend the lease, counted from now; trainers cap a hold at 300 s. Idempotent."""
         by = principal_of(request)
         return await hold_of(job).renew(by, wanted.lease_s, wanted.holder)
 
-    @routes.post("/jobs/{job}/hold/step")
+    @routes.post("/jobs/{job}/pause/step")
     async def step_hold(job: str, wanted: StepRequest, request: Request) -> HoldView:
         """Let held training finish some updates and hold again, under the same lease."""
         by = principal_of(request)
         return await hold_of(job).step(by, wanted.steps, wanted.holder)
 
-    @routes.delete("/jobs/{job}/hold")
+    @routes.delete("/jobs/{job}/pause")
     async def end_hold(
         job: str,
         request: Request,

@@ -183,7 +183,7 @@ class Client:
 
     def begin_writing(self) -> None:
         """Summons all parameters for writing, and changes each."""
-        block = self.mesh.summon("*", writeback=True, hold=False, mode="replace")
+        block = self.mesh.summon("*", writeback=True, pause=False, mode="replace")
         for tensor in self._writing.enter_context(block).values():
             tensor.add_(1.0)
 

@@ -123,8 +123,8 @@ def write_endpoint(endpoint: Endpoint) -> Path:
         lives = found is not None and not found.via and _alive(found)
         if found is not None and lives and found.incarnation > endpoint.incarnation:
             raise ConflictError(
-                f"incarnation {found.incarnation} of job {found.job!r} is already running (pid "
-                f"{found.pid}); this is incarnation {endpoint.incarnation}"
+                f"run {found.incarnation} of job {found.job!r} is already running (pid "
+                f"{found.pid}); this is run {endpoint.incarnation}"
             )
         replace(path, json.dumps(asdict(endpoint), sort_keys=True) + "\n")
     return path
@@ -277,9 +277,7 @@ def incarnations(job: str) -> list[IncarnationRecord]:
     for place, later in enumerate(ordered[1:]):
         if ordered[place].ended_s is None:
             ordered[place] = changed(
-                ordered[place],
-                ended_s=later.began_s,
-                reason=f"incarnation {later.incarnation} has begun",
+                ordered[place], ended_s=later.began_s, reason=f"run {later.incarnation} has begun"
             )
     return ordered
 
@@ -302,7 +300,7 @@ def _counted(path: Path) -> int:
         return 0
     if not re.fullmatch(r"[0-9]{1,18}\n?", text):
         raise ConflictError(
-            f"{path} does not hold a number; write the job's last incarnation into it, "
+            f"{path} does not hold a number; write the job's last run into it, "
             "or remove it when no process of the job is left"
         )
     return int(text)

@@ -22,10 +22,10 @@ CHUNK_BYTES = 2 << 20
 """Bytes per message. 1 and 2 MiB were equally fast, 4 MiB slower (docs/decisions.md)."""
 
 LEASE_S = 30.0
-"""Default lease of a snapshot or a hold, in seconds; renewed at a third of it."""
+"""Default lease of a snapshot or a pause, in seconds; renewed at a third of it."""
 
 MAX_LEASE_S = 300.0
-"""Longest lease of either, and longest hold, in seconds, whoever renews it."""
+"""Longest lease of either, and longest pause, in seconds, whoever renews it."""
 
 _DATA_TAG = b"\x0a"
 _XXH3_TAG = b"\x11"

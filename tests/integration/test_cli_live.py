@@ -184,7 +184,7 @@ def test_a_pause_is_a_block_and_an_edit_is_undone_by_itself(
     name, count = "layers.0.norm1.bias", 0
     with paramd.connect(JOB) as mesh:
         with mesh.pause(lease_s="1m") as pause:
-            assert pause.held
+            assert pause.paused
             before = mesh[name].summon()
             tried = mesh.edit(name, mul=2, dry_run=True)
             assert "DRY RUN, mul 2 " in repr(tried)

@@ -236,14 +236,14 @@ async def test_a_hold_has_one_holder_steps_renews_and_ends(
     assert (await call(control, "GET", "/pause")).json()["state"] == "running"
     assert (await call(control, "POST", "/pause/renew", {})).status_code == 409
     held = (await call(control, "POST", "/pause", {"lease_s": 20})).json()
-    assert held["state"] == "held"
+    assert held["state"] == "paused"
     assert held["holder"].startswith("owner/")
     assert held["lease_left_s"] == 20.0
     again = await call(control, "POST", "/pause", {"lease_s": 20})
     assert again.status_code == 409
     assert held["holder"] in again.json()["detail"]
     same = await call(control, "POST", "/pause", {"holder": held["holder"]})
-    assert same.json()["state"] == "held", same.text
+    assert same.json()["state"] == "paused", same.text
     assert same.json()["lease_left_s"] == 30.0
     edited = await make(control, if_step=11)
     assert (edited["state"], edited["step"]) == ("APPLIED", 11)
@@ -254,18 +254,18 @@ async def test_a_hold_has_one_holder_steps_renews_and_ends(
     assert (await call(control, "GET", "/pause")).json()["state"] == "stepping"
     ranks[0].trainers.step = 14
     again = (await call(control, "GET", "/pause")).json()
-    assert (again["state"], again["steps_left"], again["step"]) == ("held", 0, 14)
+    assert (again["state"], again["steps_left"], again["step"]) == ("paused", 0, 14)
     ended = await call(control, "DELETE", "/pause")
     assert ended.json()["state"] == "running", ended.text
     assert (await call(control, "DELETE", "/pause")).status_code == 200
     assert not ranks[0].trainers.held
-    told = [one for one in await recorded(control) if one[1].startswith("hold.")]
+    told = [one for one in await recorded(control) if one[1].startswith("pause.")]
     assert told == [
-        ("intent", "hold.begin", "owner", None),
-        ("outcome", "hold.begin", "owner", "done"),
-        ("intent", "hold.step", "owner", None),
-        ("outcome", "hold.step", "owner", "done"),
-        ("event", "hold.end", "owner", None),
+        ("intent", "pause.begin", "owner", None),
+        ("outcome", "pause.begin", "owner", "done"),
+        ("intent", "pause.step", "owner", None),
+        ("outcome", "pause.step", "owner", "done"),
+        ("event", "pause.end", "owner", None),
     ]
 
 

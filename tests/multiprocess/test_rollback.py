@@ -43,7 +43,7 @@ def begun(stack: ExitStack, folder: Path, kind: str, *options: str) -> tuple[Ran
     environment = {
         "PARAMD_FAULTS_DIR": str(faults),
         "PARAMD_TRAINER_FAULTS_DIR": str(faults),
-        "PARAMD_ALERTS": '{"numbers": ["loss > 1000"], "hold": ["logged-number"]}',
+        "PARAMD_ALERTS": '{"numbers": ["loss > 1000"], "pause": ["logged-number"]}',
     }
     state_dir = folder / "state"
     ranks = stack.enter_context(
@@ -140,9 +140,9 @@ def test_a_rollback_is_undone_to_the_state_that_was_left(tmp_path: Path, stack: 
     (tmp_path / "life" / "diverges").touch()
     wait_for(lambda: mesh.pause_state().holder.startswith("alert logged-number/"), ranks)
     (tmp_path / "life" / "diverges").unlink()
-    wait_for(lambda: mesh.pause_state().held, ranks)
+    wait_for(lambda: mesh.pause_state().paused, ranks)
     third = mesh.rollback("first")
-    assert mesh.pause_state().held
+    assert mesh.pause_state().paused
     mesh.resume()
     mesh.unmark("first")
     assert [one.name for one in mesh.marks() if one.name] == []

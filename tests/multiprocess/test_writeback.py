@@ -72,11 +72,11 @@ def test_an_exception_in_the_block_and_an_unchanged_block_write_nothing(mesh: Me
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    with mesh.summon("*", writeback=True, hold=False):
+    with mesh.summon("*", writeback=True, pause=False):
         pass
 
     def clears() -> None:
-        with mesh.summon("*", writeback=True, hold=False) as params:
+        with mesh.summon("*", writeback=True, pause=False) as params:
             params.clear()
 
     with pytest.raises(UsageError, match="added to or removed from"):
@@ -89,7 +89,7 @@ def test_if_step_refuses_when_training_has_gone_on(mesh: Mesh) -> None:
     before = above_step(mesh)
 
     def comes_late() -> None:
-        with mesh.summon("*", writeback=True, hold=False, if_step=True) as params:
+        with mesh.summon("*", writeback=True, pause=False, if_step=True) as params:
             for tensor in params.values():
                 tensor.zero_()
             wait_until(lambda: step_of(mesh) > params.step + 1, "it went on", timeout_s=20)
@@ -166,7 +166,7 @@ from tests.multiprocess.truth import connect_to
 editing.LENT_FROM_BYTES = lending._MESSAGE_BYTES = 0
 with connect_to(Path(sys.argv[1]), "frozen") as mesh:
     told = lambda done, _: done and os.kill(os.getpid(), signal.SIGKILL)
-    with mesh.summon("*", writeback=True, hold=False, mode="replace", progress=told) as params:
+    with mesh.summon("*", writeback=True, pause=False, mode="replace", progress=told) as params:
         for tensor in params.values():
             tensor.fill_(7.0)
 """

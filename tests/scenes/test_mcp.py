@@ -148,9 +148,9 @@ async def test_a_change_is_told_first_and_made_only_with_its_code(state: Path) -
         assert done["state"] == "APPLIED"
         assert done["note"] == {"untrusted": "spike"}
 
-        for action, state_after in (("pause", "held"), ("resume", "running")):
-            told = await asked(client, "hold", action=action)
-            held = await asked(client, "hold", action=action, confirm=told["confirm"])
+        for action, state_after in (("pause", "paused"), ("resume", "running")):
+            told = await asked(client, "pause", action=action)
+            held = await asked(client, "pause", action=action, confirm=told["confirm"])
             assert held["state"] == state_after
         told = await asked(client, "undo", edit_id=done["id"])
         assert (await asked(client, "undo", edit_id=done["id"], confirm=told["confirm"]))["done"]
@@ -164,9 +164,9 @@ READ = {"statistics", "gradients", "diff"}
 MAY = {
     "viewer": set[str](),
     "reader": READ,
-    "editor": READ | {"edit", "hold"},
+    "editor": READ | {"edit", "pause"},
     "exporter": READ | {"export"},
-    "admin": READ | {"edit", "hold", "export"},
+    "admin": READ | {"edit", "pause", "export"},
 }
 
 
@@ -177,7 +177,7 @@ async def test_a_role_bounds_what_the_tools_may_do(role: str, state: Path) -> No
         "gradients": {"patterns": ["*"], "limit": 1},
         "diff": {"patterns": ["*"], "limit": 1},
         "edit": {"patterns": ["*"], "mul": 1.0},
-        "hold": {"action": "resume"},
+        "pause": {"action": "resume"},
         "export": {"destination": f"checkpoints/{role}"},
     }
     may = set()

@@ -301,8 +301,8 @@ def resume(s: Session, rng: Random) -> str:
 
 
 def writeback(s: Session, rng: Random) -> str:
-    """Summons, changes in place, writes back: held, or as differences."""
-    hold, note = rng.random() < 0.6, s.note()
+    """Summons, changes in place, writes back: paused, or as differences."""
+    pause, note = rng.random() < 0.6, s.note()
     name = rng.choice([n for n in s.subjects if n in s.names] or s.names)
     number = rng.choice([0.5, -1.0, 2.0])
     if s.held_at is not None:
@@ -310,12 +310,12 @@ def writeback(s: Session, rng: Random) -> str:
     event = Event("writeback", [Op(name, _whole(name), lambda x: x)])
 
     def call() -> Edit:
-        with s.mesh.writeback(name, hold=hold, note=note, timeout=CALL_S) as found:
+        with s.mesh.writeback(name, pause=pause, note=note, timeout=CALL_S) as found:
             before = found[name].clone()
             found[name].mul_(number)
             after = found[name].clone()
             change = after - before
-        if hold:
+        if pause:
             event.ops = [Op(name, _whole(name), lambda x: x.copy_(after))]
         else:
             event.ops = [Op(name, _whole(name), lambda x: x.add_(change), lambda x: x.sub_(change))]
@@ -323,7 +323,7 @@ def writeback(s: Session, rng: Random) -> str:
         return next(row for row in rows if row.note == note)
 
     done = s.change(event, call, note)
-    return f"{name} hold={hold}, step {done.step}"
+    return f"{name} pause={pause}, step {done.step}"
 
 
 def export(s: Session, rng: Random) -> str:

@@ -312,7 +312,7 @@ class Operator:
                 if time.monotonic() > deadline_s:
                     raise DeadlineError("the two steps are not done yet")
                 time.sleep(PAUSE_S)
-            if hold.held and hold.step != step + 2:
+            if hold.paused and hold.step != step + 2:
                 raise WrongError(f"held at {step}, after two steps at {hold.step}")
 
     def _compare_and_swap(self, actor: Actor, mesh: Mesh) -> None:

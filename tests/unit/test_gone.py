@@ -15,6 +15,7 @@ from paramd.cli.settings import read_file
 from paramd.errors import GoneError, UsageError
 from paramd.gone import GONE, Door, Gone
 from paramd.mesh.amesh import AsyncMesh
+from paramd.mesh.edits.calls import PauseState
 from paramd.mesh.mesh import Mesh
 from paramd.trainer.attaching.attach import attach
 from paramd.trainer.attaching.attachment import Attachment
@@ -24,7 +25,7 @@ from paramd_service.control.edits.spec import load_edits
 from paramd_service.sidecar.main import parse
 from tests.unit.control.test_control_http import RIGHT, build_app, client_of, services
 
-KINDS = {kind.__name__: kind for kind in (Mesh, Attachment)}
+KINDS = {kind.__name__: kind for kind in (Mesh, Attachment, PauseState)}
 """Classes that tell; another one needs `@gone.tells`, and to stand here."""
 
 SAMPLES = (
@@ -131,10 +132,10 @@ async def test_an_operation_answers_gone_behind_the_token_gate(row: Gone) -> Non
 
 @pytest.mark.parametrize("row", rows("python"))
 def test_a_python_name_says_what_replaces_it(row: Gone) -> None:
-    owner, _, name = row.name.partition(".")
+    owner, _, name = row.name.rpartition(".")
     name, _, keyword = name.removesuffix(")").partition("(")
     for kind in (AsyncMesh, Mesh) if owner == "Mesh" else (KINDS.get(owner, paramd),):
-        assert kind is not paramd or owner == "paramd", f"{owner} is not among KINDS"
+        assert kind is not paramd or owner in ("", "paramd"), f"{owner} is not among KINDS"
         holder = object.__new__(kind) if isinstance(kind, type) else kind
         with pytest.raises(GoneError) as refused:
             getattr(holder, name)(**{keyword: 3} if keyword else {})
@@ -142,3 +143,11 @@ def test_a_python_name_says_what_replaces_it(row: Gone) -> None:
         assert str(refused.value) == f"{shown} is gone: {row.instead}"
         # What asks whether there is such a name goes on as with any other.
         assert hasattr(holder, name) == bool(keyword)
+
+
+@pytest.mark.parametrize("old", gone.RENAMED)
+def test_a_name_from_users_loops_works_with_a_warning(old: str) -> None:
+    owner, _, name = old.partition(".")
+    holder = object.__new__(KINDS[owner])
+    with pytest.warns(FutureWarning, match=f"{old} is now {owner}.{gone.RENAMED[old]}"):
+        assert getattr(holder, name) == getattr(holder, gone.RENAMED[old])

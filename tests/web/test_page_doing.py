@@ -119,17 +119,17 @@ def test_training_is_paused_stepped_and_resumed_with_the_lease_in_sight(
     page.get_by_role("button", name="Pause").click()
     lease = page.get_by_test_id("lease")
     lease.wait_for()
-    wait_for("the hold", lambda: door.get("hold")["state"] == "held")
-    held = door.get("hold")
+    wait_for("the pause", lambda: door.get("pause")["state"] == "paused")
+    held = door.get("pause")
     left = int(lease.inner_text().split()[0])
     assert 0 < left <= 60
     wait_for("the countdown", lambda: int(lease.inner_text().split()[0]) < left)
     page.get_by_label("Steps").fill("2")
     page.get_by_role("button", name="Step", exact=True).click()
-    wait_for("two steps", lambda: door.get("hold")["step"] == held["step"] + 2)
+    wait_for("two steps", lambda: door.get("pause")["step"] == held["step"] + 2)
     page.get_by_role("button", name="Resume").click()
     page.get_by_role("button", name="Pause").wait_for()
-    assert door.get("hold")["state"] == "running"
+    assert door.get("pause")["state"] == "running"
 
 
 def test_an_export_is_started_followed_and_verified(tab: Tab, door: Door, exports: Path) -> None:

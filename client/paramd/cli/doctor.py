@@ -318,7 +318,7 @@ def _job(target: Target) -> Iterator[Finding]:
     except (ParamdError, OSError) as error:
         yield _silent(name, error)
         return
-    told = f"incarnation {found.incarnation}, step {found.step}, {found.world_size} ranks"
+    told = f"run {found.incarnation}, step {found.step}, {found.world_size} ranks"
     yield _finding(f"job {found.job}", True, f"{told}; dashboard: {url}")
     for row in found:
         if row.reason:

@@ -23,7 +23,7 @@ from paramd.errors import NotFoundError, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from paramd.mesh.edits.calls import Edit, Hold
+    from paramd.mesh.edits.calls import Edit, PauseState
     from paramd.mesh.mesh import Mesh
 
 LOOK_S = 1.0
@@ -283,7 +283,7 @@ def _bounds(text: str | None) -> tuple[float | None, float | None] | None:
     raise UsageError(f"--clamp: {text!r}; expected MIN:MAX, such as -1:1, :6 or 0:")
 
 
-HOLD_COLUMNS = (
+PAUSE_COLUMNS = (
     Column("state", "STATE"),
     Column("step", "STEP", count, right=True),
     Column("steps_left", "STEPS LEFT", count, right=True),
@@ -315,7 +315,7 @@ def pause(
     when this command exits.
     """
     with target.connect() as mesh:
-        _show_hold(target, mesh.job, mesh.pause(lease_s=lease_s, renew=keep, timeout=timeout))
+        _show_pause(target, mesh.job, mesh.pause(lease_s=lease_s, renew=keep, timeout=timeout))
         if not keep:
             return
         say("training is paused; Ctrl-C resumes it")
@@ -341,15 +341,15 @@ def step(
 ) -> None:
     """Run a few updates of a paused training, then pause it again."""
     with target.connect() as mesh:
-        _show_hold(target, mesh.job, mesh.step(steps, wait=wait, timeout=timeout))
+        _show_pause(target, mesh.job, mesh.step(steps, wait=wait, timeout=timeout))
 
 
 @with_output
 def resume(target: Target, timeout: AgreeTimeout = 60.0) -> None:
     """Resume a paused training."""
     with target.connect() as mesh:
-        _show_hold(target, mesh.job, mesh.resume(timeout=timeout))
+        _show_pause(target, mesh.job, mesh.resume(timeout=timeout))
 
 
-def _show_hold(target: Target, job: str, hold: Hold) -> None:
-    target.show("hold", [asdict(hold)], HOLD_COLUMNS, id_key="state", job=job)
+def _show_pause(target: Target, job: str, state: PauseState) -> None:
+    target.show("pause", [asdict(state)], PAUSE_COLUMNS, id_key="state", job=job)

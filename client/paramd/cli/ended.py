@@ -59,7 +59,7 @@ COLUMNS = (
     Column("job", "JOB"),
     Column("state", "STATE"),
     Column("step", "STEP", lambda step: count(step) if step >= 0 else "-", right=True),
-    Column("incarnation", "INCARNATION", right=True),
+    Column("incarnation", "RUN", right=True),
     Column("world_size", "RANKS", right=True),
     Column("ended_s", "ENDED", lambda ended_s: when(ended_s) if ended_s is not None else "?"),
     Column("reason", "REASON"),
@@ -154,7 +154,7 @@ def show_status(target: Target, past: Past) -> None:
     else:
         target.show("jobs", [row], COLUMNS, id_key="job")
     seen_text = f"; the last step seen was {last.step:,}" if past.last.step < 0 <= last.step else ""
-    say(f"job {past.job!r} {places.end_text(last)}, incarnation {last.incarnation}{seen_text}")
+    say(f"job {past.job!r} {places.end_text(last)}, run {last.incarnation}{seen_text}")
 
 
 def _read(what: str, job: str, **options: str | int | bool | None) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def follow(
 
     Each frame of parameters, all of one step, is written to a safetensors file
     in --dir, and the engine loads it. Its version is
-    JOB-INCARNATION-STEP. If the engine rejects the weights or crashes, the last
+    JOB-RUN-STEP. If the engine rejects the weights or crashes, the last
     good version is restored, and the newest is tried again. PARAMD_ENGINE_TOKEN is
     the engine's key, if it has one. vLLM has the routes with
     VLLM_SERVER_DEV_MODE=1.
@@ -167,7 +167,7 @@ def _line(update: Update) -> str:
 def mcp(
     target: Target,
     changes: Annotated[
-        bool, Option("--changes", help="Offer edits, holds and exports, too, if the role may.")
+        bool, Option("--changes", help="Offer edits, pauses and exports, too, if the role may.")
     ] = False,
     http_port: Annotated[
         int | None,

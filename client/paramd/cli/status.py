@@ -121,7 +121,7 @@ def about_text(seen: Look) -> str:
     """The job in one line."""
     step = count(seen.step) if seen.step >= 0 else "-"
     return (
-        f"job {seen.job}  incarnation {seen.incarnation}  step {step}  {len(seen.ranks)} ranks  "
+        f"job {seen.job}  run {seen.incarnation}  step {step}  {len(seen.ranks)} ranks  "
         f"{len(seen.alerts)} alerts"
     )
 
@@ -241,10 +241,10 @@ def status(
     emit(listing(found), target.format)
     if all(row.phase == "unreachable" for row in found) and _is_starting(target, found.job):
         raise PartialError(
-            f"job {found.job!r}, incarnation {found.incarnation}, is starting: none of its "
+            f"job {found.job!r}, run {found.incarnation}, is starting: none of its "
             f"{found.world_size} ranks has joined yet; try again in a few seconds"
         )
-    say(f"job {found.job}, incarnation {found.incarnation}, step {found.step}")
+    say(f"job {found.job}, run {found.incarnation}, step {found.step}")
     if target.format is Format.TABLE:
         with suppress(ParamdError):
             say(_health(target, found.job))
@@ -252,7 +252,7 @@ def status(
     if found and all(row.phase in ("orphaned", "torn") for row in found):
         say(f"the training has ended; to free its memory: paramd cleanup {found.job}")
     # A rank paused on request is healthy.
-    bad = [row.rank for row in found if row.reason and row.phase != "held"]
+    bad = [row.rank for row in found if row.reason and row.phase != "paused"]
     if bad or len(found) < found.world_size:
         raise PartialError(
             f"{len(found) - len(bad)} of {found.world_size} ranks are healthy; see column NOTE, "
@@ -313,7 +313,7 @@ def follow(
             text = io.StringIO()
             emit(listing(found), form, out=text, width=terminal_width(out))
             now = datetime.now().astimezone().strftime("%H:%M:%S")
-            head = f"job {found.job}, incarnation {found.incarnation}, step {found.step}, {now}\n"
+            head = f"job {found.job}, run {found.incarnation}, step {found.step}, {now}\n"
             out.write((CLEAR if clears else "") + (head if form.is_table else ""))
             out.write(text.getvalue())
             out.flush()
@@ -367,10 +367,7 @@ async def _alerts(target: Target, state: str) -> None:
         found = await door.alerts(state)
     _show_alerts(target, door.job, found["incarnation"], found["alerts"])
     sampling = "" if found["watch"] else "; parameters are not being sampled"
-    say(
-        f"job {door.job}, incarnation {found['incarnation']}: {found['firing_count']} "
-        f"firing{sampling}"
-    )
+    say(f"job {door.job}, run {found['incarnation']}: {found['firing_count']} firing{sampling}")
 
 
 async def _follow_alerts(target: Target) -> None:

@@ -146,7 +146,7 @@ def fetch(
 
     say(
         f"{path}: {found.name_count:,} names, {size(found.size_bytes)} of job {found.job}, "
-        f"incarnation {found.incarnation}, step {found.step}"
+        f"run {found.incarnation}, step {found.step}"
         f"{UNSETTLED_TEXT if found.unsettled else ''}"
         f"{differ_text(found.replicas_differ)}, read in {seconds(found.seconds)}"
     )

@@ -182,7 +182,7 @@ def stats(
         print_histograms(found)
     rests = unsettled_text(unsettled=found.unsettled, label=found.label)
     say(
-        f"job {found.job}, incarnation {found.incarnation}, step {found.step}{rests}, at most "
+        f"job {found.job}, run {found.incarnation}, step {found.step}{rests}, at most "
         f"{seconds(age_s)} old ({seconds(time.monotonic() - began_s)} total)"
     )
 
@@ -279,7 +279,7 @@ def headline(document: Mapping[str, Any]) -> str:
     scaled = "" if scale == 1 else f", scaled by {number(scale)}"
     dropped = f", {count(document['dropped'])} dropped before" if document["dropped"] else ""
     return (
-        f"job {document['job']}, incarnation {document['incarnation']}, update {document['step']}"
+        f"job {document['job']}, run {document['incarnation']}, update {document['step']}"
         f"{clipped}{scaled}{dropped}"
     )
 

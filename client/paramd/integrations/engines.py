@@ -328,7 +328,7 @@ def named(frame: ParamFrame, names: NameMap) -> dict[str, torch.Tensor]:
 
 
 def version_of(frame: ParamFrame) -> str:
-    """JOB-INCARNATION-STEP."""
+    """JOB-RUN-STEP."""
     return f"{frame.job}-{frame.incarnation}-{frame.step}"
 
 

@@ -1,7 +1,7 @@
 """A job's parameters for agents: tools over the Model Context Protocol.
 
     look     status, parameters, statistics, gradients, diff, alerts, edits, exports: always
-    change   edit, undo, hold (pause, resume, step), export: only with `changes`, and only as the
+    change   edit, undo, pause (also resume, step), export: only with `changes`, and only as the
              token's role permits. Each is called twice: the first call describes the change, with
              a code; a second one with the same arguments and that code makes it
 
@@ -292,7 +292,7 @@ class Tools:
             raise UsageError(f"this edit cannot be undone: {found.undo_refusal[:MOST_TEXT]}")
         return self._tell(what, _edit(found))
 
-    async def hold(self, action: str, steps: int = 1, confirm: str = "") -> Answer:
+    async def pause(self, action: str, steps: int = 1, confirm: str = "") -> Answer:
         """Pause the training, resume it, or let a paused one go some steps.
 
         Without `confirm`, tells the present state, and gives the code.
@@ -304,7 +304,7 @@ class Tools:
         """
         if action not in ("pause", "resume", "step"):
             raise UsageError(f"action: {action[:50]!r}; expected pause, resume or step")
-        what = _what("hold", {"action": action, "steps": steps if action == "step" else 0})
+        what = _what("pause", {"action": action, "steps": steps if action == "step" else 0})
         if not confirm:
             return self._tell(what, _fields(await self._mesh.pause_state(), "state", "step"))
         self._codes.take(confirm, what)
@@ -351,7 +351,7 @@ class Tools:
 LOOK = (
     "status", "parameters", "statistics", "gradients", "diff", "alerts", "edits", "exports",
 )  # fmt: skip
-CHANGE = ("edit", "undo", "hold", "export")
+CHANGE = ("edit", "undo", "pause", "export")
 
 
 def build(mesh: AsyncMesh, *, changes: bool) -> MCPServer[Any]:

@@ -338,9 +338,7 @@ class Following:
         if self._incarnation is None:
             self._incarnation = found.incarnation
         if found.incarnation != self._incarnation:
-            raise _BegunAnewError(
-                f"{found.job!r} was restarted, as incarnation {found.incarnation}"
-            )
+            raise _BegunAnewError(f"{found.job!r} was restarted, as run {found.incarnation}")
         now = At(found.history, found.step)
         if now > self._looked:
             if self._run is None or now.history > self._looked.history:

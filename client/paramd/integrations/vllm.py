@@ -47,7 +47,7 @@ class _Frames:
 
     @property
     def version(self) -> str:
-        """JOB-INCARNATION-STEP, for `finish_weight_update`."""
+        """JOB-RUN-STEP, for `finish_weight_update`."""
         return version_of(self.frame)
 
     def advance(self) -> bool:

@@ -161,7 +161,7 @@ class Word(IntEnum):
     EDIT_TOKEN = 30  # its token
     EDIT_STEP = 31  # its step
     EDIT_NS = 32  # how long it held up the trainer
-    HELD = 33  # 0 runs, 1 held, 2 stepping within a hold
+    HELD = 33  # 0 runs, 1 paused, 2 stepping within a pause
     HOLD_STEPS_LEFT = 34
     REFUSED = 35  # request this trainer cannot carry out and will never promise
     EDIT_FAILED = 36  # request of an edit that failed half way; SEQ stays odd from then on
@@ -205,7 +205,7 @@ class Word(IntEnum):
     ACTION = 72  # what request READY asks for: a BoundaryAction
     ARGUMENT = 73  # EDIT: where its program begins in the edit memory; STEP: boundaries to pass
     HIGHEST = 74  # highest request this rank was ever ready for in this incarnation
-    HOLD_UNTIL_NS = 75  # end of the hold's lease
+    HOLD_UNTIL_NS = 75  # end of the pause's lease
     MOMENTS_WANTED = 76  # request with optimizer state that the trainer copies, or waits for
     ARM_STEP = 80  # announce the boundary of this step; 0 none
     ARM_SLOT0 = 81  # update (`in_time`) whose gradients are wanted in slot 0; 0 none
@@ -284,7 +284,7 @@ class Refusal(IntEnum):
     GATHERED = -3
     """Training waits in a forward on unsharded copies, which an edit would not reach."""
     NOT_HELD = -4
-    """The request requires that training is paused, but the hold has ended."""
+    """The request requires that training is paused, but the pause has ended."""
 
 
 class Words(Protocol):

@@ -23,11 +23,11 @@ from paramd.mesh.edits.calls import (
     Edit,
     EditCalls,
     Edits,
-    Hold,
     Holder,
     Mark,
     MarkCalls,
     Marks,
+    PauseState,
     check_applied,
 )
 from paramd.mesh.edits.editing import (
@@ -847,20 +847,20 @@ class AsyncMesh:
         edit = await self._marks.roll_back(at, note, deadline_s)
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
 
-    async def pause_state(self) -> Hold:
-        """State of the job's hold."""
-        return await self._edits.hold("GET", "", None, self._deadline(UNSET))
+    async def pause_state(self) -> PauseState:
+        """State of the job's pause."""
+        return await self._edits.pause("GET", "", None, self._deadline(UNSET))
 
     async def pause(
         self, *, lease_s: float | str = LEASE_S, renew: bool = True, timeout: Timeout = UNSET
-    ) -> Hold:
+    ) -> PauseState:
         """Pause training on all ranks at their next common boundary.
 
             with mesh.pause():  # a `Mesh`; training resumes at the end of the block
                 print(mesh.stats("*"))
 
         Args:
-            lease_s: The hold ends on its own after this many seconds, or "5m".
+            lease_s: The pause ends on its own after this many seconds, or "5m".
             renew: Renew the lease while this mesh is open, for at most 300 s in total.
             timeout: Seconds to wait for all ranks to agree.
 
@@ -870,7 +870,9 @@ class AsyncMesh:
         lease_s = seconds_of(lease_s, "lease_s")
         return await self._holder.pause(lease_s, renew=renew, deadline_s=self._deadline(timeout))
 
-    async def step(self, steps: int = 1, *, wait: bool = True, timeout: Timeout = UNSET) -> Hold:
+    async def step(
+        self, steps: int = 1, *, wait: bool = True, timeout: Timeout = UNSET
+    ) -> PauseState:
         """Let paused training run `steps` updates, then pause it again on all ranks.
 
         Args:
@@ -879,20 +881,20 @@ class AsyncMesh:
             timeout: Seconds to wait for the updates.
 
         Raises:
-            ConflictError: training is not paused, or the hold ended before the updates did.
+            ConflictError: training is not paused, or the pause ended before the updates did.
             DeadlineError: updates are left; training finishes them, then pauses.
         """
         return await self._holder.step(steps, wait=wait, deadline_s=self._deadline(timeout))
 
-    async def resume(self, *, timeout: Timeout = UNSET) -> Hold:
-        """End the hold; training continues. Idempotent."""
+    async def resume(self, *, timeout: Timeout = UNSET) -> PauseState:
+        """End the pause; training continues. Idempotent."""
         return await self._holder.resume(deadline_s=self._deadline(timeout))
 
     @asynccontextmanager
     async def writeback(
         self,
         *patterns: Pattern,
-        hold: bool = True,
+        pause: bool = True,
         mode: str | None = None,
         if_step: bool = False,
         reset_moments: bool = False,
@@ -906,18 +908,18 @@ class AsyncMesh:
 
         Args:
             patterns: As in `summon`.
-            hold: Pause training for the block (at most 300 s). If the hold ends before the
+            pause: Pause training for the block (at most 300 s). If the pause ends before the
                 block does, nothing is written.
             mode: "replace" overwrites; "delta" adds the difference to the then current values.
-                None means replace with a hold, delta without.
-            if_step: Write only if training has not advanced since; implied by `hold`.
+                None means replace with a pause, delta without.
+            if_step: Write only if training has not advanced since; implied by `pause`.
             reset_moments, note, timeout, progress: As in `edit`.
 
         Raises:
             ConflictError: nothing was written, on any rank.
         """
-        chosen_mode = check_mode(mode, hold=hold)
-        if hold:
+        chosen_mode = check_mode(mode, pause=pause)
+        if pause:
             await self.pause(timeout=timeout)
         try:
             await self._transfer.load_torch()
@@ -931,7 +933,7 @@ class AsyncMesh:
             yield found
             if ops := await run(changes.ops):
                 terms = EditTerms(
-                    if_step=found.step if hold or if_step else None,
+                    if_step=found.step if pause or if_step else None,
                     reset_moments=reset_moments,
                     note=note,
                 )
@@ -940,8 +942,8 @@ class AsyncMesh:
                 )
                 await make_edit(self._edits, self._reach, self._transfer, ops, terms, sending)
         finally:
-            if hold:
-                # Not an error if the hold has expired: the edit was already refused for it.
+            if pause:
+                # Not an error if the pause has expired: the edit was already refused for it.
                 with suppress(ConflictError):
                     await self.resume(timeout=timeout)
 

@@ -170,7 +170,7 @@ class Mesh:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"incarnation {self._mesh.incarnation}" if self._end.alive else "closed"
+        state = f"run {self._mesh.incarnation}" if self._end.alive else "closed"
         return f"<paramd.Mesh of job {self._mesh.job!r}, {state}>"
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class Mesh:
     rollback = _blocking(AsyncMesh.rollback)
     pause_state = _blocking(AsyncMesh.pause_state)
     resume = _blocking(AsyncMesh.resume)
-    pause = _blocking_as(AsyncMesh.pause, lambda mesh, hold: Pause.of(hold, mesh.resume))
+    pause = _blocking_as(AsyncMesh.pause, lambda mesh, state: Pause.of(state, mesh.resume))
     step = _blocking(AsyncMesh.step)
     writeback = _block(AsyncMesh.writeback)
 
@@ -291,7 +291,7 @@ class Mesh:
         self,
         *patterns: Pattern,
         writeback: Literal[True],
-        hold: bool = True,
+        pause: bool = True,
         mode: str | None = None,
         if_step: bool = False,
         reset_moments: bool = False,

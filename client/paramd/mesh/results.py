@@ -253,7 +253,7 @@ class StatsTable(Table[TensorStats]):
     def summary(self) -> str:
         rests = unsettled_text(unsettled=self.unsettled, label=self.label)
         return (
-            f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
+            f"{len(self)} tensors of {self.job!r} at step {self.step} (run "
             f"{self.incarnation}{rests})"
         )
 
@@ -305,7 +305,7 @@ class MeshStatus(Table[RankStatus]):
 
     def summary(self) -> str:
         return (
-            f"job {self.job!r}, incarnation {self.incarnation}, step {self.step}, "
+            f"job {self.job!r}, run {self.incarnation}, step {self.step}, "
             f"{sum(not row.reason for row in self)} of {self.world_size} ranks healthy"
         )
 
@@ -335,7 +335,7 @@ class _OneStep(dict[str, Item]):
         header, what, rests = self._about()
         hidden = len(self) - SHOWN_ROWS
         below = (
-            f"{what} of {self.job!r} at step {self.step} (incarnation {self.incarnation}{rests}), "
+            f"{what} of {self.job!r} at step {self.step} (run {self.incarnation}{rests}), "
             f"{bytes_text(self.bytes)} in {self.seconds:.3f} s"
             + (f" ({hidden} not shown)" if hidden > 0 else "")
         )

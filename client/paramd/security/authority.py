@@ -67,7 +67,7 @@ class JobAuthority:
         )
         number = int.from_bytes(seed, "big") % (_P256_ORDER - 1) + 1
         key = ec.derive_private_key(number, ec.SECP256R1())
-        name = common_name(f"paramd job {job[:40]}, incarnation {incarnation}")
+        name = common_name(f"paramd job {job[:40]}, run {incarnation}")
         self._ca: Signed = new_ca(key, name, begin=_BEGIN, end=_END)
         self.pem = _pem(self._ca[1])
         """The CA's certificate."""

@@ -305,7 +305,7 @@ class Verifier:
             )
         if claims.incarnation != incarnation:
             raise DeniedError(
-                f"the ticket is for incarnation {claims.incarnation}, the job is in "
+                f"the ticket is for run {claims.incarnation}, the job is in "
                 f"{incarnation}; {_ASK_AGAIN}"
             )
         late_s = time.monotonic() - ends_s if now_s is None else now_s - claims.expires_s
@@ -336,7 +336,7 @@ class Verifier:
             self._jws.decode(ticket, self._key, [_ALGORITHM])
         except InvalidTokenError:
             raise DeniedError(
-                f"the ticket is not signed by this job's present incarnation; {_ASK_AGAIN}"
+                f"the ticket is not signed by this job's present run; {_ASK_AGAIN}"
             ) from None
         claims = _parse(payload)
         if not (_fits(proof, self._place, claims.keys) if claims.keys is not None else not proof):

@@ -273,7 +273,7 @@ def pinned(url: str, pin: str) -> ClientTls:
     shown = pin_of(found) if found else "none"
     if shown != pin:
         raise UsageError(
-            f"tls_ca: {url} has another CA ({shown}) than {pin}: it is another incarnation of the "
+            f"tls_ca: {url} has another CA ({shown}) than {pin}: it is another run of the "
             "job, or another program; take the fingerprint from its endpoint.json"
         )
     return ClientTls(pems=Pems(ca=found))

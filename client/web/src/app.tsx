@@ -11,7 +11,7 @@ import { Provider, useShared } from "./ui/context";
 import { go, usePlace, usePoll } from "./ui/hooks";
 import { Help, TITLES, useKeys } from "./ui/keys";
 import { SignIn } from "./ui/signin";
-import { Hold } from "./views/hold";
+import { Pause } from "./views/pause";
 import { useTheme } from "./ui/theme";
 
 const SCREENS: Record<View, ReturnType<typeof lazy>> = {
@@ -134,7 +134,7 @@ function SignedIn(props: {
         <Side jobs={all} job={job} view={place.view} session={session} dark={dark} toggle={toggle} help={keys.help} signOut={signOut} />
         <main id="main" tabIndex={-1} key={`${job}/${place.view}`}>
           <Offline />
-          {known ? <Hold /> : !jobs.data && <section className="training" />}
+          {known ? <Pause /> : !jobs.data && <section className="training" />}
           {jobs.data && job && !known && place.view !== "runs" ? (
             <Unknown job={job} jobs={all} />
           ) : job ? (

@@ -65,11 +65,11 @@ describe("words", () => {
 
 describe("a pause", () => {
   it("is one line from its beginning to its end", () => {
-    const event = (id: number, state: string) => ({ id: String(id), kind: "hold", time_s: 10 * id, data: { state, holder: "owner-1", step: id, incarnation: 1 } });
+    const event = (id: number, state: string) => ({ id: String(id), kind: "pause", time_s: 10 * id, data: { state, holder: "owner-1", step: id, incarnation: 1 } });
     const told = (states: string[]) =>
       timelineOf({ edits: [], marks: [], exports: [], incarnations: [], causes: [], recent: states.map((state, i) => event(i, state)).reverse() }).map((one) => [one.state, one.what, one.step]);
     expect(NOTHING.recent).toEqual([]);
-    expect(told(["pausing", "held", "running", "pausing", "held"])).toEqual([["held", "training", 4], ["resumed", "training for 20 s", 2]]);
+    expect(told(["pausing", "paused", "running", "pausing", "paused"])).toEqual([["paused", "training", 4], ["resumed", "training for 20 s", 2]]);
   });
 });
 

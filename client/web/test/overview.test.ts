@@ -10,7 +10,7 @@ import { indexTicks, roundStep, valueTicks } from "../src/lib/ticks";
 import { changeBefore, drawnOf, editText, type Happening, linesOf, sizeOf, timelineOf } from "../src/lib/timeline";
 
 const JOB: JobSummary = {
-  job: "run", incarnation: 1, world_size: 2, joined_count: 2, step: 9, state: "ok", reason: "", hold: "running",
+  job: "run", incarnation: 1, world_size: 2, joined_count: 2, step: 9, state: "ok", reason: "", pause: "running",
   critical_count: 0, warning_count: 0, health: "ok", why: "", cause: "",
 };
 const WELL: Known = { summary: JOB, values: { bad: 0, first: "", why: "" }, silentMs: 1000, problem: null };
@@ -30,7 +30,7 @@ describe("health", () => {
     [{}, { health: "warning" }, "warn warning"],
     [{}, { health: "degraded" }, "warn degraded"],
     [{}, { health: "down" }, "bad down"],
-    [{}, { health: "held" }, "warn held"],
+    [{}, { health: "paused" }, "warn paused"],
     [{}, { health: "of a newer server" }, "warn of a newer server"],
     [{ values: { bad: 1, first: "w", why: "" } }, { health: "ended" }, "mute ended"],
     [{ values: { bad: 53, first: "w", why: "" } }, {}, "bad not finite"],
@@ -189,7 +189,7 @@ describe("what charts over time mark", () => {
   it("is what changed the training, the newest of it", () => {
     const timeline = [
       one("edit", "APPLIED", 9), one("edit", "ABORTED", 8), one("export", "DONE", 7), one("export", "FAILED", 6),
-      one("alert", "critical", 5), one("hold", "held", 4), one("restart", "began", 3),
+      one("alert", "critical", 5), one("pause", "paused", 4), one("restart", "began", 3),
     ];
     expect(drawnOf(timeline).map((each) => each.time_s)).toEqual([9, 7, 3]);
     const many = Array.from({ length: 40 }, (_, i) => one("edit", "APPLIED", 100 - i));
@@ -197,10 +197,10 @@ describe("what charts over time mark", () => {
   });
 
   it("names lines that are too close to read apart once", () => {
-    const events = [one("edit", "APPLIED", 502), one("export", "DONE", 501), one("edit", "APPLIED", 500), one("hold", "held", 560), one("edit", "APPLIED", 700)];
+    const events = [one("edit", "APPLIED", 502), one("export", "DONE", 501), one("edit", "APPLIED", 500), one("pause", "paused", 560), one("edit", "APPLIED", 700)];
     expect(linesOf(events, 400_000, 600_000)).toEqual([
       { name: "edit, export", xAxis: 500_000 }, { name: "", xAxis: 501_000 }, { name: "", xAxis: 502_000 },
-      { name: "hold", xAxis: 560_000 },
+      { name: "pause", xAxis: 560_000 },
     ]);
     expect(linesOf([], 0, 1)).toEqual([]);
   });

@@ -146,14 +146,14 @@ class ControlPlane:
         services.sessions.keep(self._records.directory / "sessions.json")
         await self._http.start(build_app(services), self._claim.listener, tls=self._tls)
         # 5. Start watching; resume exports.
-        self._watchers.hold = self._edits.pause_for if self._edits is not None else None
+        self._watchers.pause = self._edits.pause_for if self._edits is not None else None
         self._watchers.start(jobs)
         self._exports.start(jobs)
         # 6. Announce the address to the job's programs, now that all of it works.
         if self._bootstrap is not None:
             self._claim.announce(self._bootstrap)
         mine = self._bootstrap
-        whose = f"job {mine.job}, incarnation {mine.incarnation}" if mine is not None else "a site"
+        whose = f"job {mine.job}, run {mine.incarnation}" if mine is not None else "a site"
         log.info("serving %s at %s", whose, where.url)
         return self._claim.whereabouts(await self._whole_exports(self._exports))
 
@@ -276,10 +276,7 @@ class ControlPlane:
         if newer is not None:
             # It waits for the store, and its callers for it.
             self._drain_s = 0.0
-            return (
-                f"the control plane of incarnation {newer.incarnation} (pid {newer.pid}) "
-                "has taken over"
-            )
+            return f"the control plane of run {newer.incarnation} (pid {newer.pid}) has taken over"
         over = jobs.get(self._bootstrap.job).over
         return str(over) if over is not None else None
 

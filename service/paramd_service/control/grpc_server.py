@@ -205,7 +205,7 @@ def _log_join(mesh: Incarnation, member: Member, what: str) -> None:
     small = mesh.bootstrap.world_size <= LOGGED_RANKS
     level = logging.INFO if small else logging.DEBUG
     job, incarnation = mesh.job, mesh.number
-    log.log(level, "job %s, incarnation %d, rank %d: %s", job, incarnation, member.rank, what)
+    log.log(level, "job %s, run %d, rank %d: %s", job, incarnation, member.rank, what)
 
 
 def _welcome(mesh: Incarnation, notice: Notice) -> control_pb2.JoinResponse:

@@ -35,7 +35,7 @@ _DOUBT_POLL_S = 0.002
 _DOUBT_S = 0.25
 GAVE_UP = 2
 GAVE_UP_REASON = (
-    "the trainers gave up agreeing in this incarnation, since a rank was too long at no boundary; "
+    "the trainers gave up agreeing in this run, since a rank was too long at no boundary; "
     "their logs say when, attach again to restore it"
 )
 _HOPE_S = 0.2
@@ -155,10 +155,10 @@ class Boundaries:
         return fate
 
     def renew_hold(self, lease_s: float) -> None:
-        """Extend the lease of a hold. Raises ConflictError if this rank is not held."""
+        """Extend the lease of a pause. Raises ConflictError if this rank is not paused."""
         page = self._attached.page
         if not page[Word.HELD]:
-            raise ConflictError("training is not held: the hold's lease has ended, or none began")
+            raise ConflictError("training is not paused, or the lease of the pause has ended")
         page[Word.HOLD_UNTIL_NS] = time.monotonic_ns() + int(lease_s * 1e9)
 
     def _fate(self, number: int) -> pb.BoundaryFate.ValueType:

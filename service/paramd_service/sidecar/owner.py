@@ -236,7 +236,7 @@ def check_successor(
     stale = request.incarnation < owner.incarnation
     if stale or (request.incarnation == owner.incarnation and not same):
         raise ConflictError(
-            f"incarnation {request.incarnation} is stale: the sidecar has served incarnation "
+            f"run {request.incarnation} is stale: the sidecar has served run "
             f"{owner.incarnation}; all ranks must attach again"
         )
 

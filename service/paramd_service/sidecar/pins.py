@@ -285,7 +285,7 @@ class Pins:
     async def close(self) -> None:
         """End all leases and the copying thread."""
         self._closing = True
-        self.boundaries.end("the incarnation has ended")
+        self.boundaries.end("the run has ended")
         await self.gradient_pins.gradients.close()
         # Before the store frees memory that the copier may write to.
         await self._loop.run_in_executor(self._executor, self.copier.stop)

@@ -280,13 +280,9 @@ class RankSidecar:
         """Raise ConflictError if a plan was made for another incarnation or layout."""
         mesh = self.ready_mesh()
         if incarnation != self.incarnation or layout_digest != mesh.layout_digest:
-            what = (
-                f"incarnation {incarnation}"
-                if incarnation != self.incarnation
-                else "another layout"
-            )
+            what = f"run {incarnation}" if incarnation != self.incarnation else "another layout"
             raise ConflictError(
-                f"the request was planned for {what}, the job is in incarnation "
+                f"the request was planned for {what}, the job is in run "
                 f"{self.incarnation}; fetch the layout again"
             )
 

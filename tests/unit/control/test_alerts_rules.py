@@ -190,7 +190,7 @@ def test_each_rule_over_logged_numbers_finds_what_violates_it() -> None:
 
 
 def test_training_is_paused_only_on_its_users_word() -> None:
-    table = {"hold": ["logged-number"]}
-    assert parse_alerts(table, place="own") == {"hold": ("logged-number",)}
-    with pytest.raises(UsageError, match="hold in the working directory is not trusted"):
+    table = {"pause": ["logged-number"]}
+    assert parse_alerts(table, place="own") == {"pause": ("logged-number",)}
+    with pytest.raises(UsageError, match="pause in the working directory is not trusted"):
         parse_alerts(table, place="here", trusted=False)

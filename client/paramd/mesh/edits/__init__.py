@@ -1,4 +1,4 @@
-"""Edits of a running training, and holds.
+"""Edits of a running training, and pauses.
 
 calls.py     REST: create, commit, watch, abort, undo; pause, step, resume; marks, rollbacks
 editing.py   one edit from its operations to its end; `with mesh.summon(..., writeback=True)`

@@ -1,4 +1,4 @@
-"""REST calls for edits, holds, marks, rollbacks and hyper-parameters, and their results."""
+"""REST calls for edits, pauses, marks, rollbacks and hyper-parameters, and their results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, Final, NoReturn
 
+from paramd import gone
 from paramd.documents import Document, Finite, Record, Text, read_document
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
 from paramd.layout.edits.kinds import BY_WORD, KINDS
@@ -184,26 +185,27 @@ class Edit(Document):
         return f"<paramd.Edit {self.id[:8]} {self.shown_state}{where}, {what_text(self)}{why}>"
 
 
-class HoldState(StrEnum):
-    """State of a hold."""
+class PauseWord(StrEnum):
+    """State of a pause."""
 
     RUNNING = "running"
     PAUSING = "pausing"
     """Requested, not agreed yet."""
-    HELD = "held"
+    PAUSED = "paused"
     STEPPING = "stepping"
     """A number of boundaries pass before training waits again."""
 
 
+@gone.tells
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hold(Document):
+class PauseState(Document):
     """Whether training is paused at a boundary."""
 
-    state: HoldState
+    state: PauseWord
     step: int = -1
     """Finished updates; -1 when no rank reports it."""
     holder: str = ""
-    """Name of the token that paused training, and a unique suffix; empty without a hold."""
+    """Name of the token that paused training, and a unique suffix; empty without a pause."""
     steps_left: int = 0
     """Boundaries it may still pass before it pauses again."""
     lease_left_s: float = 0.0
@@ -213,20 +215,20 @@ class Hold(Document):
     """Seconds since the Unix epoch; None when unknown."""
 
     @property
-    def held(self) -> bool:
-        return self.state in ("held", "stepping")
+    def paused(self) -> bool:
+        return self.state in ("paused", "stepping")
 
 
-class Pause(Hold):
-    """The result of `pause`: a `Hold`, and a block at whose end training resumes."""
+class Pause(PauseState):
+    """The result of `pause`: a `PauseState`, and a block at whose end training resumes."""
 
     __slots__ = ("_resume",)
     _resume: Callable[[], object]
 
     @classmethod
-    def of(cls, hold: Hold, resume: Callable[[], object]) -> Pause:
-        """`resume` ends the hold."""
-        self = cls(**{one.name: getattr(hold, one.name) for one in fields(Hold)})
+    def of(cls, state: PauseState, resume: Callable[[], object]) -> Pause:
+        """`resume` ends the pause."""
+        self = cls(**{one.name: getattr(state, one.name) for one in fields(PauseState)})
         object.__setattr__(self, "_resume", resume)
         return self
 
@@ -246,7 +248,7 @@ def check_applied(edit: Edit) -> Edit:
     if edit.state is EditState.ABORTED:
         raise ConflictError(f"edit {edit.id} was applied on no rank: {edit.reason}")
     if edit.state is EditState.LOST:
-        raise ConflictError(f"edit {edit.id} was lost with its incarnation: {edit.reason}")
+        raise ConflictError(f"edit {edit.id} was lost with its run: {edit.reason}")
     why = f" ({edit.reason})" if edit.reason else ""
     raise DeadlineError(
         f"edit {edit.id} is still {edit.state}{why}; it will be applied on all ranks or none. See "
@@ -325,7 +327,7 @@ def new_edit_id() -> str:
 
 
 class EditCalls:
-    """Edit and hold requests of one job. Idempotent ones are retried while unreachable."""
+    """Edit and pause requests of one job. Idempotent ones are retried while unreachable."""
 
     def __init__(self, rest: JobRest) -> None:
         self.rest = rest
@@ -383,12 +385,12 @@ class EditCalls:
             raise UsageError(f"limit: {limit}; expected at least 1")
         return Edits(map(self._edit, await self.rest.rows("edits", limit, state=state)))
 
-    async def hold(
+    async def pause(
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
-    ) -> Hold:
-        """Send a hold request; `path` is appended to "/pause"."""
+    ) -> PauseState:
+        """Send a pause request; `path` is appended to "/pause"."""
         found = await self.send(method, f"/pause{path}", body, deadline_s)
-        return self.rest.read(lambda: read_document(Hold, found))
+        return self.rest.read(lambda: read_document(PauseState, found))
 
     async def send(
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
@@ -413,58 +415,58 @@ def _wait_s(deadline_s: float) -> float:
 
 
 class Holder:
-    """This mesh's hold. Use on one event loop."""
+    """This mesh's pause. Use on one event loop."""
 
     def __init__(self, calls: EditCalls) -> None:
         self._calls = calls
         self._lease_s = LEASE_S
         self._renewing: asyncio.Task[None] | None = None
 
-    async def pause(self, lease_s: float, *, renew: bool, deadline_s: float) -> Hold:
-        """Begin a hold; with `renew`, renew its lease until `resume` or `stop_renewing`."""
+    async def pause(self, lease_s: float, *, renew: bool, deadline_s: float) -> PauseState:
+        """Begin a pause; with `renew`, renew its lease until `resume` or `stop_renewing`."""
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
         asked = {"lease_s": lease_s, "timeout_s": round(max(1.0, deadline_s - time.monotonic()), 3)}
-        telling = asyncio.create_task(self._tell(), name="paramd-hold-told")
+        telling = asyncio.create_task(self._tell(), name="paramd-pause-told")
         try:
-            found = await self._calls.hold("POST", "", asked, deadline_s)
+            found = await self._calls.pause("POST", "", asked, deadline_s)
         finally:
             telling.cancel()
             await asyncio.wait({telling})
-        # After the request: if it fails, a hold we already have must keep its renewals.
+        # After the request: if it fails, a pause we already have must keep its renewals.
         await self.stop_renewing()
         if renew:
             self._lease_s = lease_s
-            self._renewing = asyncio.create_task(self._renew(), name="paramd-hold")
+            self._renewing = asyncio.create_task(self._renew(), name="paramd-pause")
         return found
 
-    async def step(self, steps: int, *, wait: bool, deadline_s: float) -> Hold:
+    async def step(self, steps: int, *, wait: bool, deadline_s: float) -> PauseState:
         """Run `steps` updates; with `wait`, return once all ranks are paused again."""
         if steps < 1:
             raise UsageError(f"steps: {steps}; expected at least 1")
-        found = await self._calls.hold("POST", "/step", {"steps": steps}, deadline_s)
+        found = await self._calls.pause("POST", "/step", {"steps": steps}, deadline_s)
         pause_s = _FIRST_LOOK_S
         while wait and found.state == "stepping":
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise DeadlineError(
                     f"{found.steps_left} of {steps} updates are left; training finishes them, "
-                    "then holds again. Allow more time (timeout=), or do not wait (wait=False)"
+                    "then pauses again. Allow more time (timeout=), or do not wait (wait=False)"
                 )
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
-            found = await self._calls.hold("GET", "", None, deadline_s)
-        if wait and not found.held:
+            found = await self._calls.pause("GET", "", None, deadline_s)
+        if wait and not found.paused:
             raise ConflictError(
-                f"the hold ended before its {steps} updates did, at step {found.step}; training "
+                f"the pause ended before its {steps} updates did, at step {found.step}; training "
                 "continues. Use a longer lease, or renew it"
             )
         return found
 
-    async def resume(self, *, deadline_s: float) -> Hold:
-        """End the hold. Idempotent."""
+    async def resume(self, *, deadline_s: float) -> PauseState:
+        """End the pause. Idempotent."""
         await self.stop_renewing()
-        return await self._calls.hold("DELETE", "", None, deadline_s)
+        return await self._calls.pause("DELETE", "", None, deadline_s)
 
     async def stop_renewing(self) -> None:
         """Stop renewing, so that the lease runs out. Idempotent."""
@@ -474,21 +476,21 @@ class Holder:
             await asyncio.wait({task})
 
     async def _tell(self) -> None:
-        """Log, every few seconds, the ranks that a hold waits for."""
+        """Log, every few seconds, the ranks that a pause waits for."""
         while True:
             await asyncio.sleep(TELL_S)
             with suppress(ParamdError):
-                now = await self._calls.hold("GET", "", None, time.monotonic() + _ANSWER_S)
+                now = await self._calls.pause("GET", "", None, time.monotonic() + _ANSWER_S)
                 if now.waits_for:
-                    log.warning("paramd: a hold of all ranks is waited for, for %s", now.waits_for)
+                    log.warning("paramd: the pause is waiting for %s", now.waits_for)
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            # If renewing fails, the hold ends with its lease.
+            # If renewing fails, the pause ends with its lease.
             with suppress(ParamdError):
                 deadline_s = time.monotonic() + _RENEW_TIMEOUT_S
-                await self._calls.hold("POST", "/renew", {"lease_s": self._lease_s}, deadline_s)
+                await self._calls.pause("POST", "/renew", {"lease_s": self._lease_s}, deadline_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

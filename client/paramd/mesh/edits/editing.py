@@ -230,10 +230,10 @@ class Uploads:
             self.how.progress(min(self._sent_bytes, self._total_bytes), self._total_bytes)
 
 
-def check_mode(mode: str | None, *, hold: bool) -> Mode:
-    """`mode`, or its default: "replace" with a hold, "delta" without; UsageError if unknown."""
+def check_mode(mode: str | None, *, pause: bool) -> Mode:
+    """`mode`, or its default: "replace" with a pause, "delta" without; UsageError if unknown."""
     if mode is None:
-        return "replace" if hold else "delta"
+        return "replace" if pause else "delta"
     if mode == "replace":
         return "replace"
     if mode == "delta":

@@ -318,7 +318,7 @@ class GradFrame(Frame[Value]):
     def __repr__(self) -> str:
         return (
             f"<paramd.GradFrame of {self.job!r}: {len(self)} gradients that update {self.step} "
-            f"consumes (incarnation {self.incarnation}), {len(self.none)} of them None, "
+            f"consumes (run {self.incarnation}), {len(self.none)} of them None, "
             f"{self.dropped} frames dropped before>"
         )
 
@@ -347,7 +347,7 @@ class ParamFrame(Frame["torch.Tensor"]):
     def __repr__(self) -> str:
         return (
             f"<paramd.ParamFrame of {self.job!r}: {len(self)} tensors after update {self.step} "
-            f"(incarnation {self.incarnation}), {len(self.changed)} of them changed, "
+            f"(run {self.incarnation}), {len(self.changed)} of them changed, "
             f"{self.dropped} frames dropped before>"
         )
 

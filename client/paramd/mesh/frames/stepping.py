@@ -282,14 +282,13 @@ class StepStream(Generic[Held, Result]):
         incarnation, digest = self._identity
         if document.incarnation != incarnation:
             raise ConflictError(
-                f"incarnation {incarnation} has ended, the job is in incarnation "
+                f"run {incarnation} has ended, the job is in run "
                 f"{document.incarnation}; subscribe again"
             )
         # Empty while a rank is away; that is not a change.
         if digest and document.layout_digest not in ("", digest):
             raise ConflictError(
-                f"the layout of incarnation {incarnation} is not the one subscribed to; "
-                "subscribe again"
+                f"the layout of run {incarnation} is not the one subscribed to; subscribe again"
             )
         self._identity = (incarnation, document.layout_digest or digest)
 
@@ -446,8 +445,8 @@ def _check(
     # Nobody asks for a step as it rests, nor for weights that replace the training's.
     if said != {wanted} or any(header.unsettled for header in headers):
         raise AbortedError(
-            f"requested {wanted} of incarnation {wanted.incarnation}, but the ranks have "
-            + ", ".join(f"{one} of incarnation {one.incarnation}" for one in sorted(said))
+            f"requested {wanted} of run {wanted.incarnation}, but the ranks have "
+            + ", ".join(f"{one} of run {one.incarnation}" for one in sorted(said))
         )
     if len({header.iteration for header in headers}) > 1:
         raise out_of_lockstep(at.step, {header.rank: header.iteration for header in headers})

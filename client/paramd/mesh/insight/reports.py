@@ -82,7 +82,7 @@ class Alerts(Table[Alert]):
     def summary(self) -> str:
         return (
             f"{sum(row.firing for row in self)} of {len(self)} alerts of {self.job!r} firing "
-            f"(incarnation {self.incarnation})"
+            f"(run {self.incarnation})"
             + ("" if self.watch else "; parameters are not being sampled")
         )
 

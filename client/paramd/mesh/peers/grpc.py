@@ -105,8 +105,8 @@ class Asked:
             known and header.layout_digest != self.layout_digest
         ):
             raise ConflictError(
-                f"{self.who} is in incarnation {header.incarnation} with layout "
-                f"{header.layout_digest[:12]!r}; expected incarnation {self.incarnation}, "
+                f"{self.who} is in run {header.incarnation} with layout "
+                f"{header.layout_digest[:12]!r}; expected run {self.incarnation}, "
                 f"{self.layout_digest[:12]!r}; try again in a moment"
             )
 
@@ -141,8 +141,8 @@ def check_handover(answer: Message, ticket: str, rank: int) -> None:
     if found != (job, incarnation, rank):
         raise RankUnreachableError(
             rank,
-            f"rank {rank} of job {job!r}, incarnation {incarnation}, is not at its Unix socket: "
-            f"rank {answer.get('rank')} of job {answer.get('job')!r}, incarnation "
+            f"rank {rank} of job {job!r}, run {incarnation}, is not at its Unix socket: "
+            f"rank {answer.get('rank')} of job {answer.get('job')!r}, run "
             f"{answer.get('incarnation')}, responds there",
         )
 
@@ -180,7 +180,8 @@ TELL_S: Final = 5.0
 """Seconds between two log lines about a call that waits."""
 
 PHASE_NAMES: Final[dict[int, str]] = {
-    int(number): name.removeprefix("PHASE_").lower() for name, number in common_pb2.Phase.items()
+    int(number): name.removeprefix("PHASE_").lower().replace("held", "paused")
+    for name, number in common_pb2.Phase.items()
 }
 """Phases as documents spell them, e.g. "forward_backward"."""
 

@@ -386,7 +386,7 @@ class Sidecars:
         if (header.job, header.incarnation) != (document.job, document.incarnation):
             raise ConflictError(
                 f"the control plane at {document.control_address} serves job {header.job!r}, "
-                f"incarnation {header.incarnation}; expected job {document.job!r}, incarnation "
+                f"run {header.incarnation}; expected job {document.job!r}, run "
                 f"{document.incarnation}; try again in a moment"
             )
         return Captured(found.captured, StateName.of(header), found.reason)

@@ -254,10 +254,7 @@ class SnapshotView(Mapping[str, Sequence[Shard]]):
 
     def __repr__(self) -> str:
         rows = [[name, str(list(self._shapes[name])), str(len(s))] for name, s in self.items()]
-        below = (
-            f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
-            f"{self.incarnation})"
-        )
+        below = f"{len(self)} tensors of {self.job!r} at step {self.step} (run {self.incarnation})"
         return text_table(["name", "shape", "shards"], rows[:40], below)
 
     def drop(self) -> None:

@@ -223,7 +223,7 @@ class Pinner:
                 "while training has stopped, unless they are mirrored"
             ) from error
         if any(pin.state.incarnation != answer.state.incarnation for pin in pins):
-            raise ConflictError("a new incarnation began before the boundary; try again")
+            raise ConflictError("a new run began before the boundary; try again")
         return answer
 
     async def _pin_all(self, spans: Spans, how: PinKind, left_s: float) -> list[RankPin]:

@@ -79,8 +79,8 @@ class Reading:
         said, pinned = cast("Any", found).header, self.pinned.state
         if (said.incarnation, said.step) != (pinned.incarnation, pinned.step):
             raise ConflictError(
-                f"{self.sidecars.who(rank)} answered about step {said.step} of incarnation "
-                f"{said.incarnation}; expected step {pinned.step} of incarnation "
+                f"{self.sidecars.who(rank)} answered about step {said.step} of run "
+                f"{said.incarnation}; expected step {pinned.step} of run "
                 f"{pinned.incarnation}; try again"
             )
         return found
@@ -258,8 +258,8 @@ class Reader:
         expected, sent = self._expected.state, StateName.of(header)
         if sent != expected:
             raise ConflictError(
-                f"{self._source.who} sent {sent} of incarnation {sent.incarnation}; the pin is of "
-                f"{expected} of incarnation {expected.incarnation}; try again"
+                f"{self._source.who} sent {sent} of run {sent.incarnation}; the pin is of "
+                f"{expected} of run {expected.incarnation}; try again"
             )
 
     def _check_next(self, offset_bytes: int, size_bytes: int) -> None:

@@ -358,6 +358,6 @@ class Attachment:
     def __repr__(self) -> str:
         state = "detached" if self._detached else f"at {self.url}" if self.url else "not reachable"
         return (
-            f"<paramd.Attachment job={self.job!r} incarnation={self.incarnation} rank={self.rank} "
+            f"<paramd.Attachment job={self.job!r} run={self.incarnation} rank={self.rank} "
             f"step={self.step}, {state}>"
         )

@@ -151,7 +151,7 @@ def _registration(
     copy_tickets = [str(ticket) for ticket in found.get("copy_tickets", [])]
     incarnation = int(found["incarnation"])
     if len(tickets) != world_size or len(copy_tickets) not in (0, world_size) or incarnation < 1:
-        raise ValueError(f"{len(tickets)} tickets, incarnation {incarnation}")
+        raise ValueError(f"{len(tickets)} tickets, run {incarnation}")
     pems = [Pems.of_json(one) for one in found["rank_tls"]] if certified else []
     if certified and len(pems) != world_size:
         raise ValueError(f"{len(pems)} certificates")

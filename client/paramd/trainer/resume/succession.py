@@ -48,7 +48,7 @@ from paramd.trainer.resume.optimizer_home import OptimizerHome, signature
 
 log = logging.getLogger("paramd")
 
-NO_SIDECAR = "no sidecar of an earlier incarnation is here"
+NO_SIDECAR = "no sidecar of an earlier run is here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +282,7 @@ class Succession:
         assert choice is not None, "decide comes first"
         if choice.how == "live":
             return (
-                f"resumes at step {choice.mark.step} from memory (incarnation "
+                f"resumes at step {choice.mark.step} from memory (run "
                 f"{self._incarnation}); no step is lost"
             )
         if choice.how == "snapshot":

@@ -513,74 +513,6 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/api/v1/jobs/{job}/hold": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        /**
-         * Get Hold
-         * @description Whether training is held at a boundary, and by whom.
-         */
-        get: operations["get_hold"];
-        put?: never;
-        /**
-         * Begin Hold
-         * @description Hold all ranks at one boundary; returns once they wait. Ends with its lease.
-         */
-        post: operations["begin_hold"];
-        /**
-         * End Hold
-         * @description Resume training. Idempotent.
-         */
-        delete: operations["end_hold"];
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
-    "/api/v1/jobs/{job}/hold/renew": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        get?: never;
-        put?: never;
-        /**
-         * Renew Hold
-         * @description Extend the lease, counted from now; trainers cap a hold at 300 s. Idempotent.
-         */
-        post: operations["renew_hold"];
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
-    "/api/v1/jobs/{job}/hold/step": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        get?: never;
-        put?: never;
-        /**
-         * Step Hold
-         * @description Let held training finish some updates and hold again, under the same lease.
-         */
-        post: operations["step_hold"];
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
     "/api/v1/jobs/{job}/hyperparameters": {
         parameters: {
             query?: never;
@@ -642,7 +574,7 @@ export interface paths {
         /**
          * Create Mark
          * @description Keep the complete state of the next common boundary under a name, in the sidecars'
-         *     memory. Training is held while it is copied.
+         *     memory. Training is paused while it is copied.
          */
         post: operations["create_mark"];
         delete?: never;
@@ -816,6 +748,74 @@ export interface paths {
         get: operations["get_values"];
         put?: never;
         post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/pause": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Pause
+         * @description Whether training is paused at a boundary, and by whom.
+         */
+        get: operations["get_pause"];
+        put?: never;
+        /**
+         * Begin Pause
+         * @description Pause all ranks at one boundary; returns once they wait. Ends with its lease.
+         */
+        post: operations["begin_pause"];
+        /**
+         * End Pause
+         * @description Resume training. Idempotent.
+         */
+        delete: operations["end_pause"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/pause/renew": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Renew Pause
+         * @description Extend the lease, counted from now; trainers cap a pause at 300 s. Idempotent.
+         */
+        post: operations["renew_pause"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/pause/step": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Step Pause
+         * @description Let paused training finish some updates and pause again, under the same lease.
+         */
+        post: operations["step_pause"];
         delete?: never;
         options?: never;
         head?: never;
@@ -1262,12 +1262,12 @@ export interface components {
             alerts: components["schemas"]["Alert"][];
             /**
              * Firing Count
-             * @description Alerts firing now, on all pages; 0 for a past incarnation
+             * @description Alerts firing now, on all pages; 0 for a past run
              */
             firing_count: number;
             /**
              * Incarnation
-             * @description The alerts' incarnation
+             * @description The alerts' run
              */
             incarnation: number;
             /**
@@ -1381,7 +1381,7 @@ export interface components {
             hash: string;
             /**
              * Incarnation
-             * @description 0: not about one incarnation
+             * @description 0: not about one run
              */
             incarnation: number;
             /**
@@ -1708,7 +1708,7 @@ export interface components {
             id?: string | null;
             /**
              * If Step
-             * @description Apply at the boundary of this step, or abort. Hold training first, or it moves past the step before all ranks have agreed
+             * @description Apply at the boundary of this step, or abort. Pause training first, or it moves past the step before all ranks have agreed
              */
             if_step?: number | null;
             /**
@@ -2140,76 +2140,6 @@ export interface components {
             watch: boolean;
         };
         /**
-         * Hold
-         * @description Whether training is paused at a boundary.
-         */
-        Hold: {
-            /**
-             * Holder
-             * @description Name of the token that paused training, and a unique suffix; empty without a hold.
-             * @default
-             */
-            holder: string;
-            /**
-             * Lease Left S
-             * @default 0
-             */
-            lease_left_s: number;
-            /**
-             * Since S
-             * @description Seconds since the Unix epoch; None when unknown.
-             */
-            since_s: number | null;
-            state: components["schemas"]["HoldState"];
-            /**
-             * Step
-             * @description Finished updates; -1 when no rank reports it.
-             * @default -1
-             */
-            step: number;
-            /**
-             * Steps Left
-             * @description Boundaries it may still pass before it pauses again.
-             * @default 0
-             */
-            steps_left: number;
-            /**
-             * Waits For
-             * @description While pausing: the rank whose boundary is waited for, and since when.
-             * @default
-             */
-            waits_for: string;
-        };
-        /**
-         * HoldRequest
-         * @description A hold's lease.
-         */
-        HoldRequest: {
-            /**
-             * Holder
-             * @description Holder returned by begin_hold; empty: the hold of this token
-             * @default
-             */
-            holder: string;
-            /**
-             * Lease S
-             * @description Seconds from now; training resumes when they are over
-             * @default 30
-             */
-            lease_s: number;
-            /**
-             * Timeout S
-             * @description Seconds for all ranks to agree on a hold; None: 60 and four of their steps
-             */
-            timeout_s?: number | null;
-        };
-        /**
-         * HoldState
-         * @description State of a hold.
-         * @enum {string}
-         */
-        HoldState: "running" | "pausing" | "held" | "stepping";
-        /**
          * HyperparameterList
          * @description Those of all optimizers.
          */
@@ -2337,17 +2267,12 @@ export interface components {
             critical_count: number;
             /**
              * Health
-             * @description One word: ok, starting, held, warning, degraded, critical, down or ended
+             * @description One word: ok, starting, paused, warning, degraded, critical, down or ended
              */
             health: string;
             /**
-             * Hold
-             * @description running, held or stepping, as the ranks last reported; see get_hold
-             */
-            hold: string;
-            /**
              * Incarnation
-             * @description Last incarnation of the job
+             * @description Last run of the job
              */
             incarnation: number;
             /**
@@ -2365,6 +2290,11 @@ export interface components {
              * @description Current layout; empty until one is agreed
              */
             layout_digest: string;
+            /**
+             * Pause
+             * @description running, paused or stepping, as the ranks last reported; see get_pause
+             */
+            pause: string;
             /**
              * Peers
              * @description Joined sidecars, ordered by rank
@@ -2434,7 +2364,7 @@ export interface components {
         JobRegistration: {
             /**
              * Incarnation Floor
-             * @description The new incarnation is above this one
+             * @description The new run is above this one
              * @default 0
              */
             incarnation_floor: number;
@@ -2471,17 +2401,12 @@ export interface components {
             critical_count: number;
             /**
              * Health
-             * @description One word: ok, starting, held, warning, degraded, critical, down or ended
+             * @description One word: ok, starting, paused, warning, degraded, critical, down or ended
              */
             health: string;
             /**
-             * Hold
-             * @description running, held or stepping, as the ranks last reported; see get_hold
-             */
-            hold: string;
-            /**
              * Incarnation
-             * @description Last incarnation of the job
+             * @description Last run of the job
              */
             incarnation: number;
             /**
@@ -2494,6 +2419,11 @@ export interface components {
              * @description Ranks whose sidecar is joined now
              */
             joined_count: number;
+            /**
+             * Pause
+             * @description running, paused or stepping, as the ranks last reported; see get_pause
+             */
+            pause: string;
             /**
              * Reason
              * @description Why the state is not ok; empty when it is
@@ -2912,7 +2842,7 @@ export interface components {
         ParamPage: {
             /**
              * Incarnation
-             * @description Incarnation of the filter's statistics; -1 for none
+             * @description Run of the filter's statistics; -1 for none
              */
             incarnation: number;
             /** Layout Digest */
@@ -2942,6 +2872,76 @@ export interface components {
              */
             total_count: number;
         };
+        /**
+         * PauseRequest
+         * @description A pause's lease.
+         */
+        PauseRequest: {
+            /**
+             * Holder
+             * @description Holder returned by begin_pause; empty: the pause of this token
+             * @default
+             */
+            holder: string;
+            /**
+             * Lease S
+             * @description Seconds from now; training resumes when they are over
+             * @default 30
+             */
+            lease_s: number;
+            /**
+             * Timeout S
+             * @description Seconds for all ranks to agree on a pause; None: 60 and four of their steps
+             */
+            timeout_s?: number | null;
+        };
+        /**
+         * PauseState
+         * @description Whether training is paused at a boundary.
+         */
+        PauseState: {
+            /**
+             * Holder
+             * @description Name of the token that paused training, and a unique suffix; empty without a pause.
+             * @default
+             */
+            holder: string;
+            /**
+             * Lease Left S
+             * @default 0
+             */
+            lease_left_s: number;
+            /**
+             * Since S
+             * @description Seconds since the Unix epoch; None when unknown.
+             */
+            since_s: number | null;
+            state: components["schemas"]["PauseWord"];
+            /**
+             * Step
+             * @description Finished updates; -1 when no rank reports it.
+             * @default -1
+             */
+            step: number;
+            /**
+             * Steps Left
+             * @description Boundaries it may still pass before it pauses again.
+             * @default 0
+             */
+            steps_left: number;
+            /**
+             * Waits For
+             * @description While pausing: the rank whose boundary is waited for, and since when.
+             * @default
+             */
+            waits_for: string;
+        };
+        /**
+         * PauseWord
+         * @description State of a pause.
+         * @enum {string}
+         */
+        PauseWord: "running" | "pausing" | "paused" | "stepping";
         /**
          * PeerAddress
          * @description Addresses of one rank's sidecar.
@@ -3182,27 +3182,27 @@ export interface components {
             edit_bytes: number;
             /**
              * Edits
-             * @description Edits applied in this incarnation
+             * @description Edits applied in this run
              */
             edits: number;
-            /**
-             * Hold Left Ms
-             * @description Time left of a hold's lease; 0 when not held
-             */
-            hold_left_ms: number;
-            /**
-             * Hold Steps Left
-             * @description Boundaries that held training may still pass
-             */
-            hold_steps_left: number;
             /**
              * Membership
              * @description missing, joined, silent, gone or left
              */
             membership: string;
             /**
+             * Pause Left Ms
+             * @description Time left of a pause's lease; 0 when not paused
+             */
+            pause_left_ms: number;
+            /**
+             * Pause Steps Left
+             * @description Boundaries that paused training may still pass
+             */
+            pause_steps_left: number;
+            /**
              * Phase
-             * @description waiting, idle, forward_backward, update, summon, held, stalled, orphaned, torn, constant (an older sidecar's word) or unspecified
+             * @description waiting, idle, forward_backward, update, summon, paused, stalled, orphaned, torn, constant (an older sidecar's word) or unspecified
              */
             phase: string;
             /** Rank */
@@ -3351,14 +3351,14 @@ export interface components {
             copy_tickets?: string[];
             /**
              * Incarnation
-             * @description Number of the new incarnation
+             * @description Number of the new run
              */
             incarnation: number;
             /** Job */
             job: string;
             /**
              * Public Key
-             * @description Verifies the incarnation's tickets; hexadecimal
+             * @description Verifies the run's tickets; hexadecimal
              */
             public_key: string;
             /**
@@ -3876,7 +3876,7 @@ export interface components {
         StepRequest: {
             /**
              * Holder
-             * @description Holder returned by begin_hold; empty: the hold of this token
+             * @description Holder returned by begin_pause; empty: the pause of this token
              * @default
              */
             holder: string;
@@ -4240,9 +4240,6 @@ export type HeatmapDocument = components['schemas']['HeatmapDocument'];
 export type HeldDocument = components['schemas']['HeldDocument'];
 export type HistogramDocument = components['schemas']['HistogramDocument'];
 export type HistoryDocument = components['schemas']['HistoryDocument'];
-export type Hold = components['schemas']['Hold'];
-export type HoldRequest = components['schemas']['HoldRequest'];
-export type HoldState = components['schemas']['HoldState'];
 export type HyperparameterList = components['schemas']['HyperparameterList'];
 export type Hyperparameters = components['schemas']['Hyperparameters'];
 export type HyperparametersRequest = components['schemas']['HyperparametersRequest'];
@@ -4266,6 +4263,9 @@ export type OpRequest = components['schemas']['OpRequest'];
 export type ParamDetail = components['schemas']['ParamDetail'];
 export type ParamDocument = components['schemas']['ParamDocument'];
 export type ParamPage = components['schemas']['ParamPage'];
+export type PauseRequest = components['schemas']['PauseRequest'];
+export type PauseState = components['schemas']['PauseState'];
+export type PauseWord = components['schemas']['PauseWord'];
 export type PeerAddress = components['schemas']['PeerAddress'];
 export type PieceDocument = components['schemas']['PieceDocument'];
 export type PointDocument = components['schemas']['PointDocument'];
@@ -5099,136 +5099,6 @@ export interface operations {
             };
         };
     };
-    get_hold: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path: {
-                /** @example my-run */
-                job: string;
-            };
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Hold"];
-                };
-            };
-        };
-    };
-    begin_hold: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path: {
-                /** @example my-run */
-                job: string;
-            };
-            cookie?: never;
-        };
-        requestBody: {
-            content: {
-                "application/json": components["schemas"]["HoldRequest"];
-            };
-        };
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Hold"];
-                };
-            };
-        };
-    };
-    end_hold: {
-        parameters: {
-            query?: {
-                /** @description Holder returned by begin_hold */
-                holder?: string;
-            };
-            header?: never;
-            path: {
-                /** @example my-run */
-                job: string;
-            };
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Hold"];
-                };
-            };
-        };
-    };
-    renew_hold: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path: {
-                /** @example my-run */
-                job: string;
-            };
-            cookie?: never;
-        };
-        requestBody: {
-            content: {
-                "application/json": components["schemas"]["HoldRequest"];
-            };
-        };
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Hold"];
-                };
-            };
-        };
-    };
-    step_hold: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path: {
-                /** @example my-run */
-                job: string;
-            };
-            cookie?: never;
-        };
-        requestBody: {
-            content: {
-                "application/json": components["schemas"]["StepRequest"];
-            };
-        };
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Hold"];
-                };
-            };
-        };
-    };
     get_hyperparameters: {
         parameters: {
             query?: never;
@@ -5587,6 +5457,136 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["ValuesDocument"];
+                };
+            };
+        };
+    };
+    get_pause: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PauseState"];
+                };
+            };
+        };
+    };
+    begin_pause: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["PauseRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PauseState"];
+                };
+            };
+        };
+    };
+    end_pause: {
+        parameters: {
+            query?: {
+                /** @description Holder returned by begin_pause */
+                holder?: string;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PauseState"];
+                };
+            };
+        };
+    };
+    renew_pause: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["PauseRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PauseState"];
+                };
+            };
+        };
+    };
+    step_pause: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["StepRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PauseState"];
                 };
             };
         };

@@ -13,7 +13,7 @@ export function count(value: number | null | undefined): string {
   return value === null || value === undefined || Number.isNaN(value) ? "–" : value.toLocaleString("en-US");
 }
 
-/** Who holds training, without what tells two holds of one token apart. */
+/** Who paused training, without what tells two pauses of one token apart. */
 export function holderText(holder: string): string {
   return holder.replace(/\/[0-9a-f]{8}$/, "");
 }

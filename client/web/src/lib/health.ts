@@ -46,7 +46,7 @@ export function healthOf(known: Known): Health {
 }
 
 const TONES: Record<string, Health["tone"]> = {
-  ok: "ok", starting: "info", held: "warn", warning: "warn", degraded: "warn", critical: "bad", down: "bad", ended: "mute",
+  ok: "ok", starting: "info", paused: "warn", warning: "warn", degraded: "warn", critical: "bad", down: "bad", ended: "mute",
 };
 
 /** The control plane's verdict; the page adds only what it has read of the values itself. */

@@ -35,7 +35,7 @@ export function withEvent(live: Live, event: ServerEvent): Live {
   };
   if (event.kind === "gap" || event.kind === "hello") {
     // Events were missed: anything may have changed.
-    for (const kind of ["rank", "incarnation", "alert", "snapshot", "edit", "mark", "hold", "export"]) bump(kind);
+    for (const kind of ["rank", "incarnation", "alert", "snapshot", "edit", "mark", "pause", "export"]) bump(kind);
     return { ...live, time_s, changes };
   }
   bump(event.kind);

@@ -1,4 +1,4 @@
-/** One list of what happened to a job: edits, marks, exports, restarts, alerts, holds. Pure. */
+/** One list of what happened to a job: edits, marks, exports, restarts, alerts, pauses. Pure. */
 
 import type { Edit, ExportInfo, IncarnationRecord, Mark } from "../api/schema";
 import { type Cause } from "./causes";
@@ -6,7 +6,7 @@ import { opText } from "./edits";
 import { count, duration, holderText, plural } from "./format";
 import type { Live } from "./live";
 
-export const KINDS = ["edit", "mark", "export", "restart", "alert", "hold"] as const;
+export const KINDS = ["edit", "mark", "export", "restart", "alert", "pause"] as const;
 export type Kind = (typeof KINDS)[number];
 
 export interface Happening {
@@ -42,7 +42,7 @@ export function timelineOf(sources: Sources): Happening[] {
     ...sources.exports.map(ofExport),
     ...sources.incarnations.flatMap(ofIncarnation),
     ...sources.causes.map(ofCause),
-    ...ofHolds(sources.recent),
+    ...ofPauses(sources.recent),
   ].sort((a, b) => b.time_s - a.time_s);
 }
 
@@ -154,10 +154,10 @@ function ofCause(cause: Cause): Happening {
 }
 
 /** A pause is one line, from its first event to the one that ends it. */
-function ofHolds(recent: Live["recent"]): Happening[] {
+function ofPauses(recent: Live["recent"]): Happening[] {
   const found: Happening[] = [];
-  for (const event of [...recent].reverse().filter((one) => one.kind === "hold")) {
-    const now = ofHold(event);
+  for (const event of [...recent].reverse().filter((one) => one.kind === "pause")) {
+    const now = ofPause(event);
     const open = found.at(-1);
     if (!open || open.state === "running" || open.incarnation !== now.incarnation) {
       found.push(now);
@@ -169,13 +169,13 @@ function ofHolds(recent: Live["recent"]): Happening[] {
   return found.map((one) => (one.state === "running" ? { ...one, state: "resumed" } : one));
 }
 
-function ofHold(event: Live["recent"][number]): Happening {
+function ofPause(event: Live["recent"][number]): Happening {
   const text = (name: string): string => (typeof event.data[name] === "string" ? (event.data[name] as string) : "");
   const step = event.data["step"];
   const incarnation = event.data["incarnation"];
   return {
-    key: `hold ${event.id}`,
-    kind: "hold",
+    key: `pause ${event.id}`,
+    kind: "pause",
     time_s: event.time_s,
     step: typeof step === "number" ? step : -1,
     incarnation: typeof incarnation === "number" ? incarnation : -1,
@@ -236,6 +236,6 @@ const MAX_DRAWN = 12;
 export function drawnOf(timeline: readonly Happening[]): Happening[] {
   const idle = ["ABORTED", "LOST", "STAGING", "STAGED", "FAILED", "CANCELLED"];
   return timeline
-    .filter((one) => one.kind !== "alert" && one.kind !== "hold" && !idle.includes(one.state))
+    .filter((one) => one.kind !== "alert" && one.kind !== "pause" && !idle.includes(one.state))
     .slice(0, MAX_DRAWN);
 }

@@ -79,7 +79,7 @@ const TONES: Record<string, Tone> = {
   FAILED: "bad",
   LOST: "bad",
   running: "ok",
-  held: "warn",
+  paused: "warn",
   pausing: "info",
   stepping: "info",
 };

@@ -1,4 +1,4 @@
-/** Edits: the log, a form with dry run, undo; and holding training. */
+/** Edits: the log, a form with dry run, undo; and pausing training. */
 
 import { type ReactNode, useMemo, useState } from "react";
 

@@ -95,7 +95,7 @@ function Firing(props: { history: History }): ReactNode {
   const { history } = props;
   const { job, summary } = useShared();
   const mayEdit = useMay("edit");
-  const held = summary?.hold !== undefined && summary.hold !== "running" && summary.hold !== "";
+  const paused = summary?.pause !== undefined && summary.pause !== "running" && summary.pause !== "";
   const firing = history.causes.filter((cause) => cause.firing > 0);
   if (firing.length === 0) return null;
   return (
@@ -103,9 +103,9 @@ function Firing(props: { history: History }): ReactNode {
       title={`What is wrong: ${plural(firing.length, "cause")}, the first one first`}
       actions={<a href={placeHash({ job, view: "alerts", query: { state: "firing" } })}>all alerts</a>}
     >
-      {held && (
+      {paused && (
         <p>
-          Training is {summary?.hold}: <a href={placeHash({ job, view: "edits", query: {} })}>roll back to a mark, or resume it</a>
+          Training is {summary?.pause}: <a href={placeHash({ job, view: "edits", query: {} })}>roll back to a mark, or resume it</a>
         </p>
       )}
       <ul className="bare" aria-label="Causes">
@@ -149,7 +149,7 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
   const loading = !ranks.data && !ranks.error;
   const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes" | "trainer_rss_bytes"): string =>
     loading ? "…" : bytes(all.reduce((total, rank) => total + rank[key], 0));
-  const held = summary?.hold === "held";
+  const paused = summary?.pause === "paused";
   const step = Math.max(summary?.step ?? -1, live.incarnation === summary?.incarnation ? live.step : -1);
   return (
     <Panel title="Now" source={<Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />}>
@@ -158,12 +158,12 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
         <Facts
           rows={[
             ["step", step >= 0 ? count(step) : "–"],
-            ["steps per second", held ? "0, paused" : Number.isFinite(middle) ? number(1 / middle, 3) : "–"],
-            ["median step time", held ? `${duration(middle)} before the pause` : duration(middle)],
+            ["steps per second", paused ? "0, paused" : Number.isFinite(middle) ? number(1 / middle, 3) : "–"],
+            ["median step time", paused ? `${duration(middle)} before the pause` : duration(middle)],
             ["stragglers", loading ? "…" : late.length ? late.map((rank) => <a key={rank} className="spaced" href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>rank {rank}</a>) : "none"],
             ["gradient norm", gradient],
             ["learning rates", <a key="lr" href={placeHash({ job, view: "edits", query: {} })}>see and set</a>],
-            ["training", summary?.hold ?? "–"],
+            ["training", summary?.pause ?? "–"],
             ["shared parameter memory", sum("arena_bytes")],
             ["snapshot memory", sum("snapshot_bytes")],
             ["trainers' memory", sum("trainer_rss_bytes")],

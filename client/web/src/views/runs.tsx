@@ -82,7 +82,7 @@ function Jobs(props: { jobs: readonly JobSummary[] }): ReactNode {
                       {one.incarnation}
                     </a>
                   </td>
-                  <td>{one.state === "ended" ? "ended" : one.hold}</td>
+                  <td>{one.state === "ended" ? "ended" : one.pause}</td>
                   <td className="wrap">{one.reason}</td>
                 </tr>
               ))}

@@ -1,4 +1,4 @@
-/** What happened to the job, newest first: edits, marks, exports, restarts, alerts, holds. */
+/** What happened to the job, newest first: edits, marks, exports, restarts, alerts, pauses. */
 
 import { type ReactNode, useMemo } from "react";
 
@@ -83,7 +83,7 @@ export function useHistory(): History {
   };
 }
 
-const KIND_WORDS: Record<Kind, string> = { edit: "edits", mark: "restore points", export: "exports", restart: "runs", alert: "alerts", hold: "pauses" };
+const KIND_WORDS: Record<Kind, string> = { edit: "edits", mark: "restore points", export: "exports", restart: "runs", alert: "alerts", pause: "pauses" };
 const SHOW = ["all", ...KINDS] as const;
 
 export function Timeline(props: { history: History }): ReactNode {
@@ -100,14 +100,14 @@ export function Timeline(props: { history: History }): ReactNode {
     >
       {history.error && <Trouble>{history.error}</Trouble>}
       {history.at > 0 && shown.length === 0 && (
-        <Empty>{show === "all" ? "Nothing has happened yet." : `No ${KIND_WORDS[show as Kind] ?? show} yet.`}{show === "hold" ? " Pauses are listed from when this page was opened; the audit has all." : ""}</Empty>
+        <Empty>{show === "all" ? "Nothing has happened yet." : `No ${KIND_WORDS[show as Kind] ?? show} yet.`}{show === "pause" ? " Pauses are listed from when this page was opened; the audit has all." : ""}</Empty>
       )}
       <ol className="bare happenings" aria-label="Timeline">
         {shown.slice(0, SHOWN).map((one) => (
           <li key={one.key} data-kind={one.kind}>
             <span className="faint when">{clock(one.time_s)}</span>
             <Badge state={one.state} tone={toneOf(one.state)} />
-            <a href={placeHash({ job, view: one.view, query: one.query })}>{{ restart: "run", mark: "restore point", hold: "pause" }[one.kind as string] ?? one.kind}</a>
+            <a href={placeHash({ job, view: one.view, query: one.query })}>{{ restart: "run", mark: "restore point", pause: "pause" }[one.kind as string] ?? one.kind}</a>
             <span className="wrap what">{one.what}</span>
             <span className="faint">
               {one.who && (

@@ -131,8 +131,8 @@ def check_incarnation(job: str, incarnation: int) -> None:
     claims = _caller.get()
     if (claims.job, claims.incarnation) != (job, incarnation):
         raise ConflictError(
-            f"the ticket is for job {claims.job!r}, incarnation {claims.incarnation}; it is not "
-            f"valid for job {job[:64]!r}, incarnation {incarnation}"
+            f"the ticket is for job {claims.job!r}, run {claims.incarnation}; it is not "
+            f"valid for job {job[:64]!r}, run {incarnation}"
         )
 
 

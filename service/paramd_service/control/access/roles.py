@@ -69,7 +69,7 @@ _OPERATIONS: Final[dict[Action, str]] = {
         "delete_session list_jobs get_job list_ranks list_incarnations list_alerts follow_events "
         "follow_grads get_history list_series list_params get_param get_stats get_histogram "
         "list_exports get_export list_schedules list_destinations list_edits get_edit list_marks "
-        "get_hold"
+        "get_pause"
     ),
     Action.READ: (
         "get_why get_updates get_diff get_spectrum get_heatmap get_values list_snapshots "
@@ -78,7 +78,8 @@ _OPERATIONS: Final[dict[Action, str]] = {
     Action.LOGS: "get_rank_log",
     Action.EDIT: (
         "read_export_file create_edit commit_edit preview_edit undo_edit abort_edit create_mark "
-        "delete_mark create_rollback set_hyperparameters begin_hold renew_hold step_hold end_hold"
+        "delete_mark create_rollback set_hyperparameters begin_pause renew_pause "
+        "step_pause end_pause"
     ),
     Action.EXPORT: (
         "create_export cancel_export store_export_asset create_schedule delete_schedule"

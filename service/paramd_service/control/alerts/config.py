@@ -46,7 +46,7 @@ class Rule(StrEnum):
     """A number that the script logs is NaN or infinite, or violates a rule of `numbers`."""
 
 
-HOLDING = frozenset(
+PAUSING = frozenset(
     {Rule.NON_FINITE, Rule.NORM_JUMP, Rule.GRADIENT_JUMP, Rule.REPLICA_DRIFT, Rule.LOGGED_NUMBER}
 )
 """Rules that may pause training: their findings are in the training's state."""
@@ -105,7 +105,7 @@ class AlertConfig:
     (resume="auto"), once in so many steps; 0: parameters alone, in samples by time."""
     disabled: tuple[str, ...] = ()
     """Names of rules that are turned off."""
-    hold: tuple[str, ...] = ()
+    pause: tuple[str, ...] = ()
     """Names of rules that pause training when they fire, once until training resumes: for at most
     five minutes, in which somebody may investigate, roll back, or resume it."""
     stats_every_s: float = 60.0
@@ -165,11 +165,11 @@ class AlertConfig:
             raise UsageError(
                 f"disabled: {sorted(unknown)[0]!r} is not a rule; expected {', '.join(Rule)}"
             )
-        strange = set(self.hold) - HOLDING
+        strange = set(self.pause) - PAUSING
         if strange:
             raise UsageError(
-                f"hold: {sorted(strange)[0]!r} cannot pause training; expected "
-                f"{', '.join(rule for rule in Rule if rule in HOLDING)}"
+                f"pause: {sorted(strange)[0]!r} cannot pause training; expected "
+                f"{', '.join(rule for rule in Rule if rule in PAUSING)}"
             )
         if len(self.webhooks) > MAX_WEBHOOKS:
             raise UsageError(f"webhooks: {len(self.webhooks)}; expected at most {MAX_WEBHOOKS}")

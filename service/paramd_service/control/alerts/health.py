@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paramd.mesh.edits.calls import HoldState
+from paramd.mesh.edits.calls import PauseWord
 from paramd.mesh.insight.reports import Alert
 from paramd_service.control.alerts.book import Severity
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.mesh.registry import State
 
-WORDS = ("ok", "starting", "held", "warning", "degraded", "critical", "down", "ended")
+WORDS = ("ok", "starting", "paused", "warning", "degraded", "critical", "down", "ended")
 """From good to bad; then "ended"."""
 
 TOGETHER_S = 5.0
@@ -54,7 +54,7 @@ def _number(alert: Alert) -> int:
 
 
 def health_of(
-    *, state: State, reason: str, hold: HoldState, firing: Sequence[Alert]
+    *, state: State, reason: str, pause: PauseWord, firing: Sequence[Alert]
 ) -> tuple[str, str, str]:
     """(word, why, id of the alert that is the likely cause or "")."""
     # A few milliseconds' wait for a copy deserves a line, not a verdict.
@@ -71,6 +71,6 @@ def health_of(
         return word, f"{cause.reason}{more}", cause.id
     if state in (State.DOWN, State.DEGRADED):
         return state.value, reason, ""
-    if hold is not HoldState.RUNNING:
-        return "held", "training is paused on request", ""
+    if pause is not PauseWord.RUNNING:
+        return "paused", "training is paused on request", ""
     return ("starting", reason, "") if state is State.STARTING else ("ok", "", "")

@@ -26,7 +26,7 @@ from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.store.alerts import AlertStore, State
 
-Hold = Callable[[str, str], Awaitable[None]]
+Pause = Callable[[str, str], Awaitable[None]]
 
 log = logging.getLogger("paramd.control.alerts")
 
@@ -54,7 +54,7 @@ class Watchers:
     """As in `Watcher`, like the next one and `expires_s`."""
     offer: Offer
     expires_s: Callable[[], float | None] = lambda: None
-    hold: Hold | None = None
+    pause: Pause | None = None
     """Pauses the training of a job, with the given reason; None: nothing can."""
 
     def __post_init__(self) -> None:
@@ -116,14 +116,14 @@ class Watchers:
 
     def _tell(self, alert: Alert) -> None:
         self.publish("alert", asdict(alert), job=alert.job)
-        if self.hold and alert.state == State.FIRING and alert.rule in self.config.hold:
+        if self.pause and alert.state == State.FIRING and alert.rule in self.config.pause:
             # Once: whoever resumes training has seen the alert, which may continue to fire.
-            kept(self._ending, self._paused(alert, self.hold), "paramd-alert-hold")
+            kept(self._ending, self._paused(alert, self.pause), "paramd-alert-pause")
 
     @staticmethod
-    async def _paused(alert: Alert, hold: Hold) -> None:
+    async def _paused(alert: Alert, pause: Pause) -> None:
         try:
-            await hold(alert.job, f"alert {alert.rule}")
+            await pause(alert.job, f"alert {alert.rule}")
         except ParamdError as error:
             log.warning("job %s is not paused for an alert: %s", alert.job, error)
 
@@ -139,7 +139,7 @@ def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) 
     Raises:
         UsageError: an unknown key or a value of the wrong type.
     """
-    for key in ("webhooks", "hold"):
+    for key in ("webhooks", "pause"):
         if key in table and not trusted:
             raise UsageError(
                 f"{place}: {key} in the working directory is not trusted; set it in the "

@@ -339,7 +339,7 @@ class Watcher:
             firing = alert.state == State.FIRING
             log.log(
                 logging.WARNING if firing else logging.INFO,
-                "job %s, incarnation %d: %s %s: %s",
+                "job %s, run %d: %s %s: %s",
                 alert.job,
                 alert.incarnation,
                 alert.rule,

@@ -1,6 +1,6 @@
 """Request and response bodies of the REST API that several routes share.
 
-In order: edits and holds, parameters and their statistics, snapshots, jobs and ranks.
+In order: edits and pauses, parameters and their statistics, snapshots, jobs and ranks.
 Descriptions appear in the OpenAPI document.
 """
 
@@ -17,7 +17,7 @@ from paramd.mesh.edits.calls import Edit, Mark
 from paramd.mesh.peers.control import PeerAddress
 from paramd.places import IncarnationRecord
 from paramd.wire import LEASE_S, MAX_LEASE_S
-from paramd_service.control.edits.holds import MAX_STEPS
+from paramd_service.control.edits.pauses import MAX_STEPS
 
 MAX_OPS = 10_000
 EDIT_ID = "^[0-9a-f]{32}$"
@@ -90,7 +90,7 @@ class EditRequest(WaitRequest):
         None,
         ge=0,
         le=1 << 62,
-        description="Apply at the boundary of this step, or abort. Hold training first, or it "
+        description="Apply at the boundary of this step, or abort. Pause training first, or it "
         "moves past the step before all ranks have agreed",
     )
     allow_nonfinite: bool = Field(False, description="Permit NaN and infinities; admins only")
@@ -186,17 +186,17 @@ class EditList(BaseModel):
 
 
 class HolderRequest(Request):
-    """Which hold is meant."""
+    """Which pause is meant."""
 
     holder: str = Field(
         "",
         max_length=128,
-        description="Holder returned by begin_hold; empty: the hold of this token",
+        description="Holder returned by begin_pause; empty: the pause of this token",
     )
 
 
-class HoldRequest(HolderRequest):
-    """A hold's lease."""
+class PauseRequest(HolderRequest):
+    """A pause's lease."""
 
     lease_s: float = Field(
         LEASE_S,
@@ -210,7 +210,7 @@ class HoldRequest(HolderRequest):
         gt=0,
         le=3600,
         allow_inf_nan=False,
-        description="Seconds for all ranks to agree on a hold; None: 60 and four of their steps",
+        description="Seconds for all ranks to agree on a pause; None: 60 and four of their steps",
     )
 
 
@@ -266,7 +266,7 @@ class ParamPage(BaseModel):
     total_count: int = Field(description="Matching tensors on all pages")
     params: list[ParamDocument]
     next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
-    incarnation: int = Field(description="Incarnation of the filter's statistics; -1 for none")
+    incarnation: int = Field(description="Run of the filter's statistics; -1 for none")
     step: int = Field(description="Step of those statistics, equal on all pages; -1 for none")
     partial: bool = Field(description="Whether tensors are missing")
     missing: list[MissingDocument]
@@ -475,17 +475,17 @@ class JobSummary(BaseModel):
     """One job of this control plane."""
 
     job: str = Field(description="Name of the job")
-    incarnation: int = Field(description="Last incarnation of the job")
+    incarnation: int = Field(description="Last run of the job")
     world_size: int = Field(description="Ranks of the mesh")
     joined_count: int = Field(description="Ranks whose sidecar is joined now")
     step: int = Field(description="Lowest step reported by a joined rank; -1 when none is joined")
     state: str = Field(description="ok, starting, degraded, down or ended")
     reason: str = Field(description="Why the state is not ok; empty when it is")
-    hold: str = Field(
-        description="running, held or stepping, as the ranks last reported; see get_hold"
+    pause: str = Field(
+        description="running, paused or stepping, as the ranks last reported; see get_pause"
     )
     health: str = Field(
-        description="One word: ok, starting, held, warning, degraded, critical, down or ended"
+        description="One word: ok, starting, paused, warning, degraded, critical, down or ended"
     )
     why: str = Field(description="The likely cause in words; empty when all is well")
     cause: str = Field(description="Id of the alert that is the likely cause; empty: none is")
@@ -505,7 +505,7 @@ class JobRegistration(BaseModel):
     job: str = Field(description="Name: letters, digits, . _ -", min_length=1, max_length=64)
     world_size: int = Field(description="Ranks of the mesh", ge=1, le=65_536)
     incarnation_floor: int = Field(
-        0, description="The new incarnation is above this one", ge=0, le=1_000_000_000_000
+        0, description="The new run is above this one", ge=0, le=1_000_000_000_000
     )
     rank_hosts: list[str] = Field(
         default_factory=list,
@@ -527,9 +527,9 @@ class RegisteredJob(BaseModel):
     """What the ranks of a new incarnation need. Contains tickets: never log it."""
 
     job: str
-    incarnation: int = Field(description="Number of the new incarnation")
+    incarnation: int = Field(description="Number of the new run")
     control_address: str = Field(description='gRPC target "host:port" that sidecars join')
-    public_key: str = Field(description="Verifies the incarnation's tickets; hexadecimal")
+    public_key: str = Field(description="Verifies the run's tickets; hexadecimal")
     rank_tickets: list[str] = Field(description="By rank; lets a sidecar join as that rank")
     copy_tickets: list[str] = Field(
         default_factory=list,
@@ -571,7 +571,7 @@ class RankDocument(BaseModel):
     reason: str = Field(description="Why the state is not ok; empty when it is")
     age_s: float = Field(description="Seconds since the last report, or since the stream ended")
     phase: str = Field(
-        description="waiting, idle, forward_backward, update, summon, held, stalled, orphaned, "
+        description="waiting, idle, forward_backward, update, summon, paused, stalled, orphaned, "
         "torn, constant (an older sidecar's word) or unspecified"
     )
     step: int = Field(description="Finished updates; -1 before the first report")
@@ -590,9 +590,9 @@ class RankDocument(BaseModel):
     trainer_rss_bytes: int = Field(description="Resident memory of the trainer; 0 when unknown")
     agreement_works: bool
     agreement_reason: str
-    hold_left_ms: int = Field(description="Time left of a hold's lease; 0 when not held")
-    hold_steps_left: int = Field(description="Boundaries that held training may still pass")
-    edits: int = Field(description="Edits applied in this incarnation")
+    pause_left_ms: int = Field(description="Time left of a pause's lease; 0 when not paused")
+    pause_steps_left: int = Field(description="Boundaries that paused training may still pass")
+    edits: int = Field(description="Edits applied in this run")
     edit_bytes: int = Field(description="Memory of staged edits and of undo data")
     alerts: list[str] = Field(description="Ids of problems the sidecar itself detects")
     version: str = Field(description="Version of the sidecar's paramd")

@@ -20,11 +20,11 @@ _NUMBERS = (
     *("snapshot_count", "sidecar_rss_bytes", "trainer_rss_bytes", "hold_left_ms"),
     *("hold_steps_left", "edits", "edit_bytes"),
 )
-"""Members that are whole numbers, named as in `RankState`."""
+"""Members that are whole numbers, named as in `RankState`, which calls a pause a hold."""
 _numbers = attrgetter(*_NUMBERS)
 _SAID = (
     '"phase":"%s","step":%d,'
-    + "".join(f'"{name}":%d,' for name in _NUMBERS)
+    + "".join(f'"{name.replace("hold_", "pause_")}":%d,' for name in _NUMBERS)
     + '"agreement_works":%s,"agreement_reason":%s,"alerts":%s,"version":%s'
 )
 

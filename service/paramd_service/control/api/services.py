@@ -43,7 +43,7 @@ class Services:
     exports: ExportService
     """Exports, their schedules and destinations."""
     edits: EditRegistry
-    """`edits.service(job)` runs the job's edits, `edits.hold(job)` its hold."""
+    """`edits.service(job)` runs the job's edits, `edits.pause(job)` its pause."""
     failures: FailureLimit
     events: EventBus
     """`events.publish(kind, data, job=)` pushes to all viewers of the job."""

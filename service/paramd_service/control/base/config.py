@@ -65,7 +65,7 @@ class ControlConfig:
     """Never sample or compare parameters for alerts; the sidecars' own reports are still
     checked."""
     readonly: bool = False
-    """Refuse to change parameters, hold training, export or create tokens, whatever the role;
+    """Refuse to change parameters, pause training, export or create tokens, whatever the role;
     jobs still register. Same as PARAMD_READONLY=1."""
     store: str = field(default="", repr=False)
     """URL of the store, sqlite:////path or postgresql://user@host/database (a password only in
@@ -197,7 +197,7 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
     if bootstrap.job != job:
         raise UsageError(f"stdin: the job is {bootstrap.job!r}; expected {job!r} as in --job")
     if bootstrap.incarnation < 1:
-        raise UsageError(f"stdin: incarnation {bootstrap.incarnation}; expected 1 or more")
+        raise UsageError(f"stdin: run {bootstrap.incarnation}; expected 1 or more")
     if not 1 <= bootstrap.world_size <= MAX_WORLD_SIZE:
         raise UsageError(
             f"stdin: world_size {bootstrap.world_size}; expected 1 to {MAX_WORLD_SIZE}"

@@ -78,7 +78,7 @@ class IncarnationNotes:
                 await asyncio.to_thread(_append, job, line)
             except (OSError, ParamdError) as error:
                 # The history is a convenience: the job continues without it.
-                log.warning("the history of incarnations was not written: %s", error)
+                log.warning("the history of runs was not written: %s", error)
             finally:
                 self._lines.task_done()
 

@@ -5,6 +5,6 @@ spec.py         request -> manifest, documents and replica check; [edits] of par
 runner.py       runs one machine: its actions become calls to sidecars, their answers its events
 incarnation.py  the open edits of one incarnation: staging, turns, timeouts, recovery
 service.py      the operations behind REST: create, commit, preview, undo, abort
-holds.py        hold, step and resume training
+pauses.py       pause, step and resume training
 marks.py        states that training can return to
 """

@@ -15,11 +15,10 @@ from paramd.errors import ParamdError
 from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp, overlap
 from paramd.layout.select import NameIndex
-from paramd.mesh.edits.calls import Hold as HoldView
+from paramd.mesh.edits.calls import PauseState
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import kept, stopped
 from paramd_service.control.access.authority import Principal
-from paramd_service.control.edits.holds import Hold
 from paramd_service.control.edits.machine import (
     CallOff,
     Commit,
@@ -29,6 +28,7 @@ from paramd_service.control.edits.machine import (
     SameData,
     no_data,
 )
+from paramd_service.control.edits.pauses import Pause
 from paramd_service.control.edits.runner import EditRun, feed_staged, preview_all, stage
 from paramd_service.control.edits.spec import EditConfig, Planned, ops_of
 from paramd_service.control.mesh.coordinator import BoundaryAction, token_of
@@ -58,7 +58,7 @@ class IncarnationEdits:
     config: EditConfig
     _: KW_ONLY
     on_change: Callable[[EditRow], None]
-    on_hold: Callable[[str, HoldView], None]
+    on_pause: Callable[[str, PauseState], None]
 
     def __post_init__(self) -> None:
         self._loading: asyncio.Task[None] | None = None
@@ -66,7 +66,7 @@ class IncarnationEdits:
         self._ending: set[asyncio.Task[None]] = set()
         self.open: dict[str, EditRun] = {}
         """Drivers of edits that have not ended, by id."""
-        self.hold = Hold(self.mesh, self.records, agree_s=self.agree_s, on_change=self.on_hold)
+        self.pause = Pause(self.mesh, self.records, agree_s=self.agree_s, on_change=self.on_pause)
 
     def begin(self) -> None:
         """Resolve the edits that an earlier control plane left open; no turns are given before."""
@@ -126,9 +126,9 @@ class IncarnationEdits:
             await self.commit(driver, by, index, planned.ops)
 
     async def _commit_held(self, driver: EditRun, by: Principal, index: NameIndex) -> None:
-        """Commit a rollback, which trainers promise only while they are held."""
+        """Commit a rollback, which trainers promise only while they are paused."""
         try:
-            async with self.hold.during(by):
+            async with self.pause.during(by):
                 await self.commit(driver, by, index, ())
         except ParamdError as error:
             driver.feed(CallOff(str(error)))
@@ -273,7 +273,7 @@ class IncarnationEdits:
             return None
         driver = self.drive(row, no_data)
         if row.incarnation < self.mesh.number:
-            driver.feed(IncarnationEnded(f"incarnation {row.incarnation} ended"))
+            driver.feed(IncarnationEnded(f"run {row.incarnation} ended"))
             return driver
         if row.state != EditState.COMMITTED:
             return None

@@ -1,6 +1,6 @@
 """Marks of one job, and its standing snapshots: states that training can return to.
 
-A mark is made at one boundary of all ranks. All of them allocate memory for it, training is held,
+A mark is made at one boundary of all ranks. All of them allocate memory for it, training is paused,
 and every sidecar copies its rank's state. The copies count if all have the same step, history and
 number of edits. On any failure, the mark is dropped everywhere.
 """
@@ -17,7 +17,7 @@ from paramd.errors import ConflictError, ExistsError, NotFoundError, ParamdError
 from paramd.mesh.edits.calls import Mark
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
-from paramd_service.control.edits.holds import Hold
+from paramd_service.control.edits.pauses import Pause
 from paramd_service.control.edits.runner import STAGE_S
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView, listed
@@ -38,7 +38,7 @@ class Marks:
     """The marks of one incarnation's ranks. Use on one event loop."""
 
     mesh: Incarnation
-    hold: Hold
+    pause: Pause
     records: Records
     on_change: Callable[[str, str, KeptState | None], None]
     """Called with job, name and mark for each mark made, and with None for each dropped."""
@@ -90,7 +90,7 @@ class Marks:
 
         Raises:
             ExistsError: the name is taken. ExhaustedError: no memory for it.
-            ConflictError: this training keeps no states, or is held by somebody else.
+            ConflictError: this training keeps no states, or is paused by somebody else.
             UnreachableError: not all ranks are joined.
         """
         self.mesh.check()
@@ -130,9 +130,9 @@ class Marks:
             return state
 
         try:
-            # Before training is held: allocating memory takes longer than the copy.
+            # Before training is paused: allocating memory takes longer than the copy.
             await on_all(view, lambda rank, at: make(rank, at, fill=False))
-            async with self.hold.during(by):
+            async with self.pause.during(by):
                 found = await on_all(view, lambda rank, at: make(rank, at, fill=True))
             (made,) = merged({rank: [one] for rank, one in found.items()}, len(view.ranks))[:1]
             if made.reason:

@@ -1,4 +1,4 @@
-"""Edits and holds as REST calls them: one EditService per incarnation, EditRegistry over all."""
+"""Edits and pauses as REST calls them: one EditService per incarnation, EditRegistry over all."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from paramd.errors import ConflictError, DeniedError, ExistsError, NotFoundError
 from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp
 from paramd.layout.select import NameIndex
-from paramd.mesh.edits.calls import Hold as HoldView
+from paramd.mesh.edits.calls import PauseState
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import MAX_LEASE_S
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
-from paramd_service.control.edits.holds import Hold
 from paramd_service.control.edits.incarnation import IncarnationEdits, audit_detail
 from paramd_service.control.edits.machine import CallOff, no_data
 from paramd_service.control.edits.marks import KeptState, Marks
+from paramd_service.control.edits.pauses import Pause
 from paramd_service.control.edits.runner import EditRun, preview_all, verify_staged
 from paramd_service.control.edits.spec import (
     EditConfig,
@@ -296,7 +296,7 @@ class EditService:
             by = row.undone_by
             return f"it was undone by edit {by}; if that one was undone, undo the edit that did it"
         if row.incarnation != self.mesh.number or self.mesh.over is not None:
-            return f"its incarnation {row.incarnation} has ended"
+            return f"its run {row.incarnation} has ended"
         return ""
 
     async def _layout(self) -> tuple[NameIndex, str]:
@@ -321,7 +321,7 @@ def _check_own(by: Principal, row: EditRow) -> None:
 
 
 class EditRegistry:
-    """All edits and holds of a control plane. `Jobs` calls it on one event loop."""
+    """All edits and pauses of a control plane. `Jobs` calls it on one event loop."""
 
     def __init__(self, records: Records, config: EditConfig, *, publish: Publish) -> None:
         """No I/O."""
@@ -337,17 +337,17 @@ class EditRegistry:
         """Total seconds from creation to APPLIED, by job."""
 
     def began(self, mesh: Incarnation) -> None:
-        """Start the edits and the hold of a new incarnation."""
+        """Start the edits and the pause of a new incarnation."""
         job = mesh.job
         work = IncarnationEdits(
             mesh,
             self._records,
             self.config,
             on_change=self._edit_changed,
-            on_hold=self._hold_changed,
+            on_pause=self._pause_changed,
         )
         pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
-        marks = Marks(mesh, work.hold, self._records, on_change=self._mark_changed)
+        marks = Marks(mesh, work.pause, self._records, on_change=self._mark_changed)
         service = EditService(mesh, work, self._records, self.config, pace, marks)
         if job in self._services:
             self._older.append(self._services[job])
@@ -358,7 +358,7 @@ class EditRegistry:
         """Resolve the open edits of an incarnation that ended: ABORTED, or LOST if committed."""
         service = self._services.get(mesh.job)
         if service is not None and service.mesh is mesh:
-            service.work.incarnation_ended(f"incarnation {mesh.number} ended ({mesh.over})")
+            service.work.incarnation_ended(f"run {mesh.number} ended ({mesh.over})")
 
     def tick(self, mesh: Incarnation, _: MeshView, now_s: float | None = None) -> None:
         """Called once a second: time out staged edits, drop older incarnations with none open."""
@@ -374,18 +374,18 @@ class EditRegistry:
             raise NotFoundError(f"job {job[:64]!r} is not served here")
         return found
 
-    def hold(self, job: str) -> Hold:
-        """The hold of the job's last incarnation. Raises NotFoundError."""
-        return self.service(job).work.hold
+    def pause(self, job: str) -> Pause:
+        """The pause of the job's last incarnation. Raises NotFoundError."""
+        return self.service(job).work.pause
 
     async def pause_for(self, job: str, name: str) -> None:
-        """Hold training under this name; anyone allowed to hold may end it. Raises as `begin`."""
+        """Pause training under this name; anyone allowed to pause may end it. Raises as `begin`."""
         by = Principal(name, UserRole.VIEWER)
-        await self.hold(job).begin(by, MAX_LEASE_S, "", for_all=True)
+        await self.pause(job).begin(by, MAX_LEASE_S, "", for_all=True)
 
-    def hold_counts(self) -> dict[str, int]:
-        """Holds begun in the job's last incarnation, by job."""
-        return {job: one.work.hold.begun_count for job, one in self._services.items()}
+    def pause_counts(self) -> dict[str, int]:
+        """Pauses begun in the job's last incarnation, by job."""
+        return {job: one.work.pause.begun_count for job, one in self._services.items()}
 
     def open_counts(self) -> Counter[tuple[str, str]]:
         """Open edits by (job, state)."""
@@ -417,8 +417,8 @@ class EditRegistry:
                 await asyncio.wait_for(driver.until(), wait_s)
         row = driver.row if driver is not None else await self.get(row.job, row.id)
         if row.ended_s is not None and row.detail.get("rollback"):
-            # Report it once training has resumed: the caller may want to hold it next.
-            await self.hold(row.job).over(min(ABORT_WAIT_S, wait_s))
+            # Report it once training has resumed: the caller may want to pause it next.
+            await self.pause(row.job).over(min(ABORT_WAIT_S, wait_s))
         return row
 
     async def page(
@@ -457,12 +457,12 @@ class EditRegistry:
         step = mark.step if mark is not None else -1
         self._publish(Kind.MARK, {"mark": name, "at_step": step, "kept": mark is not None}, job=job)
 
-    def _hold_changed(self, job: str, view: HoldView) -> None:
-        log.info("job %s is %s, held by %s", job, view.state, view.holder or "nobody")
+    def _pause_changed(self, job: str, view: PauseState) -> None:
+        log.info("job %s is %s, by %s", job, view.state, view.holder or "nobody")
         data = {
             "state": view.state.value,
             "holder": view.holder,
             "step": view.step,
             "steps_left": view.steps_left,
         }
-        self._publish(Kind.HOLD, data, job=job)
+        self._publish(Kind.PAUSE, data, job=job)

@@ -42,7 +42,7 @@ class EditConfig:
     max_per_minute: int = 6000
     """Edits that may be created in any minute, 1 or more."""
     agree_s: float = 60.0
-    """Seconds, beyond four steps, that the trainers have to agree on an edit or hold before it is
+    """Seconds, beyond four steps, that the trainers have to agree on an edit or pause before it is
     withdrawn; above 0."""
     staged_s: float = 600.0
     """Seconds after which an uncommitted edit is aborted; above 0."""

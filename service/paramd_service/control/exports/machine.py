@@ -181,7 +181,7 @@ def after_restart(export: Export, *, incarnation: int, snapshot_lives: bool) -> 
     if export.state is ExportState.PLANNED:
         return export, "nothing was pinned yet"
     if export.incarnation != incarnation:
-        why = f"incarnation {export.incarnation} of the job has ended"
+        why = f"run {export.incarnation} of the job has ended"
         return failed(export, f"{why}; export again"), why
     if export.state is ExportState.VERIFYING:
         return export, "all files are written"

@@ -284,7 +284,7 @@ class ExportService:
         # `Jobs` ends an incarnation before it begins the next, so this is its queue.
         queue = self._queues.get(mesh.job)
         if queue is not None:
-            why = f"incarnation {mesh.number} of the job has ended; export again"
+            why = f"run {mesh.number} of the job has ended; export again"
             kept(self._tasks, queue.end(why), "paramd-exports-end")
 
     async def _tidy(self) -> None:

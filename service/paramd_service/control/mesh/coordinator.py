@@ -1,7 +1,7 @@
 """Agreed boundaries: number each request, send it to every sidecar, compare the answers.
 
 Turns run one at a time, first come, first served. Captures are batched: those that arrive during
-a round share the next one. An edit or a hold keeps a turn until its outcome is known (`turn`).
+a round share the next one. An edit or a pause keeps a turn until its outcome is known (`turn`).
 A round ends as soon as any rank cannot take part, so a dead rank delays nobody. A shared round
 that a sidecar refuses is retried request by request: one caller's expired lease fails no other.
 """
@@ -48,11 +48,11 @@ class BoundaryAction(IntEnum):
     EDIT = sidecar_pb2.BOUNDARY_ACTION_EDIT
     """Apply a staged edit."""
     HOLD = sidecar_pb2.BOUNDARY_ACTION_HOLD
-    """Hold training under a lease."""
+    """Pause training under a lease."""
     STEP = sidecar_pb2.BOUNDARY_ACTION_STEP
-    """Let held training pass a number of boundaries."""
+    """Let paused training pass a number of boundaries."""
     RESUME = sidecar_pb2.BOUNDARY_ACTION_RESUME
-    """End the hold."""
+    """End the pause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,9 +118,7 @@ def decide(incarnation: int, world_size: int, answers: Sequence[RankAnswer]) -> 
     foreign = [answer for answer in answers if answer.incarnation != incarnation]
     if foreign:
         ranks = listed([answer.rank for answer in foreign])
-        return Verdict(
-            False, -1, f"ranks {ranks} answered for another incarnation than {incarnation}"
-        )
+        return Verdict(False, -1, f"ranks {ranks} answered for another run than {incarnation}")
     steps = sorted({answer.step for answer in answers})
     if len(steps) > 1:
         told = ", ".join(f"rank {a.rank} at {a.step}" for a in answers[:8])

@@ -304,24 +304,16 @@ class Jobs:
         older = self._current.get(bootstrap.job)
         if older is not None and older.number >= bootstrap.incarnation:
             raise ConflictError(
-                f"job {bootstrap.job!r} is in incarnation {older.number}; "
-                f"{bootstrap.incarnation} is over"
+                f"job {bootstrap.job!r} is in run {older.number}; {bootstrap.incarnation} is over"
             )
         while (crowd := self._crowd(owner, bootstrap)) is not None:
             self._evict_one(crowd)
         mesh = Incarnation(bootstrap, self.terms, publish=self._publish, owner=owner)
         if older is not None:
-            self._end(
-                older, ConflictError(f"incarnation {bootstrap.incarnation} has begun; attach again")
-            )
+            self._end(older, ConflictError(f"run {bootstrap.incarnation} has begun; attach again"))
         self._current[bootstrap.job] = mesh
         self._current.move_to_end(bootstrap.job)
-        log.info(
-            "job %s: incarnation %d begins with %d ranks",
-            mesh.job,
-            mesh.number,
-            bootstrap.world_size,
-        )
+        log.info("job %s: run %d begins with %d ranks", mesh.job, mesh.number, bootstrap.world_size)
         data = {"incarnation": mesh.number, "world_size": bootstrap.world_size, "over": False}
         self._publish("incarnation", data, job=mesh.job)
         for callback in self.on_begin:
@@ -389,9 +381,7 @@ class Jobs:
                         places.last_incarnation, job, at_least=incarnation
                     )
                     if last > incarnation:
-                        raise ConflictError(
-                            f"job {job!r} is past incarnation {incarnation}; attach again"
-                        )
+                        raise ConflictError(f"job {job!r} is past run {incarnation}; attach again")
                     return self.open(
                         self._bootstrap(self._site, job, incarnation, world_size), owner
                     )
@@ -403,8 +393,7 @@ class Jobs:
         found = self.get(job)
         if found.number != incarnation:
             raise ConflictError(
-                f"job {job!r} is in incarnation {found.number} here, not in {incarnation}; "
-                "connect again"
+                f"job {job!r} is in run {found.number} here, not in {incarnation}; connect again"
             )
         found.check()
         return found
@@ -425,8 +414,7 @@ class Jobs:
         if present is not None and present.number == incarnation:
             return present.bootstrap.private_key
         raise DeniedError(
-            f"the ticket is for job {job[:64]!r}, incarnation {incarnation}, which is not "
-            "served here"
+            f"the ticket is for job {job[:64]!r}, run {incarnation}, which is not served here"
         )
 
     async def incarnations(self, job: str) -> list[IncarnationRecord]:
@@ -504,7 +492,7 @@ class Jobs:
         if trains(view):
             ranks = listed([report.rank for report in view.joined])
             raise ConflictError(
-                f"job {job!r} is already training, in incarnation {present.number} (ranks "
+                f"job {job!r} is already training, in run {present.number} (ranks "
                 f"{ranks}); stop that training, or attach under another job name"
             )
 
@@ -545,7 +533,7 @@ class Jobs:
         if mesh.ended_s is not None:
             return
         mesh.end(reason)
-        log.info("job %s: incarnation %d is over: %s", mesh.job, mesh.number, reason)
+        log.info("job %s: run %d is over: %s", mesh.job, mesh.number, reason)
         data = {"incarnation": mesh.number, "over": True, "reason": str(reason)}
         self._publish("incarnation", data, job=mesh.job)
         for callback in self.on_end:

@@ -448,8 +448,8 @@ class Registry:
         header, mine = request.header, self._bootstrap
         if header.job != mine.job or header.incarnation != mine.incarnation:
             raise ConflictError(
-                f"the report is for job {header.job[:64]!r}, incarnation {header.incarnation}; "
-                f"expected job {mine.job!r}, incarnation {mine.incarnation}"
+                f"the report is for job {header.job[:64]!r}, run {header.incarnation}; "
+                f"expected job {mine.job!r}, run {mine.incarnation}"
             )
         if request.world_size != mine.world_size:
             raise UsageError(f"world_size: {request.world_size}; this mesh has {mine.world_size}")

@@ -132,14 +132,7 @@ class StateWatch:
         where = {"job": self._job, "incarnation": self._incarnation, "step": self._step}
         level = logging.WARNING if view.state in (State.DEGRADED, State.DOWN) else logging.INFO
         said = view.state.value, view.reason or "no problems"
-        log.log(
-            level,
-            "job %s, incarnation %d is %s: %s",
-            self._job,
-            self._incarnation,
-            *said,
-            extra=where,
-        )
+        log.log(level, "job %s, run %d is %s: %s", self._job, self._incarnation, *said, extra=where)
         data = {
             "incarnation": self._incarnation,
             "rank": -1,

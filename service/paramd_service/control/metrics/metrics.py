@@ -21,7 +21,7 @@ from paramd.v1 import common_pb2
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.alerts.health import WORDS, health_of
 from paramd_service.control.alerts.service import Watchers
-from paramd_service.control.edits.holds import hold_word
+from paramd_service.control.edits.pauses import pause_word
 from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.mesh.jobs import Jobs
@@ -55,8 +55,8 @@ def _edit_metrics(edits: EditRegistry) -> Iterator[Metric]:
     yield _family(
         Counted, "paramd_edit_seconds", "Total time from creation to APPLIED", "job", seconds
     )
-    holds = _by_job(edits.hold_counts())
-    yield _family(Counted, "paramd_holds", "Holds begun here", "job", holds)
+    pauses = _by_job(edits.pause_counts())
+    yield _family(Counted, "paramd_pauses", "Pauses begun here", "job", pauses)
 
 
 def _by_job(numbers: Mapping[str, float]) -> list[Row]:
@@ -213,8 +213,8 @@ def _alert_metrics(watchers: Watchers, views: Sequence[tuple[str, MeshView]]) ->
     for job, view in views:
         current = watchers.get(job)
         alerts = current.book.firing if current is not None else ()
-        hold = hold_word(view.joined)
-        now, _, _ = health_of(state=view.state, reason="", hold=hold, firing=alerts)
+        pause = pause_word(view.joined)
+        now, _, _ = health_of(state=view.state, reason="", pause=pause, firing=alerts)
         health += [((job, word), word == now) for word in WORDS]
     yield _family(Gauge, "paramd_job_health", "1 at a job's present health", "job health", health)
 

@@ -259,7 +259,7 @@ class Capture:
         )
 
     def _is_quiet(self) -> bool:
-        """Whether no update has begun or ended for a while: training is held, hung or over."""
+        """Whether no update has begun or ended for a while: training is paused, hung or over."""
         now_ns, seq = self._clock_ns(), self._words[Word.SEQ]
         if seq != self._quiet_seq:
             self._quiet_seq, self._quiet_since_ns = seq, now_ns

@@ -32,10 +32,10 @@ _REFUSALS: Mapping[int, str] = {
     Refusal.FAULTY: "the trainer cannot carry it out; its log says why",
     Refusal.AWAY: "the parameters of this rank are not served (paramd status says why)",
     Refusal.GATHERED: (
-        "training is held in a forward that works on gathered parameters, which an edit would not "
+        "training is paused in a forward that works on gathered parameters, which an edit would "
         "reach; let it pass a step (paramd step)"
     ),
-    Refusal.NOT_HELD: "training is no longer held; try again",
+    Refusal.NOT_HELD: "training is no longer paused; try again",
 }
 
 
@@ -83,7 +83,7 @@ class Boundary:
     action: int = CAPTURE
     argument: int = 0
     hold_until_ns: int = 0
-    """End of the lease of a hold that begins."""
+    """End of the lease of a pause that begins."""
     deferred_step: int | None = field(default=None)
 
 
@@ -217,7 +217,7 @@ def _why_refused(words: Words) -> str:
         return _REFUSALS.get(step, _REFUSALS[Refusal.FAULTY])
     return (
         f"if_step is {words[Word.REFUSED_IF_STEP]}, but the next boundary of all ranks is at step "
-        f"{step} or later; hold training to edit at an exact step"
+        f"{step} or later; pause training to edit at an exact step"
     )
 
 

@@ -312,9 +312,7 @@ class Gradients:
 
     async def close(self) -> None:
         """End everything and release the memory."""
-        self.end(
-            self._why_over if self._why_over is not None else EndedError("the incarnation is over")
-        )
+        self.end(self._why_over if self._why_over is not None else EndedError("the run is over"))
         for timer in (self._timer, self._idle_timer):
             if timer is not None:
                 timer.cancel()

@@ -45,7 +45,7 @@ def _rule(kind: str, file: str, what: str, function: str = "") -> _Rule:
 
 _SPECIFIC = (
     _rule("debugger", r"/(pdb|bdb|IPython/.*|debugpy/.*)\.py", "in a debugger"),
-    _rule("paramd", r"/paramd/trainer/boundary/hold\.py", "held by paramd (paramd resume)"),
+    _rule("paramd", r"/paramd/trainer/boundary/hold\.py", "paused by paramd (paramd resume)"),
     _rule(
         "paramd",
         r"/paramd/trainer/boundary/agreement\.py",

@@ -206,8 +206,8 @@ class Joining:
         job, incarnation = self._rank.config.job, self._rank.incarnation
         if (header.job, header.incarnation) != (job, incarnation):
             raise ConflictError(
-                f"the control plane there serves job {header.job!r}, incarnation "
-                f"{header.incarnation}; this is a rank of job {job!r}, incarnation {incarnation}"
+                f"the control plane there serves job {header.job!r}, run "
+                f"{header.incarnation}; this is a rank of job {job!r}, run {incarnation}"
             )
 
     def _take_revoked(self, told: control_pb2.Revocations) -> None:

@@ -192,7 +192,7 @@ class Sending:
             begun_s = time.monotonic()
             attached = rank.attached
             if rank.mesh is not mesh or attached is None:
-                raise ConflictError("the incarnation has ended")
+                raise ConflictError("the run has ended")
             request = pb.PutCopyRequest(
                 copy=copy,
                 keep_step=attached.page[Word.COPIES_STEP],

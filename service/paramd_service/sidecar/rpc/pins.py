@@ -69,8 +69,7 @@ async def _renew_hold(
 def _check_incarnation(rank: RankSidecar, incarnation: int) -> None:
     if incarnation != rank.incarnation:
         raise ConflictError(
-            f"the request is of incarnation {incarnation}, the job is in incarnation "
-            f"{rank.incarnation}"
+            f"the request is of run {incarnation}, the job is in run {rank.incarnation}"
         )
 
 
@@ -103,7 +102,7 @@ def check_reach(request: pb.ReachBoundaryRequest) -> BoundaryRequest:
 
 
 def check_hold_lease(lease_ms: int) -> float:
-    """Lease of a hold, in seconds. Raises UsageError."""
+    """Lease of a pause, in seconds. Raises UsageError."""
     if not 1 <= lease_ms <= 1000 * MAX_LEASE_S:
         raise UsageError(f"lease_ms: {lease_ms}; expected 1 to {1000 * MAX_LEASE_S:.0f}")
     return lease_ms / 1000

@@ -106,7 +106,7 @@ def _rank_samples(rank: RankSidecar) -> list[Row]:
     copied = rank.attached.page[Word.COPIED] if rank.attached is not None else 0
     budget_bytes = rank.budget_bytes(state.arena_bytes) if rank.has_pins else 0
     return [
-        ("incarnation", "Incarnation of the job, 0 before attach", rank.incarnation),
+        ("incarnation", "Run of the job, 0 before attach", rank.incarnation),
         ("step", "Finished updates, -1 before attach", rank.step),
         ("phase", "Phase by its number in paramd.v1", state.phase),
         ("step_time_seconds", "Smoothed", state.step_time_ns / _NS),

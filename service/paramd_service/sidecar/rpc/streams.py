@@ -217,7 +217,7 @@ class StreamServer:
         self._take_grant(opening.grant_id)
         rank.revocations.check(granted.claims)
         if granted.incarnation != rank.incarnation:
-            raise NotFoundError("the incarnation of the stream's snapshot has ended")
+            raise NotFoundError("the run of the stream's snapshot has ended")
         store, snapshot, entry = rank.pins.store, None, None
         if granted.edit_id:
             entry = rank.edits.get(granted.edit_id)
@@ -309,7 +309,7 @@ class StreamServer:
         granted = stream.granted
         self._rank.revocations.check(granted.claims)
         if self._rank.incarnation != granted.incarnation:
-            raise NotFoundError("the incarnation of the stream's snapshot has ended")
+            raise NotFoundError("the run of the stream's snapshot has ended")
         if granted.edit_id:
             self._rank.edits.get(granted.edit_id)
         else:

@@ -250,7 +250,7 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
     page = attached.page
     seq, step = page[Word.SEQ], page[Word.STEP]
     if not page[Word.HELD] or seq & 1:
-        raise ConflictError("training is not held at a boundary")
+        raise ConflictError("training is not paused at a boundary")
     kept = kept_pair(attached)
     if kept is None or page[Word.RECORD_STEP] != step:
         raise ConflictError(

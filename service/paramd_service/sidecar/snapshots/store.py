@@ -387,7 +387,7 @@ class SnapshotStore:
             ConflictError: the incarnation has ended; the caller keeps its hold.
         """
         if self._closed:
-            raise ConflictError("the incarnation of the snapshot has ended; fetch the layout again")
+            raise ConflictError("the run of the snapshot has ended; fetch the layout again")
         size_bytes = pages(snapshot.size_bytes)
         self._charges.check_more(who, snapshot, size_bytes)
         self._lease_shares.take(who)

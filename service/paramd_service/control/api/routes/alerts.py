@@ -38,11 +38,9 @@ Limit = Annotated[
 class AlertPage(BaseModel):
     """A page of alerts: firing ones, then resolved ones, each newest first."""
 
-    incarnation: int = Field(description="The alerts' incarnation")
+    incarnation: int = Field(description="The alerts' run")
     watch: bool = Field(description="Whether parameters are sampled: [alerts] watch")
-    firing_count: int = Field(
-        description="Alerts firing now, on all pages; 0 for a past incarnation"
-    )
+    firing_count: int = Field(description="Alerts firing now, on all pages; 0 for a past run")
     alerts: list[Alert]
     next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
 

@@ -37,7 +37,7 @@ class AuditRecord(BaseModel):
     actor: str = Field(description="Name of the token, or of a part of the service; may be empty")
     role: str
     method: str = Field(description='What was called, e.g. "token.create"')
-    incarnation: int = Field(description="0: not about one incarnation")
+    incarnation: int = Field(description="0: not about one run")
     step: int = Field(description="-1: unknown or not applicable")
     detail: dict[str, Any] = Field(description="Arguments, without secrets")
     of: int | None = Field(description="Of an outcome: seq of its intent")

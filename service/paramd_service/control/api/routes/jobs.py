@@ -31,7 +31,7 @@ from paramd_service.control.api.models import (
     TlsDocument,
 )
 from paramd_service.control.api.services import Services
-from paramd_service.control.edits.holds import hold_word
+from paramd_service.control.edits.pauses import pause_word
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
 
@@ -180,8 +180,8 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
     firing = watcher.book.firing if watcher is not None else ()
     joined = view.joined
     critical = sum(alert.severity == Severity.CRITICAL for alert in firing)
-    reason, hold = str(mesh.over) if mesh.over is not None else view.reason, hold_word(joined)
-    health, why, cause = health_of(state=view.state, reason=reason, hold=hold, firing=firing)
+    reason, pause = str(mesh.over) if mesh.over is not None else view.reason, pause_word(joined)
+    health, why, cause = health_of(state=view.state, reason=reason, pause=pause, firing=firing)
     return JobSummary(
         job=mesh.job,
         incarnation=mesh.number,
@@ -190,7 +190,7 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
         step=min((report.step for report in joined), default=-1),
         state=view.state.value,
         reason=reason,
-        hold=hold,
+        pause=pause,
         health=health,
         why=why,
         cause=cause,

@@ -1,4 +1,4 @@
-"""Control of training: hold, step and resume; marks, rollbacks and hyper-parameters."""
+"""Control of training: pause, step and resume; marks, rollbacks and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -6,71 +6,70 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 
-from paramd.mesh.edits.calls import Edit, Mark
-from paramd.mesh.edits.calls import Hold as HoldView
+from paramd.mesh.edits.calls import Edit, Mark, PauseState
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.api.models import (
     DroppedMark,
     GroupDocument,
-    HoldRequest,
     HyperparameterList,
     HyperparametersRequest,
     MarkList,
     MarkRequest,
+    PauseRequest,
     RollbackRequest,
     StepRequest,
 )
 from paramd_service.control.api.routes.edits import stored_document
 from paramd_service.control.api.services import Services
-from paramd_service.control.edits.holds import Hold
+from paramd_service.control.edits.pauses import Pause
 from paramd_service.control.edits.service import EditService
 
 MarkName = Annotated[str, Path(alias="mark", min_length=1, max_length=64, description="Its name")]
 
 
-def holds_router(services: Services) -> APIRouter:
-    """/jobs/{job}/hold."""
-    routes = APIRouter(tags=["holds"])
+def pauses_router(services: Services) -> APIRouter:
+    """/jobs/{job}/pause."""
+    routes = APIRouter(tags=["pauses"])
 
-    def hold_of(job: str) -> Hold:
+    def pause_of(job: str) -> Pause:
         services.jobs.get(job)
-        return services.edits.hold(job)
+        return services.edits.pause(job)
 
     @routes.get("/jobs/{job}/pause")
-    async def get_hold(job: str) -> HoldView:
-        """Whether training is held at a boundary, and by whom."""
-        return await hold_of(job).view()
+    async def get_pause(job: str) -> PauseState:
+        """Whether training is paused at a boundary, and by whom."""
+        return await pause_of(job).view()
 
     @routes.post("/jobs/{job}/pause")
-    async def begin_hold(job: str, wanted: HoldRequest, request: Request) -> HoldView:
-        """Hold all ranks at one boundary; returns once they wait. Ends with its lease."""
+    async def begin_pause(job: str, wanted: PauseRequest, request: Request) -> PauseState:
+        """Pause all ranks at one boundary; returns once they wait. Ends with its lease."""
         by = principal_of(request)
-        return await hold_of(job).begin(
+        return await pause_of(job).begin(
             by, wanted.lease_s, wanted.holder, timeout_s=wanted.timeout_s
         )
 
     @routes.post("/jobs/{job}/pause/renew")
-    async def renew_hold(job: str, wanted: HoldRequest, request: Request) -> HoldView:
-        """Extend the lease, counted from now; trainers cap a hold at 300 s. Idempotent."""
+    async def renew_pause(job: str, wanted: PauseRequest, request: Request) -> PauseState:
+        """Extend the lease, counted from now; trainers cap a pause at 300 s. Idempotent."""
         by = principal_of(request)
-        return await hold_of(job).renew(by, wanted.lease_s, wanted.holder)
+        return await pause_of(job).renew(by, wanted.lease_s, wanted.holder)
 
     @routes.post("/jobs/{job}/pause/step")
-    async def step_hold(job: str, wanted: StepRequest, request: Request) -> HoldView:
-        """Let held training finish some updates and hold again, under the same lease."""
+    async def step_pause(job: str, wanted: StepRequest, request: Request) -> PauseState:
+        """Let paused training finish some updates and pause again, under the same lease."""
         by = principal_of(request)
-        return await hold_of(job).step(by, wanted.steps, wanted.holder)
+        return await pause_of(job).step(by, wanted.steps, wanted.holder)
 
     @routes.delete("/jobs/{job}/pause")
-    async def end_hold(
+    async def end_pause(
         job: str,
         request: Request,
         holder: Annotated[
-            str, Query(max_length=128, description="Holder returned by begin_hold")
+            str, Query(max_length=128, description="Holder returned by begin_pause")
         ] = "",
-    ) -> HoldView:
+    ) -> PauseState:
         """Resume training. Idempotent."""
-        return await hold_of(job).end(principal_of(request), holder)
+        return await pause_of(job).end(principal_of(request), holder)
 
     return routes
 
@@ -92,7 +91,7 @@ def marks_router(services: Services) -> APIRouter:
     @routes.post("/jobs/{job}/marks", status_code=201)
     async def create_mark(job: str, wanted: MarkRequest, request: Request) -> Mark:
         """Keep the complete state of the next common boundary under a name, in the sidecars'
-        memory. Training is held while it is copied."""
+        memory. Training is paused while it is copied."""
         return await edits_of(job).marks.make(principal_of(request), wanted.name)
 
     @routes.delete("/jobs/{job}/marks/{mark}")

@@ -1,7 +1,7 @@
-"""Hold training at a boundary: one holder at a time, under a lease.
+"""Pause training at a boundary: one holder at a time, under a lease.
 
 The trainers wait at a boundary they agreed on and check the lease in every round; once the lease
-of any sidecar expires, all resume together. A control plane that dies cannot keep training held.
+of any sidecar expires, all resume together. A control plane that dies cannot keep training paused.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 
 from paramd.errors import ConflictError, DeadlineError, ParamdError
-from paramd.mesh.edits.calls import Hold as HoldView
-from paramd.mesh.edits.calls import HoldState
+from paramd.mesh.edits.calls import PauseState, PauseWord
 from paramd.mesh.peers.grpc import MORE_TIME
 from paramd.v1 import common_pb2, sidecar_pb2
 from paramd_service.aio import stopped
@@ -38,17 +37,17 @@ from paramd_service.control.records.records import Records
 MAX_STEPS = 1_000_000
 END_NOW_MS = 1
 OWN_LEASE_S = 15.0
-"""Lease of a hold that the control plane begins for a request."""
+"""Lease of a pause that the control plane begins for a request."""
 
-log = logging.getLogger("paramd.control.holds")
+log = logging.getLogger("paramd.control.pauses")
 
 
-OnChange = Callable[[str, HoldView], None]
+OnChange = Callable[[str, PauseState], None]
 
 
 @dataclass(eq=False)
-class Hold:
-    """The hold of one incarnation. Use on one event loop."""
+class Pause:
+    """The pause of one incarnation. Use on one event loop."""
 
     mesh: Incarnation
     records: Records
@@ -64,10 +63,10 @@ class Hold:
         self._acting = asyncio.Lock()
         self._step_to = 0
         self.begun_count = 0
-        """Holds begun in this process."""
+        """Pauses begun in this process."""
 
-    async def view(self) -> HoldView:
-        """The hold as a rank reports it now; its last report if it does not answer."""
+    async def view(self) -> PauseState:
+        """The pause as a rank reports it now; its last report if it does not answer."""
         view = self.mesh.registry.view()
         state, step = common_pb2.RankState(), -1
         for report in view.joined[:1]:
@@ -77,15 +76,15 @@ class Hold:
                 fresh = await self.mesh.calls.ask(report.rank, report.address, request)
                 state, step = fresh.state, fresh.header.step
             except ParamdError as error:
-                log.debug("rank %d did not report its hold: %s", report.rank, error)
-        now = hold_of(state, step)
-        if now.state is HoldState.HELD and self._step_to:
+                log.debug("rank %d did not report its pause: %s", report.rank, error)
+        now = pause_of(state, step)
+        if now.state is PauseWord.PAUSED and self._step_to:
             now = await self._last_to_step(view, now)
-        if now.state is HoldState.RUNNING:
+        if now.state is PauseWord.RUNNING:
             if self._pausing:
                 return replace(
                     now,
-                    state=HoldState.PAUSING,
+                    state=PauseWord.PAUSING,
                     holder=self._holder,
                     waits_for=waited_for(self.mesh.registry.view()),
                 )
@@ -93,7 +92,7 @@ class Hold:
             return now
         return replace(now, holder=self._holder, since_s=self._since_s)
 
-    async def _last_to_step(self, view: MeshView, first: HoldView) -> HoldView:
+    async def _last_to_step(self, view: MeshView, first: PauseState) -> PauseState:
         """STEPPING until every rank has passed the granted steps, then `first`."""
         try:
             request = sidecar_pb2.GetStateRequest()
@@ -108,7 +107,7 @@ class Hold:
             self._step_to = 0
             return first
         left = self._step_to - step
-        return replace(first, state=HoldState.STEPPING, step=step, steps_left=left)
+        return replace(first, state=PauseWord.STEPPING, step=step, steps_left=left)
 
     async def begin(
         self,
@@ -118,28 +117,28 @@ class Hold:
         *,
         for_all: bool = False,
         timeout_s: float | None = None,
-    ) -> HoldView:
-        """Hold all ranks at one boundary; return once they wait there.
+    ) -> PauseState:
+        """Pause all ranks at one boundary; return once they wait there.
 
         Args:
             holder: The holder returned by an earlier call, which makes a retry idempotent.
-            for_all: Anyone allowed to hold training may end this hold, and act within it.
+            for_all: Anyone allowed to pause training may end this pause, and act within it.
             timeout_s: Time for all ranks to agree; None: as long as for an edit.
 
         Raises:
-            ConflictError: another holder holds training, or the ranks did not agree in time.
+            ConflictError: another holder paused training, or the ranks did not agree in time.
             UnreachableError: not all ranks are joined.
         """
-        # The hold of a request is over in a moment: wait for it instead of refusing the caller.
+        # The pause of a request is over in a moment: wait for it instead of refusing the caller.
         async with self._acting:
             return await self._begin(by, lease_s, holder, for_all, timeout_s)
 
     async def _begin(
         self, by: Principal, lease_s: float, holder: str, for_all: bool, timeout_s: float | None
-    ) -> HoldView:
+    ) -> PauseState:
         self.mesh.check()
         present = await self.view()
-        if present.state is not HoldState.RUNNING:
+        if present.state is not PauseWord.RUNNING:
             if holder and holder == self._holder:
                 return present if self._pausing else await self.renew(by, lease_s, holder)
             raise ConflictError(
@@ -149,10 +148,10 @@ class Hold:
         self._holder = f"{by.name}/{secrets.token_hex(4)}"
         self._owner = by.name if not for_all else ""
         self._pausing = True
-        self._tell(HoldView(state=HoldState.PAUSING, holder=self._holder))
+        self._tell(PauseState(state=PauseWord.PAUSING, holder=self._holder))
         try:
             detail = {"holder": self._holder, "lease_s": lease_s}
-            async with self.records.recorded(by, "hold.begin", detail, self.mesh) as entry:
+            async with self.records.recorded(by, "pause.begin", detail, self.mesh) as entry:
                 verdict = await self._ask(
                     BoundaryAction.HOLD, lease_ms=round(1000 * lease_s), timeout_s=timeout_s
                 )
@@ -161,82 +160,82 @@ class Hold:
             self.begun_count += 1
         except BaseException:
             self._forget()
-            self._tell(HoldView(state=HoldState.RUNNING))
+            self._tell(PauseState(state=PauseWord.RUNNING))
             raise
         finally:
             self._pausing = False
         if verdict.step < 0:
             return await self._told_now()
         # As agreed, not as reported: a sidecar that died meanwhile last reported an earlier step.
-        held = HoldView(
-            state=HoldState.HELD,
+        paused = PauseState(
+            state=PauseWord.PAUSED,
             holder=self._holder,
             step=verdict.step,
             lease_left_s=lease_s,
             since_s=self._since_s,
         )
-        self._tell(held)
-        return held
+        self._tell(paused)
+        return paused
 
-    async def renew(self, by: Principal, lease_s: float, holder: str) -> HoldView:
+    async def renew(self, by: Principal, lease_s: float, holder: str) -> PauseState:
         """Renew the lease for `lease_s` seconds from now. Raises ConflictError unless training is
-        held by this holder."""
+        paused by this holder."""
         await self._check_holder(by, holder)
         await self._renew(round(1000 * lease_s))
         return await self.view()
 
-    async def step(self, by: Principal, steps: int, holder: str) -> HoldView:
-        """Let held training pass `steps` boundaries; return once all ranks have agreed. Raises
-        ConflictError unless training is held by this holder."""
+    async def step(self, by: Principal, steps: int, holder: str) -> PauseState:
+        """Let paused training pass `steps` boundaries; return once all ranks have agreed. Raises
+        ConflictError unless training is paused by this holder."""
         before = await self._check_holder(by, holder)
         detail = {"holder": self._holder, "steps": steps}
-        async with self.records.recorded(by, "hold.step", detail, self.mesh):
+        async with self.records.recorded(by, "pause.step", detail, self.mesh):
             verdict = await self._ask(BoundaryAction.STEP, step_count=steps)
             # The verdict has no step (-1) if the answers were lost after agreement: then count
-            # from the step at which training was held.
+            # from the step at which training was paused.
             self._step_to = max(verdict.step, before.step) + steps
         return await self._told_now()
 
-    async def end(self, by: Principal, holder: str) -> HoldView:
-        """Resume training. Idempotent. Raises ConflictError when another holder holds it."""
-        if (await self.view()).state is HoldState.RUNNING:
+    async def end(self, by: Principal, holder: str) -> PauseState:
+        """Resume training. Idempotent. Raises ConflictError when another holder paused it."""
+        if (await self.view()).state is PauseWord.RUNNING:
             return await self.view()
         await self._check_holder(by, holder)
         try:
             await self._ask(BoundaryAction.RESUME)
         except ParamdError as error:
-            log.warning("could not end the hold by agreement (%s); ending its lease", error)
+            log.warning("could not end the pause by agreement (%s); ending its lease", error)
             await self._renew(END_NOW_MS)
         # Recorded afterwards, and best effort: training must not wait for the audit store.
-        await self.records.happened(by, "hold.end", {"holder": self._holder}, self.mesh)
+        await self.records.happened(by, "pause.end", {"holder": self._holder}, self.mesh)
         self._forget()
         return await self._told_now()
 
     @asynccontextmanager
     async def during(self, by: Principal) -> AsyncIterator[None]:
-        """Hold training while the block runs, by a separate hold or within the caller's. Raises
-        ConflictError when somebody else holds training, or it is stepping."""
+        """Pause training while the block runs, by a separate pause or within the caller's. Raises
+        ConflictError when somebody else paused training, or it is stepping."""
         async with self._acting, self._within(by):
             yield
 
     @asynccontextmanager
     async def _within(self, by: Principal) -> AsyncIterator[None]:
-        if (await self.view()).state is HoldState.HELD:
+        if (await self.view()).state is PauseWord.PAUSED:
             await self._check_holder(by, "")
             yield
             return
         begun = await self._begin(by, OWN_LEASE_S, "", False, None)
-        renewing = asyncio.create_task(self._keep(), name="paramd-hold")
+        renewing = asyncio.create_task(self._keep(), name="paramd-pause")
         try:
             yield
         finally:
             await stopped(renewing)
-            # If this fails, the hold ends with its lease.
+            # If this fails, the pause ends with its lease.
             with suppress(ParamdError):
                 await asyncio.shield(self.end(by, begun.holder))
 
     async def over(self, timeout_s: float) -> None:
-        """Wait until no request of the control plane holds training, at most `timeout_s`."""
+        """Wait until no request of the control plane pauses training, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._acting:
                 pass
@@ -247,15 +246,19 @@ class Hold:
             with suppress(ParamdError):
                 await self._renew(round(1000 * OWN_LEASE_S))
 
-    async def _check_holder(self, by: Principal, holder: str) -> HoldView:
-        """The current hold. Raises ConflictError unless the caller may change it."""
+    async def _check_holder(self, by: Principal, holder: str) -> PauseState:
+        """The current pause. Raises ConflictError unless the caller may change it."""
         present = await self.view()
-        if present.state is HoldState.RUNNING:
-            raise ConflictError("training is not held: it was not paused, or the lease has ended")
+        if present.state is PauseWord.RUNNING:
+            raise ConflictError(
+                "training is not paused, or the lease of the pause has ended; pause it first"
+            )
         mine = not self._owner or (holder == self._holder if holder else by.name == self._owner)
-        # The holder is not persisted: after a restart anyone allowed to hold may end it.
+        # The holder is not persisted: after a restart anyone allowed to pause may end it.
         if self._holder and not mine and not by.may(Action.EDIT_ANY):
-            raise ConflictError(f"training is held by {self._holder}; only its holder may do that")
+            raise ConflictError(
+                f"training was paused by {self._holder}; only that token, or an admin, may do this"
+            )
         return present
 
     async def _ask(
@@ -311,7 +314,7 @@ class Hold:
         request = sidecar_pb2.RenewHoldRequest(lease_ms=lease_ms)
         await on_all(view, lambda rank, at: self.mesh.calls.ask(rank, at, request))
 
-    async def _told_now(self) -> HoldView:
+    async def _told_now(self) -> PauseState:
         now = await self.view()
         self._tell(now)
         return now
@@ -320,28 +323,28 @@ class Hold:
         self._holder, self._owner, self._since_s = "", "", None
         self._step_to = 0
 
-    def _tell(self, now: HoldView) -> None:
+    def _tell(self, now: PauseState) -> None:
         self.on_change(self.mesh.job, now)
 
 
-def is_held(state: common_pb2.RankState) -> bool:
-    """Whether a rank waits in a hold, or is about to. Cheap: the dashboard asks it of all ranks."""
+def is_paused(state: common_pb2.RankState) -> bool:
+    """Whether a rank is paused, or is about to be. Cheap: the dashboard asks it of all ranks."""
     return bool(state.hold_left_ms) or state.phase == common_pb2.PHASE_HELD
 
 
-def hold_of(state: common_pb2.RankState, step: int) -> HoldView:
-    """The hold in a rank's state; the holder is not part of it."""
-    if not is_held(state):
-        return HoldView(state=HoldState.RUNNING, step=step)
-    return HoldView(
-        state=HoldState.STEPPING if state.hold_steps_left else HoldState.HELD,
+def pause_of(state: common_pb2.RankState, step: int) -> PauseState:
+    """The pause in a rank's state; the holder is not part of it."""
+    if not is_paused(state):
+        return PauseState(state=PauseWord.RUNNING, step=step)
+    return PauseState(
+        state=PauseWord.STEPPING if state.hold_steps_left else PauseWord.PAUSED,
         step=step,
         steps_left=state.hold_steps_left,
         lease_left_s=state.hold_left_ms / 1000,
     )
 
 
-def hold_word(joined: Sequence[Report]) -> HoldState:
-    """The hold of a mesh, as any of its ranks reports it."""
-    held = next((report for report in joined if is_held(report.state)), None)
-    return hold_of(held.state, held.step).state if held is not None else HoldState.RUNNING
+def pause_word(joined: Sequence[Report]) -> PauseWord:
+    """The pause of a mesh, as any of its ranks reports it."""
+    paused = next((report for report in joined if is_paused(report.state)), None)
+    return pause_of(paused.state, paused.step).state if paused is not None else PauseWord.RUNNING

@@ -1,9 +1,9 @@
-/** Pause, step and resume training; a hold ends with its lease. */
+/** Pause, step and resume training; a pause ends with its lease. */
 
 import { type ReactNode, useState } from "react";
 
 import { del, get, post } from "../api/client";
-import type { Hold as Held } from "../api/schema";
+import type { PauseState } from "../api/schema";
 import { leaseLeft } from "../lib/edits";
 import { count, holderText, plural } from "../lib/format";
 import { Badge, Trouble } from "../ui/bits";
@@ -11,11 +11,11 @@ import { useMay, useShared } from "../ui/context";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
 import { Checkpoint, RestorePoint } from "./keep";
 
-/** The hold of this token. */
+/** The pause of this token. */
 const MINE = "";
 const LEASES = ["30", "60", "120", "300"] as const;
 
-export function Hold(): ReactNode {
+export function Pause(): ReactNode {
   const { job, live, summary } = useShared();
   const mayEdit = useMay("edit");
   const mayExport = useMay("export");
@@ -25,43 +25,43 @@ export function Hold(): ReactNode {
   const [keeping, setKeeping] = useState<"" | "checkpoint" | "point">("");
   const [busy, setBusy] = useState(false);
   const [problem, setProblem] = useState("");
-  const hold = usePoll(
-    `${job} hold`,
+  const pause = usePoll(
+    `${job} pause`,
     (signal) => get("/api/v1/jobs/{job}/pause", { path: { job }, signal }),
     // Its beginning and end are events; how far it has stepped is not.
-    summary?.hold === "running" ? 30_000 : 3000,
-    (live.changes["hold"] ?? 0) + (summary?.hold === "running" ? 0 : 1),
+    summary?.pause === "running" ? 30_000 : 3000,
+    (live.changes["pause"] ?? 0) + (summary?.pause === "running" ? 0 : 1),
   );
   const path = { job };
   const body = { lease_s: Number(lease), holder: MINE };
-  const act = (sent: Promise<Held>): void => {
+  const act = (sent: Promise<PauseState>): void => {
     setBusy(true);
     setProblem("");
     sent
       .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)))
       .finally(() => {
         setBusy(false);
-        hold.refresh();
+        pause.refresh();
       });
   };
-  const found = hold.data;
+  const found = pause.data;
   if (!summary || summary.state === "ended") return null;
-  const held = found !== null && found.state !== "running";
-  const left = leaseLeft(found?.lease_left_s, hold.at, now);
+  const paused = found !== null && found.state !== "running";
+  const left = leaseLeft(found?.lease_left_s, pause.at, now);
   return (
     <section className="training" aria-label="Training">
-      {hold.error && <Trouble>{hold.error}</Trouble>}
+      {pause.error && <Trouble>{pause.error}</Trouble>}
       {problem && <Trouble>{problem}</Trouble>}
       {keeping === "checkpoint" && <Checkpoint onClose={() => setKeeping("")} />}
       {keeping === "point" && <RestorePoint onClose={() => setKeeping("")} />}
       {found && (
-        <div className="hold">
-          {held && <Badge state={found.state} />}
-          {held && (
+        <div className="pause">
+          {paused && <Badge state={found.state} />}
+          {paused && (
             <span>
               Paused by {holderText(found.holder) || "an unknown holder"} at step {count(found.step)}
               {found.steps_left > 0 ? `, ${plural(found.steps_left, "step")} to go` : ""}
-              {/* No lease runs before the ranks are held. */}
+              {/* No lease runs before the ranks are paused. */}
               {found.lease_left_s > 0 && (
                 <>
                   ; resumes in{" "}
@@ -84,7 +84,7 @@ export function Hold(): ReactNode {
           )}
           {mayEdit && (
             <div className="actions">
-              {held ? (
+              {paused ? (
                 <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/pause/renew", { path, body }))}>
                   Renew
                 </button>
@@ -103,7 +103,7 @@ export function Hold(): ReactNode {
                   ))}
                 </select>
               </label>
-              {held && (
+              {paused && (
                 <>
                   <input type="number" min={1} max={1000} aria-label="Steps" value={steps} onChange={(event) => setSteps(event.target.value)} />
                   <button type="button" disabled={busy || !(Number(steps) >= 1)} onClick={() => act(post("/api/v1/jobs/{job}/pause/step", { path, body: { steps: Number(steps), holder: MINE } }))}>

@@ -14,7 +14,7 @@ from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Role
-from paramd_service.control.edits.holds import Hold
+from paramd_service.control.edits.pauses import Pause
 from paramd_service.control.mesh.coordinator import Turn, Verdict
 from tests.unit.control.reports import mesh
 
@@ -47,7 +47,7 @@ class Ranks:
         return Verdict(True, self.told_step, "")
 
 
-def hold(ranks: Ranks) -> Hold:
+def hold(ranks: Ranks) -> Pause:
     @asynccontextmanager
     async def recorded(*_: object) -> AsyncIterator[Any]:
         yield SimpleNamespace(outcome=lambda **_: None)
@@ -61,7 +61,7 @@ def hold(ranks: Ranks) -> Hold:
         terms=SimpleNamespace(generation=1),
     )
     records: Any = SimpleNamespace(recorded=recorded)
-    return Hold(served, records, agree_s=lambda _: 5.0, on_change=lambda *_: None)
+    return Pause(served, records, agree_s=lambda _: 5.0, on_change=lambda *_: None)
 
 
 @pytest.mark.parametrize("told_step", [40, -1], ids=["answered", "answer lost"])
@@ -73,7 +73,7 @@ async def test_ranks_that_have_not_begun_their_steps_are_stepping(told_step: int
     ranks.steps = {0: 42, 1: 41}
     assert (await one.view()).state == "stepping"
     ranks.steps = {0: 42, 1: 42}
-    assert ((await one.view()).state, (await one.view()).step) == ("held", 42)
+    assert ((await one.view()).state, (await one.view()).step) == ("paused", 42)
 
 
 async def test_a_rank_that_does_not_answer_has_not_shown_that_its_steps_are_done() -> None:
@@ -84,7 +84,7 @@ async def test_a_rank_that_does_not_answer_has_not_shown_that_its_steps_are_done
     ranks.steps[0] = 42
     assert (await one.view()).state == "stepping"
     ranks.steps[1], ranks.silent = 42, set()
-    assert (await one.view()).state == "held"
+    assert (await one.view()).state == "paused"
 
 
 async def test_a_hold_is_at_the_step_agreed_though_its_ranks_fall_silent() -> None:
@@ -93,5 +93,5 @@ async def test_a_hold_is_at_the_step_agreed_though_its_ranks_fall_silent() -> No
     # What they told last is of before the hold, and of an earlier step.
     ranks.silent = {0, 1}
     found = await one.begin(BY, 20.0, "")
-    assert (found.state, found.step) == ("held", 40)
+    assert (found.state, found.step) == ("paused", 40)
     assert found.holder.startswith("operator/")

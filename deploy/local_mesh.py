@@ -155,7 +155,7 @@ def introduce(chosen: argparse.Namespace, url: str, token_file: Path, step: int)
         f'    export PARAMD_TOKEN="$(cat {token_file})"     # role admin\n'
         "    paramd status\n"
         "    paramd stats 'layers.0.*'\n"
-        "    paramd summon 'head.*' -o head.safetensors\n\n"
+        "    paramd summon 'head.*' -f head.safetensors\n\n"
         "Ctrl-C stops everything.",
         flush=True,
     )

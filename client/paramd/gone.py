@@ -43,6 +43,8 @@ GONE: tuple[Gone, ...] = (
     Gone("command", "end", "use `paramd cleanup`"),
     Gone("flag", "track --looks", "use --samples"),
     Gone("flag", "summon --force", "use --overwrite"),
+    Gone("flag", "summon --output", "use --file (-f)"),
+    Gone("flag", "summon -o", "use -f FILE (-o is the output's format, in all commands)"),
     Gone("rest", "GET /jobs/{}/hold", "use /pause"),
     Gone("rest", "POST /jobs/{}/hold", "use /pause"),
     Gone("rest", "POST /jobs/{}/hold/renew", "use /pause/renew"),
@@ -58,6 +60,8 @@ GONE: tuple[Gone, ...] = (
     Gone("python", "Mesh.restore(moved)", "use progress="),
     Gone("python", "Attachment.keeping", "use resume_cost()"),
     Gone("python", "attach(keep)", "use extra_state="),
+    Gone("python", "connect(timeout_s)", "use timeout="),
+    Gone("python", "Mesh.export(timeout_s)", "use timeout="),
     Gone(
         "flag",
         "export-schedule create --every",

@@ -65,7 +65,7 @@ def test_what_changes_something_is_recorded_with_who_did_it() -> None:
         begun, incarnation, *told = _without(records(control), "denied")
         assert (begun["method"], begun["actor"]) == ("control.start", "control plane")
         assert begun["detail"]["settings"]["job"] == JOB
-        assert (incarnation["method"], incarnation["incarnation"]) == ("incarnation.begin", 1)
+        assert (incarnation["method"], incarnation["incarnation"]) == ("run.begin", 1)
         assert [(r["kind"], r["method"], r["actor"], r["role"], r["result"]) for r in told] == [
             ("intent", "token.create", "owner", "admin", None),
             ("outcome", "token.create", "owner", "admin", "done"),
@@ -174,7 +174,7 @@ def test_a_site_has_an_audit_of_its_own_and_one_for_each_job(
             assert time.monotonic() < deadline
             time.sleep(0.02)
         methods = [(r["method"], r["incarnation"]) for r in found]
-        assert methods == [("incarnation.begin", 1), ("job.register", 1)]
+        assert methods == [("run.begin", 1), ("job.register", 1)]
         assert control.get("/api/v1/jobs/b/audit", token=token).status_code == 404
         for options in (["--site"], ["--job", "a"]):
             assert paramd("audit", "verify", *options).returncode == 0, options

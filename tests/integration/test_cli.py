@@ -53,7 +53,7 @@ def test_status_shows_every_rank(job: Job, capsys: Capture) -> None:
     out, err = answer(capsys, "status")
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [["0", "idle"], ["1", "idle"]]
     assert err == (
-        f"paramd: job {JOB}, incarnation 1, step 0\n"
+        f"paramd: job {JOB}, run 1, step 0\n"
         "paramd: health: ok\n"
         f"paramd: dashboard: {job.url} (paramd dashboard opens it, signed in)\n"
     )
@@ -79,7 +79,7 @@ def test_summon_writes_what_the_safetensors_library_reads(
     whole: dict[str, torch.Tensor], tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "all.safetensors"
-    out, err = answer(capsys, "summon", "*", "-o", str(path))
+    out, err = answer(capsys, "summon", "*", "-f", str(path))
     assert out == ""
     assert "step 0" in err
     read = load_file(path)
@@ -100,10 +100,10 @@ def test_summon_writes_what_the_safetensors_library_reads(
 def test_summon_replaces_a_file_only_by_force(job: Job, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "one.safetensors"
     path.write_text("mine")
-    _, err = answer(capsys, "summon", "flat", "-o", str(path), code=5)
+    _, err = answer(capsys, "summon", "flat", "-f", str(path), code=5)
     assert "--overwrite" in err
     assert path.read_text() == "mine"
-    answer(capsys, "summon", "flat", "-o", str(path), "--overwrite")
+    answer(capsys, "summon", "flat", "-f", str(path), "--overwrite")
     assert set(load_file(path)) == {"flat"}
 
 

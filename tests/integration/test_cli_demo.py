@@ -52,7 +52,7 @@ def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
             time.sleep(0.1)
         # One of the commands that it tells the user to try.
         file = tmp_path / "model.safetensors"
-        assert main(["summon", "*", "-o", str(file), "--job", "my-run"]) == 0
+        assert main(["summon", "*", "-f", str(file), "--job", "my-run"]) == 0
         with safe_open(file, framework="pt") as opened:
             assert opened.get_slice("layers.3.down.weight").get_shape() == [128, 512]
             saved_step = int(opened.metadata()["paramd_step"])

@@ -60,7 +60,7 @@ def test_a_clean_end_never_looks_like_an_outage(capsys: Capture) -> None:
     assert abs(found["ended_s"] - time.time()) < 60
     out, err = answer(capsys, "status", "--job", JOB)
     assert "ended" in out
-    assert "after step 1, incarnation 1" in err
+    assert "after step 1, run 1" in err
     assert "step -1" not in out + err
 
 
@@ -75,7 +75,7 @@ def test_edits_and_audit_of_an_ended_job_come_from_disk(past: str, capsys: Captu
     listed = document(capsys, "audit", "--job", JOB)
     methods = [record["method"] for record in listed["records"]]
     assert (methods[0], methods[-1]) == ("control.stop", "control.start")
-    assert "incarnation.end" in methods
+    assert "run.end" in methods
     limited = document(capsys, "audit", "-n", "2", "--job", JOB)["records"]
     assert [record["method"] for record in limited] == methods[:2]
     checks = document(capsys, "audit", "verify", "--job", JOB)["checks"]

@@ -120,7 +120,7 @@ def test_what_is_wrong_with_an_edit_is_said_and_nothing_is_kept(shared: Editing)
     refused(invalid, "first message", one.call, "StageEdit", iter([pb.StageEditRequest(data=b"x")]))
     stale = one.manifest(0x33, FILL_B)
     stale.incarnation = 7
-    refused(grpc.StatusCode.FAILED_PRECONDITION, "incarnation 7", one.stage, stale)
+    refused(grpc.StatusCode.FAILED_PRECONDITION, "run 7", one.stage, stale)
     one.stage(one.manifest(0x34, FILL_B))
     other = one.manifest(0x34, FILL_B, reset_moments=True)
     refused(grpc.StatusCode.ALREADY_EXISTS, "another content", one.stage, other)

@@ -164,7 +164,7 @@ async def test_a_job_that_trains_keeps_its_name_and_one_that_ended_gets_a_new_in
     async with join(control.grpc_address, first, 0) as stream:
         refused = post(control, job="again", world_size=2)
         assert refused.status_code == 409
-        assert "is already training, in incarnation 1" in refused.json()["detail"]
+        assert "is already training, in run 1" in refused.json()["detail"]
         await stream.write(report(first, 0, phase=common_pb2.PHASE_ORPHANED))
         await until(lambda: document(control, "/again/ranks")["ranks"][0]["phase"] == "orphaned")
         # The same job, restarted with another world size.
@@ -173,14 +173,14 @@ async def test_a_job_that_trains_keeps_its_name_and_one_that_ended_gets_a_new_in
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stream.read()
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert "incarnation 2 has begun" in (caught.value.details() or "")
+        assert "run 2 has begun" in (caught.value.details() or "")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async with join(control.grpc_address, first, 0):
             pass
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     incarnations = document(control, "/again/incarnations")["incarnations"]
     assert [(e["incarnation"], e["world_size"]) for e in incarnations] == [(1, 2), (2, 3)]
-    assert "incarnation 2 has begun" in incarnations[0]["reason"]
+    assert "run 2 has begun" in incarnations[0]["reason"]
     assert incarnations[0]["step"] == 7
     assert (incarnations[1]["ended_s"], document(control, "/again")["world_size"]) == (None, 3)
 

@@ -169,7 +169,7 @@ def test_forked_workers_that_outlive_their_trainer_keep_nothing_from_its_success
         die.unlink()
         with start_forking(die, state_dir) as second:
             text = second.wait_for_text("child", rank=0)
-            assert text.startswith("incarnation 2 step 3")
+            assert text.startswith("run 2 step 3")
             print(f"the successor: {text}", end="")
             assert float(text.split()[5]) < allowed_s()
             assert child.is_running()

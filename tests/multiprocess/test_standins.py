@@ -29,7 +29,7 @@ def training(
     with start_ranks(WORKER, world_size, args=arguments) as ranks:
         ranks.wait_for_text("attached", rank=0)
         monkeypatch.setenv("PARAMD_STATE_DIR", str(ranks.state_dir))
-        with paramd.connect(job="standins", timeout_s=20) as mesh:
+        with paramd.connect(job="standins", timeout=20) as mesh:
             yield ranks, mesh
         for name in ("back", "stop"):
             (folder / name).touch()

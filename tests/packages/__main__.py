@@ -39,7 +39,7 @@ LACKING = (
     (["-m", "paramd.cli", "demo"], "paramd[demo]"),
     (["-m", "paramd.cli", "control", "serve"], "paramd[service]"),
     (["-m", "paramd.cli", "certs", "init", "certs"], "paramd[service]"),
-    (["-m", "paramd.cli", "summon", "*", "-o", "x.safetensors"], "paramd[torch]"),
+    (["-m", "paramd.cli", "summon", "*", "-f", "x.safetensors"], "paramd[torch]"),
     (["-c", "from paramd import attach"], "paramd[torch]"),
 )
 """What an installation without extras is asked, and the extra that it must name."""

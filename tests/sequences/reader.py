@@ -9,7 +9,7 @@ import paramd
 
 
 def main() -> None:
-    mesh = paramd.connect(job="main", timeout_s=20)
+    mesh = paramd.connect(job="main", timeout=20)
     what = sys.argv[1]
     if what == "view":
         with mesh.view("*"):

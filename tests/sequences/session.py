@@ -259,7 +259,7 @@ class Session:
 
         def connected() -> bool:
             try:
-                self.mesh = paramd.connect(job=JOB, timeout_s=CALL_S)
+                self.mesh = paramd.connect(job=JOB, timeout=CALL_S)
             except ParamdError:
                 dead = [r.rank for r in self.ranks if r.process.poll() is not None]
                 if dead:

@@ -191,7 +191,7 @@ def reader_cancelled(s: Session, rng: Random) -> str:
     chosen = [rng.choice(calls) for _ in after_s]
 
     async def run() -> None:
-        async with paramd.aio.connect(job=JOB, timeout_s=CALL_S) as mesh:
+        async with paramd.aio.connect(job=JOB, timeout=CALL_S) as mesh:
             for call, wait_s in zip(chosen, after_s, strict=True):
                 with suppress(TimeoutError, ParamdError, StopAsyncIteration):
                     await asyncio.wait_for(call(mesh), wait_s)  # type: ignore[arg-type]

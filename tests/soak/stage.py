@@ -261,7 +261,7 @@ class Stage:
     def connect(self, job: str = "main", token: str | None = None) -> Mesh:
         """A client of a job."""
         url, own = self.door(job)
-        return paramd.connect(url, token if token is not None else own, job=job, timeout_s=20.0)
+        return paramd.connect(url, token if token is not None else own, job=job, timeout=20.0)
 
     def process(self, who: str, rank: int) -> psutil.Process:
         """The living process of the main job: sidecar, control or trainer."""

@@ -137,7 +137,7 @@ def test_a_job_is_starting_until_its_control_plane_has_begun(
     begins.start()
 
     async def entered() -> None:
-        async with async_connect("old", timeout_s=30.0):
+        async with async_connect("old", timeout=30.0):
             raise AssertionError("nobody listens there")
 
     with pytest.raises(UnreachableError, match=re.escape(endpoint("old").url)):
@@ -206,7 +206,7 @@ def test_a_connection_never_takes_the_place_of_a_job_that_lives_here(ended_pid: 
 def test_an_older_incarnation_does_not_replace_a_running_newer_one(ended_pid: int) -> None:
     newer = replace(endpoint(token="newer"), incarnation=2)
     places.write_endpoint(newer)
-    with pytest.raises(ConflictError, match="incarnation 2 of job 'run' is already running"):
+    with pytest.raises(ConflictError, match="run 2 of job 'run' is already running"):
         places.write_endpoint(endpoint(token="older"))
     assert places.read_endpoint("run") == newer
     places.write_endpoint(replace(newer, incarnation=3, pid=ended_pid, pid_start=0))

@@ -102,8 +102,7 @@ def test_what_is_kept_of_good_tickets_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "incarnation", "reason"),
-    [("other", 3, "for job 'run'"), ("run", 4, "for incarnation 3")],
+    ("job", "incarnation", "reason"), [("other", 3, "for job 'run'"), ("run", 4, "for run 3")]
 )
 def test_another_job_or_incarnation_is_refused_with_the_reason(
     job: str, incarnation: int, reason: str

@@ -61,7 +61,7 @@ COLUMNS = (
     Column("seq", "RECORD", right=True),
     Column("time_ms", "TIME (UTC)", _when),
     Column("actor", "ACTOR"),
-    Column("incarnation", "INC", right=True, if_many=True),
+    Column("incarnation", "RUN", right=True, if_many=True),
     Column("kind", "KIND", drop=2),
     Column("method", "METHOD"),
     Column("of", "OF", right=True, drop=3),

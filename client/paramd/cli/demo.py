@@ -421,7 +421,7 @@ def _next_steps(job: str, *, running: bool) -> None:
         f"paramd dashboard --job {job}",
         f"paramd params 'layers.*.weight' --job {job} -o name",
         f"paramd stats '*' --job {job} -o json",
-        f"paramd summon '*' -o model.safetensors --job {job}",
+        f"paramd summon '*' -f model.safetensors --job {job}",
         f"paramd grads 'layers.0.*' --job {job}",
         f"paramd edit 'layers.0.norm1.*' --mul 0.9 --dry-run --job {job}",
         f"paramd pause --job {job}; paramd step 3 --job {job}; paramd resume --job {job}",

@@ -44,7 +44,7 @@ AgreeTimeout = Annotated[
 
 COLUMNS = (
     Column("id", "ID", lambda found: found[:8]),
-    Column("incarnation", "INC", right=True, if_many=True),
+    Column("incarnation", "RUN", right=True, if_many=True),
     Column("state", "STATE"),
     Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
     Column("what", "WHAT"),

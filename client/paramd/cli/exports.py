@@ -101,7 +101,7 @@ def restore(
 
 COLUMNS = (
     Column("id", "ID", lambda found: found[:_SHORT_CHARS]),
-    Column("incarnation", "INC", lambda n: str(n) if n else "", right=True, if_many=True),
+    Column("incarnation", "RUN", lambda n: str(n) if n else "", right=True, if_many=True),
     Column("state", "STATE"),
     Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
     Column("destination", "DESTINATION"),
@@ -142,8 +142,9 @@ def export(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing export.")] = False,
     no_verify: NoVerify = False,
     timeout_s: Annotated[
-        float | None, Option("--timeout", metavar="S", parser=duration, help="Give up after S.")
-    ] = None,
+        float,
+        Option("--timeout", metavar="S", parser=duration, help="Give up after S."),
+    ] = 3600,
     wait: Annotated[bool, Option("--wait", help="Wait until it is done or failed.")] = False,
     to_client: Annotated[
         Path | None,
@@ -196,7 +197,7 @@ def export(
             name_map=names,
             assets=assets,
             verify=not no_verify,
-            timeout_s=timeout_s,
+            timeout=timeout_s,
         )
         if not wait:
             say(f"export {begun.id} runs in the background; see: paramd exports {begun.id[:8]}")

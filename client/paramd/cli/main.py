@@ -90,7 +90,7 @@ _add(
     LOOK,
     summon,
     "'*' -o model.safetensors",
-    "'layers.0.*' --dtype bfloat16 -o layer0.safetensors --overwrite",
+    "'layers.0.*' --dtype bfloat16 -f layer0.safetensors --overwrite",
     "'head.weight[0:4]' -o rows.safetensors",
 )
 _add(

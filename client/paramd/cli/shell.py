@@ -83,7 +83,7 @@ def explain(error: Exception) -> tuple[str, int]:
 
 _MEANT = {
     "ls": "paramd jobs", "list": "paramd jobs", "ps": "paramd jobs", "show": "paramd status",
-    "get": "paramd summon NAME -o FILE", "cat": "paramd summon NAME -o FILE",
+    "get": "paramd summon NAME -f FILE", "cat": "paramd summon NAME -f FILE",
     "checkpoint": "paramd export DEST/KEY", "save": "paramd export DEST/KEY",
     "hold": "paramd pause", "stop": "paramd pause (paramd never ends a training)",
     "kill": "paramd cleanup JOB, which frees the memory of a dead training",

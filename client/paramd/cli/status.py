@@ -336,7 +336,7 @@ ALERT_COLUMNS = (
     Column("severity", "SEVERITY"),
     Column("rule", "RULE"),
     Column("state", "STATE", drop=2),
-    Column("incarnation", "INC", right=True, if_many=True),
+    Column("incarnation", "RUN", right=True, if_many=True),
     Column("first_seen_s", "SINCE", when, drop=1),
     Column("last_seen_s", "LAST SEEN", when, drop=3),
     Column("reason", "REASON"),

@@ -71,7 +71,7 @@ def summon(
     target: Target,
     glob: Globs,
     output_file: Annotated[
-        Path, Option("-o", "--output", metavar="FILE.safetensors", help="File to write.")
+        Path, Option("-f", "--file", metavar="FILE.safetensors", help="File to write.")
     ],
     dtype: Dtype = None,
     buffers: Buffers = False,
@@ -86,7 +86,7 @@ def summon(
     """Write full parameters, all of one step, to a safetensors file.
 
     Training continues meanwhile. The file appears once complete; its metadata
-    name job, incarnation and step. A tied parameter is written once, with its
+    name job, run and step. A tied parameter is written once, with its
     other names in the metadata. If interrupted, the same command resumes.
     """
     check_destination(output_file, overwrite=overwrite)
@@ -159,11 +159,11 @@ def check_destination(path: Path, *, overwrite: bool) -> None:
     ConflictError if the file exists and `overwrite` is not set.
     """
     if path.suffix != SUFFIX:
-        raise UsageError(f"--output: {path} does not end in {SUFFIX}")
+        raise UsageError(f"--file: {path} does not end in {SUFFIX}")
     if not path.parent.is_dir():
-        raise UsageError(f"--output: there is no directory {path.parent}; create it first")
+        raise UsageError(f"--file: there is no directory {path.parent}; create it first")
     if path.is_dir():
-        raise UsageError(f"--output: {path} is a directory")
+        raise UsageError(f"--file: {path} is a directory")
     if path.exists() and not overwrite:
         raise ConflictError(f"{path} exists; choose another name, or replace it with --overwrite")
 

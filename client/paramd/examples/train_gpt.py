@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --job my-run
 
 and in another terminal, for example: `paramd stats "head.*"` or
-`paramd summon "head.*" -o head.safetensors`.
+`paramd summon "head.*" -f head.safetensors`.
 With --no-attach it trains without paramd; the losses are bit-identical. With PARAMD_RESUME=auto, a
 killed training that is started again resumes at its last step.
 

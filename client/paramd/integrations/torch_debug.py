@@ -103,7 +103,7 @@ class ParamdHandler(DebugHandler):
         return json.dumps(found).replace("<", "\\u003c").encode()
 
     def _ask(self, ranks: tuple[int, ...]) -> Why:
-        with connect(self._url, job=self._job, timeout_s=self.fetch_timeout) as mesh:
+        with connect(self._url, job=self._job, timeout=self.fetch_timeout) as mesh:
             return mesh.why(*ranks, log_lines=self._log_lines)
 
 

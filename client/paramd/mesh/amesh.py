@@ -61,7 +61,7 @@ from paramd.mesh.insight.reports import (
 )
 from paramd.mesh.insight.spectrum import Spectrum, compute_spectrum
 from paramd.mesh.insight.updates import Updates, compute_updates
-from paramd.mesh.loop import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
+from paramd.mesh.loop import UNSET, Timeout, allowed_s, deadline
 from paramd.mesh.peers.control import Find, RestClient
 from paramd.mesh.peers.discovery import JobRest, SidecarFinder
 from paramd.mesh.peers.grpc import all_ended
@@ -116,7 +116,7 @@ class AsyncMesh:
         token: str,
         *,
         job: str | None = None,
-        timeout_s: float | None = None,
+        timeout: Timeout = UNSET,
         tls: ClientTls | None = None,
         find: Find | None = None,
     ) -> None:
@@ -126,14 +126,12 @@ class AsyncMesh:
             url: The control plane's, for example "http://127.0.0.1:8470".
             token: Its token.
             job: Name of the job; optional when the control plane serves only one.
-            timeout_s: Default timeout of a call, in seconds; None means 60.
+            timeout: As in `connect`.
             tls: Trust settings for https; None reads them from the environment.
             find: Returns the current url and token, for a job whose next incarnation may have
                 others.
         """
-        self._timeout_s = timeout_s if timeout_s is not None else DEFAULT_TIMEOUT_S
-        if self._timeout_s <= 0:
-            raise UsageError(f"timeout_s: {timeout_s}; expected more than 0")
+        self._timeout_s = allowed_s(timeout)
         self._rest = RestClient(url, token, tls=tls, find=find)
         self._reach = SidecarFinder(self._rest, job, tls=tls, relay=TunnelRelay(self._rest))
         self._transfer = Transfer()
@@ -351,7 +349,7 @@ class AsyncMesh:
             patterns: Globs over names; none means all parameters.
             cells: Also a heat map of each tensor's difference (`row.cells`), of at most this many
                 rows and columns, up to 512; 0 for none.
-            timeout: Seconds for all of it; None means no limit.
+            timeout: Seconds for all of it; 60 by default, None means no limit.
 
         Returns:
             Rows with name, norm (of the difference), relative norm, cosine, changed elements and
@@ -1040,7 +1038,7 @@ class AsyncMesh:
         name_map: Mapping[str, str] | None = None,
         assets: str | Path | None = None,
         verify: bool = True,
-        timeout_s: float | None = None,
+        timeout: Timeout = UNSET,
     ) -> AsyncExport:
         """Start exporting a checkpoint of one step; training continues. See docs/exports.md.
 
@@ -1061,7 +1059,7 @@ class AsyncMesh:
             name_map: Names in the model to names in the files; each may hold one "*".
             assets: Directory whose regular files are copied into the export, 64 MiB in total.
             verify: Read everything back before publishing.
-            timeout_s: Fail after this many seconds; None means the control plane's limit.
+            timeout: Seconds for the whole export, or a text such as "20m"; one hour by default.
 
         Returns:
             The running export; `wait()` returns when it is published.
@@ -1075,8 +1073,8 @@ class AsyncMesh:
             destination, format, max_shard_size, dtype, include, tied, name_map, verify, names,
             replica,
         ) | {"overwrite": overwrite}  # fmt: skip
-        if timeout_s is not None:
-            body["timeout_s"] = timeout_s
+        if timeout is not UNSET and timeout is not None:
+            body["timeout_s"] = allowed_s(timeout)
         return AsyncExport(self._exports, await self._exports.create(body, assets))
 
     async def exports(self, *, state: str | None = None, limit: int = 100) -> list[ExportInfo]:
@@ -1152,12 +1150,12 @@ class AsyncMesh:
             replica=replica,
         )
         file = PartialFile(Path(path))
-        file.check(replace=overwrite)
+        file.check(overwrite=overwrite)
         download = Download(
             reach=self._reach,
             transfer=self._transfer,
             file=file,
-            replace=overwrite,
+            overwrite=overwrite,
             transport=transport,
             moved=progress,
             said=on_message,

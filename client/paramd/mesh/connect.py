@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 
+from paramd import gone
 from paramd.errors import UsageError
 from paramd.mesh.amesh import AsyncMesh
+from paramd.mesh.loop import UNSET, Timeout
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.peers.control import NOT_BEGUN, Find, client_tls
 from paramd.places import StartingError, read_endpoint, running_jobs
@@ -16,12 +18,13 @@ from paramd.state_files import is_job_name
 log = logging.getLogger("paramd")
 
 
+@gone.keywords("connect")
 def connect(
     url: str | None = None,
     token: str | None = None,
     *,
     job: str | None = None,
-    timeout_s: float | None = None,
+    timeout: Timeout = UNSET,
     tls_ca: str | os.PathLike[str] | None = None,
 ) -> Mesh:
     """A mesh on a running job. Close it, or use it as a context manager.
@@ -31,7 +34,8 @@ def connect(
             endpoint in this user's state dir, which is read again when the job restarts.
         token: Its token. Defaults to PARAMD_TOKEN, then to the endpoint's.
         job: Name of the job. Defaults to PARAMD_JOB, then to the only running job.
-        timeout_s: Default timeout of a call, in seconds; None means 60.
+        timeout: Seconds that a call may take unless it has its own, or a text such as "5m"; 60 by
+            default, None means no limit.
         tls_ca: File of CA certificates for https, or the fingerprint "sha256:..." of a job's
             own CA. Defaults to PARAMD_TLS_CA, then to the CA in the job's endpoint, then to the
             system's.
@@ -39,29 +43,30 @@ def connect(
     Raises:
         NotFoundError: this host never had a job of that name.
         UnreachableError: the job has ended, or its control plane does not respond. `connect`
-            waits for a job that is starting, `timeout_s` at most.
+            waits for a job that is starting, `timeout` at most.
         DeniedError: the token is missing or wrong.
         UsageError: several jobs run and none was named.
     """
-    return Mesh(async_connect(url, token, job=job, timeout_s=timeout_s, tls_ca=tls_ca))
+    return Mesh(async_connect(url, token, job=job, timeout=timeout, tls_ca=tls_ca))
 
 
+@gone.keywords("connect")
 def async_connect(
     url: str | None = None,
     token: str | None = None,
     *,
     job: str | None = None,
-    timeout_s: float | None = None,
+    timeout: Timeout = UNSET,
     tls_ca: str | os.PathLike[str] | None = None,
 ) -> AsyncMesh:
     """A mesh for asyncio; use it as `async with`. Args, Raises: as `connect`.
 
-    Waits up to `timeout_s` for a job that is starting.
+    Waits up to `timeout` for a job that is starting.
     """
     url, job = _named(url, job)
     at, secret, name, find = located(url, token, job)
     tls = trust(at, tls_ca)
-    return AsyncMesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
+    return AsyncMesh(at, secret, job=name, timeout=timeout, tls=tls, find=find)
 
 
 def located(

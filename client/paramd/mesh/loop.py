@@ -37,13 +37,19 @@ Timeout = float | str | None | Literal[Unset.UNSET]
 """Seconds, or a text such as "5s"; None means no limit, UNSET the mesh's default (60 s)."""
 
 
-def deadline(timeout: Timeout, default_s: float) -> float:
-    """Deadline of a call, on the monotonic clock; UsageError unless the timeout is above 0."""
-    given = default_s if timeout is UNSET else timeout
-    seconds = seconds_of(given, "timeout") if given is not None else None
-    if seconds is not None and seconds <= 0:
+def allowed_s(timeout: Timeout, default_s: float = DEFAULT_TIMEOUT_S) -> float:
+    """Seconds that a call may take; UsageError unless the timeout is above 0."""
+    if timeout is UNSET:
+        return default_s
+    seconds = seconds_of(timeout, "timeout") if timeout is not None else _FOREVER_S
+    if seconds <= 0:
         raise UsageError(f"timeout: {seconds}; expected more than 0, or None for no limit")
-    return time.monotonic() + (seconds if seconds is not None else _FOREVER_S)
+    return seconds
+
+
+def deadline(timeout: Timeout, default_s: float) -> float:
+    """Deadline of a call, on the monotonic clock. Raises as `allowed_s`."""
+    return time.monotonic() + allowed_s(timeout, default_s)
 
 
 class LoopThread:

@@ -188,7 +188,7 @@ def _read_stand_in(model: nn.Module, attachment: Any, label: str) -> None:
     """Rank 0 reads: refused with the label, or what is there under it."""
     if attachment is not None and attachment.rank == 0:
         mine = full(model)
-        with paramd.connect(job=attachment.job, timeout_s=30) as mesh:
+        with paramd.connect(job=attachment.job, timeout=30) as mesh:
             with pytest.raises(ConflictError, match=label):
                 mesh.summon("*")
             found = mesh.summon("*", unsettled=True)

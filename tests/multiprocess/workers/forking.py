@@ -46,8 +46,7 @@ def main() -> None:
         time.sleep(600)
         os._exit(0)
     print(
-        f"incarnation {attachment.incarnation} step {attachment.step} in {attached_s:.2f} s, "
-        f"child {child}",
+        f"run {attachment.incarnation} step {attachment.step} in {attached_s:.2f} s, child {child}",
         flush=True,
     )
     while not die.exists():

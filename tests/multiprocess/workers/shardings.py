@@ -295,7 +295,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         try:
-            with paramd.connect(job=JOB, timeout_s=ALLOWED_S) as mesh:
+            with paramd.connect(job=JOB, timeout=ALLOWED_S) as mesh:
                 self._use(mesh)
         except BaseException as error:
             self.failure = error

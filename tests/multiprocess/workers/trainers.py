@@ -92,7 +92,7 @@ def read_and_compare(model: nn.Module, attachment: Any, step: int) -> None:
     """Rank 0 reads the job at rest; it has this step, and the model's values under its names."""
     mine = full(model)
     if attachment.rank == 0:
-        with paramd.connect(job=attachment.job, timeout_s=30) as mesh:
+        with paramd.connect(job=attachment.job, timeout=30) as mesh:
             found = mesh.summon("*", timeout=30)
         assert found.step == step, (found.step, step)
         assert set(found) == set(mine), set(found) ^ set(mine)

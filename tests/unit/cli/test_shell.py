@@ -40,9 +40,9 @@ def test_every_error_is_one_line_and_has_its_exit_code(
         (["stats"], "GLOB"),
         (["status", "--no-such"], "--no-such"),
         (["status", "-o", "yaml"], "'jsonl'"),
-        (["summon", "*"], "--output"),
-        (["summon", "*", "-o", "x.bin"], ".safetensors"),
-        (["summon", "*", "-o", "no/such/dir/x.safetensors"], "no directory"),
+        (["summon", "*"], "--file"),
+        (["summon", "*", "-f", "x.bin"], ".safetensors"),
+        (["summon", "*", "-f", "no/such/dir/x.safetensors"], "no directory"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_with_code_2(

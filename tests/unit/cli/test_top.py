@@ -87,7 +87,7 @@ async def test_ranks_and_alerts_are_shown_and_followed() -> None:
         assert table(app)[0] == [
             "0", "constant", "1,200", "70 ms", "2", "3 ms", "12 MB", "0 B", "",
         ]  # fmt: skip
-        assert "job run  incarnation 3  step 1,200  3 ranks  0 alerts" in text(app, "#about")
+        assert "job run  run 3  step 1,200  3 ranks  0 alerts" in text(app, "#about")
         assert "http://here" in text(app, "#about")
         assert text(app, "#alerts") == "no alerts"
         service.ranks = [rank(n, step=1300 + n) for n in range(3)]

@@ -49,7 +49,7 @@ def test_a_newer_incarnation_takes_the_endpoint_over_and_an_older_one_cannot() -
     assert successor(old) is None
     new = announced(2)
     assert places.read_endpoint("run") == new
-    with pytest.raises(ConflictError, match="incarnation 2"):
+    with pytest.raises(ConflictError, match="run 2"):
         announced(1)
 
 

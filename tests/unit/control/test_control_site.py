@@ -36,12 +36,12 @@ async def test_a_sidecar_brings_its_incarnation_back_but_no_past_one() -> None:
     jobs = Jobs(TERMS, site=SITE)
     assert (await jobs.admit("run", 4, 2)).bootstrap.world_size == 2
     assert places.last_incarnation("run") == 4
-    with pytest.raises(ConflictError, match="incarnation 4"):
+    with pytest.raises(ConflictError, match="run 4"):
         await jobs.admit("run", 3, 2)
     with pytest.raises(UsageError, match="world_size"):
         await jobs.admit("other", 1, 0)
     await asyncio.to_thread(places.last_incarnation, "late", at_least=9)
-    with pytest.raises(ConflictError, match="past incarnation 8"):
+    with pytest.raises(ConflictError, match="past run 8"):
         await jobs.admit("late", 8, 1)
     await jobs.close()
 
@@ -146,7 +146,7 @@ async def test_the_list_of_incarnations_survives_and_passes_over_what_is_cut() -
     with path.open("a") as file:
         file.write('null\n[]\n{"incarnation": "x"}\n{"incarnation": 3, "world')
     first, second = places.incarnations("run")
-    assert (first.ended_s, first.reason) == (20.0, "incarnation 2 has begun")
+    assert (first.ended_s, first.reason) == (20.0, "run 2 has begun")
     assert second == over
     numbers = [json.loads(line)["incarnation"] for line in path.read_text().splitlines()[:3]]
     assert numbers == [1, 2, 2]

@@ -84,7 +84,7 @@ def test_after_a_restart() -> None:
     assert "lease" in found.reason
     found, _ = machine.after_restart(export, incarnation=4, snapshot_lives=True)
     assert found.state is ExportState.FAILED
-    assert "incarnation 3" in found.reason
+    assert "run 3" in found.reason
     verifying = machine.written(export, "b", "bb")
     found, _ = machine.after_restart(verifying, incarnation=3, snapshot_lives=False)
     assert found == verifying, "the snapshot is needed no more"

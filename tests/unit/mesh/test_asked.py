@@ -34,7 +34,7 @@ def test_an_answer_without_a_header_is_none() -> None:
     "other", [{"incarnation": 2}, {"incarnation": 4}, {"layout_digest": "abd"}]
 )
 def test_an_answer_of_another_incarnation_or_layout_is_stale(other: dict[str, Any]) -> None:
-    with pytest.raises(ConflictError, match="expected incarnation 3, 'abc'; try again"):
+    with pytest.raises(ConflictError, match="expected run 3, 'abc'; try again"):
         ASKED.check(header(**other))
 
 

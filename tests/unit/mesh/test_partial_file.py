@@ -80,7 +80,7 @@ def test_only_the_whole_file_has_the_mode_that_the_user_wants(tmp_path: Path) ->
             assert (again.header(), again.size_bytes) == (HEADER, 14)
             again.go_on(12)
             again.append(memoryview(b"xy"))
-            again.publish(HEADER.replace(b"{}", b"[]"), replace=False)
+            again.publish(HEADER.replace(b"{}", b"[]"), overwrite=False)
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o640
@@ -96,7 +96,7 @@ def test_a_partial_file_that_was_swapped_does_not_get_the_name(tmp_path: Path) -
         part.rename(tmp_path / "taken")
         part.write_bytes(b"evil")
         with pytest.raises(ConflictError, match="replaced by another process"):
-            file.publish(HEADER, replace=True)
+            file.publish(HEADER, overwrite=True)
     assert not (tmp_path / NAME).exists()
 
 

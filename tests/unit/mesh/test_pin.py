@@ -138,7 +138,7 @@ async def test_no_common_step_in_time_names_the_steps() -> None:
 async def test_another_incarnation_at_the_boundary_is_refused() -> None:
     ranks = Ranks(lambda rank, count: 7 + rank)
     ranks.captures = [captured(9, incarnation=2)]
-    with pytest.raises(ConflictError, match="new incarnation"):
+    with pytest.raises(ConflictError, match="new run"):
         async with pinner(ranks).pinned(SPANS, deadline_s=110):
             pass
     assert not ranks.held

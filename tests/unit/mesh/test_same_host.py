@@ -104,9 +104,7 @@ def test_memory_that_somebody_still_holds_is_not_given_back(tmp_path: Path) -> N
 def test_memory_of_somebody_else_is_not_taken(tmp_path: Path, other: dict[str, object]) -> None:
     with (
         sidecar(tmp_path, Maps(len(DATA), **other)) as peer,
-        pytest.raises(
-            UnreachableError, match="rank 0 of job 'run', incarnation 3, is not at its Unix"
-        ),
+        pytest.raises(UnreachableError, match="rank 0 of job 'run', run 3, is not at its Unix"),
     ):
         SharedSnapshot.open(peer, TICKET, "s")
 

@@ -29,7 +29,7 @@ def test_an_incarnation_that_went_on_ends_it_by_its_number() -> None:
     reach = Heard()
     stream = subscribed(reach)
     reach.document = replace(reach.document, incarnation=2)
-    with pytest.raises(ConflictError, match="incarnation 1 has ended, the job is in incarnation 2"):
+    with pytest.raises(ConflictError, match="run 1 has ended, the job is in run 2"):
         stream._check_identity()
 
 
@@ -41,5 +41,5 @@ def test_a_rank_that_is_away_for_a_while_does_not_end_it() -> None:
         reach.document = replace(before, layout_digest=digest)
         stream._check_identity()
     reach.document = replace(before, layout_digest="another")
-    with pytest.raises(ConflictError, match="the layout of incarnation 1 is not the one"):
+    with pytest.raises(ConflictError, match="the layout of run 1 is not the one"):
         stream._check_identity()

@@ -58,7 +58,7 @@ def test_pids_of_another_container_prove_nothing_but_the_page_does() -> None:
     later = replace(REQUEST, incarnation=4)
     with pytest.raises(ConflictError, match=r"\(pid 10 in its container\)"):
         check_successor(REQUEST, Ownership.OWNED, later, elsewhere=True)
-    with pytest.raises(ConflictError, match="incarnation 3 is stale"):
+    with pytest.raises(ConflictError, match="run 3 is stale"):
         check_successor(REQUEST, Ownership.ORPHANED, REQUEST, elsewhere=True)
 
 
@@ -103,8 +103,8 @@ def test_a_newer_incarnation_may_have_what_an_ended_trainer_left(ownership: Owne
     [
         (Ownership.OWNED, {"incarnation": 4, "pid": 11}, r"another training process \(pid 10\)"),
         (Ownership.OWNED, {"incarnation": 4, "start": 101}, r"another training process \(pid 10\)"),
-        (Ownership.OWNED, {"incarnation": 2}, "incarnation 2 is stale"),
-        (Ownership.ORPHANED, {"pid": 11}, "incarnation 3 is stale"),
+        (Ownership.OWNED, {"incarnation": 2}, "run 2 is stale"),
+        (Ownership.ORPHANED, {"pid": 11}, "run 3 is stale"),
     ],
 )
 def test_who_may_not_attach_is_told_why(

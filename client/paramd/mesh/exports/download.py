@@ -78,14 +78,14 @@ class PartialFile:
         self._part = _part_of(path)
         self._file = -1
 
-    def check(self, *, replace: bool) -> None:
+    def check(self, *, overwrite: bool) -> None:
         """Fail early on what `publish` would refuse.
 
         Raises UsageError if there is no such directory, ConflictError if the file exists.
         """
         if not self.path.parent.is_dir():
             raise UsageError(f"{self.path}: there is no directory {self.path.parent}; create it")
-        if not replace and os.path.lexists(self.path):
+        if not overwrite and os.path.lexists(self.path):
             raise self._taken()
 
     def _taken(self) -> ConflictError:
@@ -146,7 +146,7 @@ class PartialFile:
         except OSError as error:
             raise ExhaustedError(f"{self.path}: {error.strerror}") from error
 
-    def publish(self, header: bytes, *, replace: bool) -> None:
+    def publish(self, header: bytes, *, overwrite: bool) -> None:
         """Give the complete file its final header, as long as before, and rename it, durably.
 
         Raises ConflictError if the file exists by now, or the partial file was replaced.
@@ -157,7 +157,7 @@ class PartialFile:
         # In a directory that others can write, the name may no longer be our open file's.
         if not os.path.samestat(os.lstat(self._part), os.fstat(self._file)):
             raise ConflictError(f"{self._part} was replaced by another process; try again")
-        if replace:
+        if overwrite:
             os.replace(self._part, self.path)
         else:
             try:
@@ -400,7 +400,7 @@ class Download:
     reach: SidecarFinder
     transfer: Transfer
     file: PartialFile
-    replace: bool
+    overwrite: bool
     transport: Transport
     moved: Moved
     said: Said
@@ -425,7 +425,7 @@ class Download:
                     self.said("the snapshot has expired; starting over")
                     continue
                 await asyncio.to_thread(
-                    self.file.publish, layout.final_header, replace=self.replace
+                    self.file.publish, layout.final_header, overwrite=self.overwrite
                 )
                 return Downloaded(
                     path=self.file.path,

@@ -109,11 +109,11 @@ class Records:
 
     def incarnation_began(self, mesh: Incarnation) -> None:
         """Record that a job's incarnation began; training never waits for it."""
-        self.note(mesh, "incarnation.begin", {"world_size": mesh.bootstrap.world_size})
+        self.note(mesh, "run.begin", {"world_size": mesh.bootstrap.world_size})
 
     def incarnation_ended(self, mesh: Incarnation) -> None:
         """Record that a job's incarnation ended, and why."""
-        self.note(mesh, "incarnation.end", {"reason": str(mesh.over)})
+        self.note(mesh, "run.end", {"reason": str(mesh.over)})
 
     def tick(self, mesh: Incarnation, view: MeshView, now_s: float | None = None) -> None:
         """Record refusals reported by sidecars, batched; called once a second."""

@@ -24,7 +24,7 @@ STEPS = 400
 
 def main() -> int:
     given = _parsed()
-    reading.WRITES = "writes" not in given.without.split(",")
+    reading.WRITES, reading.BURST = "writes" not in given.without.split(","), given.burst
     SHORT.update(one.split("=", 1) for one in given.set)
     leaks.adopt_orphans()
     warm_services()
@@ -64,6 +64,7 @@ def _parsed() -> argparse.Namespace:
     )
     parser.add_argument("--of", default="", help="of these operations alone")
     parser.add_argument("--without", default="", help="none of these operations, or writes")
+    parser.add_argument("--burst", type=int, default=reading.BURST, help="reads of one burst")
     parser.add_argument(
         "--set", action="append", default=[], help="a setting of the job: PARAMD_IDLE_MEMORY_S=600"
     )

@@ -7,10 +7,14 @@ nothing of it but the state that it meets.
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
+
+import psutil
 
 from tests.sequences.changing import CHANGING
 from tests.sequences.reading import READING
@@ -23,6 +27,9 @@ BY_NAME = {operation.__name__: operation for operation in ALL}
 HANG_S = 90.0
 MOST_TRIES = 10
 """Runs that look for a shorter sequence; each starts a training."""
+LOOK_S, WARM_LOOKS, ENOUGH_LOOKS = 60.0, 5, 20
+GROWN_BYTES, GROWN_FILES = 32 << 20, 4
+"""More than this from the first quarter of a process' life to its last is a leak."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,47 @@ class Failure:
     items: Sequence[Item]
 
 
+class Watch:
+    """Private memory and descriptors of a job's processes, each minute of their lives."""
+
+    def __init__(self) -> None:
+        self.looks: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        self._next_s = 0.0
+
+    def look(self, session: Session) -> None:
+        """Once a minute; those of the client are descriptors alone: the reference is in it."""
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + LOOK_S
+        found = [("rank", psutil.Process(rank.process.pid)) for rank in session.ranks]
+        found += [(name, one) for name in ("sidecar", "control") for one in session.helpers(name)]
+        found.append(("client", psutil.Process()))
+        for name, process in found:
+            with suppress(psutil.Error):
+                size = 0 if name == "client" else process.memory_full_info().uss
+                looks = self.looks.setdefault((name, process.pid), [])
+                looks.append((size, process.num_fds()))
+
+    def tell(self) -> list[str]:
+        """Rows of those that lived long enough, early and late; those that grew say so."""
+        rows = []
+        for (name, _), all_looks in self.looks.items():
+            looks = all_looks[WARM_LOOKS:]
+            if len(looks) < ENOUGH_LOOKS:
+                continue
+            part = len(looks) // 4
+            (early, files), (late, files_late) = (
+                (statistics.median(x for x, _ in some), statistics.median(x for _, x in some))
+                for some in (looks[:part], looks[-part:])
+            )
+            grew = late > early + GROWN_BYTES or files_late > files + GROWN_FILES
+            rows.append(
+                f"{name:8} {len(looks)} min: {early / 2**20:.1f} -> {late / 2**20:.1f} MiB, "
+                f"{files:.0f} -> {files_late:.0f} descriptors{' GREW' * grew}"
+            )
+        return rows
+
+
 def drawn(seed: int, count: int) -> list[Item]:
     """The first operations of a seed."""
     rng = random.Random(f"sequence {seed}")
@@ -54,12 +102,14 @@ def run(
 ) -> Failure | None:  # fmt: skip
     """Runs a sequence on a new training."""
     done: list[Item] = []
+    watch = Watch()
     try:
         with Session(kind, counts=counts if counts is not None else Counts()) as session:
             for item in items:
                 if time.monotonic() > until_s:
                     break
                 done.append(item)
+                watch.look(session)
                 try:
                     tell(f"{item.number:5} {item.name:22} {_one(session, seed, item)}")
                 except NotNowError as reason:
@@ -68,6 +118,11 @@ def run(
                     tell(f"{item.number:5} {item.name:22} FAILED {error}")
                     tell(_logs(session))
                     raise
+            rows = watch.tell()
+            for row in rows:
+                tell(row)
+            if any("GREW" in row for row in rows):
+                raise DefectError("\n".join(rows))
     except Exception as error:
         return Failure(error, done)
     return None

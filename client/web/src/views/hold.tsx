@@ -26,7 +26,7 @@ export function Hold(): ReactNode {
   const [busy, setBusy] = useState(false);
   const [problem, setProblem] = useState("");
   const hold = usePoll(
-    `${job} hold`,
+    summary && summary.state !== "ended" ? `${job} hold` : null,
     (signal) => get("/api/v1/jobs/{job}/hold", { path: { job }, signal }),
     // Its beginning and end are events; how far it has stepped is not.
     summary?.hold === "running" ? 30_000 : 3000,

@@ -5,6 +5,8 @@
         incarnation               0600: the last incarnation issued
         incarnations.jsonl        0600: when each incarnation began and ended
         control.sqlite            0600: edits, exports, audit, history; the service's own
+        port                      0600: where REST listened last, for the next start
+        past.json                 0600: address of the process that shows an ended job's records
         generation                0600: of the last control plane whose store is here
         rank-<r>.sock             the sidecars' Unix sockets
 
@@ -45,6 +47,9 @@ REMOTE_S = 1.0
 
 GENERATION_FILE = "generation"
 """The generation of the last control plane of the directory."""
+
+PORT_FILE = "port"
+PAST_FILE = "past.json"
 
 HISTORY_FILE = "incarnations.jsonl"
 """The history of a job's incarnations."""
@@ -185,6 +190,13 @@ def read_endpoint(job: str | None = None) -> Endpoint:
         told = f" (ended: {ended}; --job NAME shows one)" if ended else ""
         raise UnreachableError(f"no job runs here{told}; {_next_step(running)}")
     return running[0]
+
+
+def past_endpoint(job: str) -> Endpoint | None:
+    """The process of this host that shows the records of a job which has ended, if one lives."""
+    found = _load(state_dir() / check_job_name(job) / PAST_FILE)
+    here = found is not None and kernel_of(found.host_id) == kernel_of(host_id())
+    return found if found is not None and here and _alive(found) else None
 
 
 def running_jobs() -> list[Endpoint]:

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from paramd import places
@@ -62,6 +64,56 @@ def test_a_clean_end_never_looks_like_an_outage(capsys: Capture) -> None:
     assert "ended" in out
     assert "after step 1, run 1" in err
     assert "step -1" not in out + err
+
+
+def test_the_page_shows_an_ended_job_where_it_was_until_it_begins_again(past: str) -> None:
+    environment = {name: text for name, text in os.environ.items() if name != "DISPLAY"}
+    port = (places.state_dir() / JOB / places.PORT_FILE).read_text().strip()
+    stored = (places.state_dir() / JOB / "control.sqlite").read_bytes()
+    command = [sys.executable, "-m", "paramd.cli", "dashboard", "--job", JOB]
+    with ExitStack() as stack:
+        shown = stack.enter_context(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+        stack.callback(shown.terminate)
+        assert shown.stdout is not None
+        link = shown.stdout.readline().strip()
+        url, _, code = link.removesuffix(f"/{JOB}").partition("/#/sign-in/")
+        assert url == f"http://127.0.0.1:{port}"
+        with httpx2.Client(base_url=f"{url}/api/v1", trust_env=False) as client:
+            signed = client.post("/session", headers={"authorization": f"Paramd-Code {code}"})
+            client.headers["x-paramd-session"] = signed.json()["key"]
+            found = client.get("/jobs").json()["jobs"]
+            assert [(one["health"], one["step"], one["incarnation"]) for one in found] == [
+                ("ended", 1, 1)
+            ]
+            edits = client.get(f"/jobs/{JOB}/edits").json()["edits"]
+            assert [(one["id"], one["undo"]["possible"]) for one in edits] == [(past, False)]
+            for path, key in (
+                ("ranks", "ranks"),
+                ("incarnations", "incarnations"),
+                ("alerts?state=all", "alerts"),
+                ("exports", "exports"),
+                ("audit", "records"),
+                ("history/series", "series"),
+                (f"edits/{past}", "id"),
+            ):
+                answer = client.get(f"/jobs/{JOB}/{path}")
+                assert (answer.status_code, key in answer.json()) == (200, True), path
+            for method, path in (
+                ("GET", "params"),
+                ("GET", "marks"),
+                ("POST", "hold"),
+                ("POST", "end"),
+            ):
+                refused = client.request(method, f"/jobs/{JOB}/{path}", json={})
+                assert refused.status_code == 409, path
+                assert "ended at" in refused.json()["detail"]
+        assert (places.state_dir() / JOB / "control.sqlite").read_bytes() == stored
+        with running_job(layout(), incarnation=2, listen="127.0.0.1:8470") as job:
+            assert job.url == url
+            assert shown.wait(timeout=20) == 0
+    assert places.past_endpoint(JOB) is None
 
 
 def test_edits_and_audit_of_an_ended_job_come_from_disk(past: str, capsys: Capture) -> None:

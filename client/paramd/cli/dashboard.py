@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -17,6 +18,7 @@ from urllib.parse import quote
 from typer import Option
 
 from paramd import places, state_files
+from paramd.cli import ended
 from paramd.cli.options import Target, with_target
 from paramd.cli.shell import say
 
@@ -44,7 +46,24 @@ def dashboard(
     Prints the link, which signs in once, within a minute, with the rights of
     your token. The token itself is in no URL. From another machine, forward the
     port first: ssh -L 8470:127.0.0.1:8470 HOST
+
+    A job that has ended (--job NAME) is shown from its records, at the address
+    that it had, until Ctrl-C or its next start, which has the same address.
     """
+    past = ended.find(target)
+    if past is None:
+        _open(target, browser)
+        return
+    with past.served() as (endpoint, server):
+        past.say()
+        _open(target.at(endpoint), browser)
+        if server is not None:
+            say("this shows them until Ctrl-C, or until the job begins again")
+            with suppress(KeyboardInterrupt):
+                server.wait()
+
+
+def _open(target: Target, browser: bool) -> None:
     import webbrowser
 
     url, link, ttl_s = asyncio.run(_link(target))

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
-from paramd import extras, places
+from paramd import extras, helpers, places
 from paramd.cli import completion
 from paramd.cli.options import Target, completed, with_output
 from paramd.cli.output import Column, Format, count, size, when
@@ -44,7 +44,8 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
-from paramd.places import IncarnationRecord
+from paramd.places import Endpoint, IncarnationRecord
+from paramd.security.tickets import new_private_key, new_token
 from paramd.state_files import resident_bytes
 
 if TYPE_CHECKING:
@@ -80,6 +81,42 @@ class Past:
     def audit(self, *, oldest: bool, limit: int) -> dict[str, Any]:
         """One page with its audit records. Raises as `_read`."""
         return _read("audit", self.job, oldest=oldest, limit=limit)
+
+    @contextmanager
+    def served(self) -> Iterator[tuple[Endpoint, subprocess.Popen[bytes] | None]]:
+        """The process that shows the records as a control plane would, where it had been; it ends
+        with this block unless somebody else had started it (None). Raises as `_read`."""
+        if (known := places.past_endpoint(self.job)) is not None:
+            yield known, None
+            return
+        extras.need("the records of an ended job", "service")
+        secrets = {
+            "job": self.job,
+            "incarnation": self.last.incarnation,
+            "world_size": self.last.world_size,
+            "private_key": new_private_key().hex(),
+            "token": new_token(),
+            "ended": True,
+        }
+        log_path = places.job_dir(self.job) / "past.log"
+        server = helpers.spawn(
+            "paramd_service.control",
+            ["--job", self.job, "--listen", "127.0.0.1:8470"],
+            log_path=log_path,
+            stdin=json.dumps(secrets).encode() + b"\n",
+            piped=True,
+        )
+        try:
+            assert server.stdout is not None
+            with server.stdout as told:
+                begun = told.readline()
+            endpoint = places.past_endpoint(self.job)
+            if not begun or endpoint is None:
+                raise UnreachableError(f"the records cannot be shown: {_last_line(log_path)}")
+            yield endpoint, server
+        finally:
+            server.terminate()
+            helpers.end(server, grace_s=3.0)
 
     def say(self) -> None:
         """Print to stderr that these are stored records."""
@@ -181,6 +218,11 @@ def _read(what: str, job: str, **options: str | int | bool | None) -> dict[str, 
     if not isinstance(parsed, dict):
         raise NotFoundError(f"{READER} printed no document")
     return parsed
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"see {path}"
 
 
 ANSWER_S = 5.0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paramd.mesh.amesh import AsyncMesh
     from paramd.mesh.mesh import Mesh
     from paramd.mesh.peers.control import RestClient
+    from paramd.places import Endpoint
 
 PANEL = "Connection"
 
@@ -100,6 +101,11 @@ class Target:
     def named(self, job: str) -> Target:
         """The same settings, with the job called `job`."""
         return Target(replace(self.settings, job=job))
+
+    def at(self, endpoint: Endpoint) -> Target:
+        """The same settings, with this control plane's address, token and job."""
+        found = {"url": endpoint.url, "token": endpoint.token, "job": endpoint.job}
+        return Target(replace(self.settings, **found))
 
     def connect(self) -> Mesh:
         """A connected mesh, which the caller closes (`with`). Raises as `paramd.connect`."""

@@ -344,7 +344,8 @@ class AsyncMesh:
         Args:
             a, b: "now"; a step of this job to come, or "+N": N steps after the next one that can
                 surely be asked for (both states must fit into the snapshots' budget);
-                "mark:NAME" or a `Mark` that has a name; a safetensors file or directory on this
+                "mark:NAME" or a `Mark` that has a name; "mark:STEP", a standing snapshot
+                that is still kept (`marks`); a safetensors file or directory on this
                 machine, such as an export; tensors by name; another mesh, as it is now.
             patterns: Globs over names; none means all parameters.
             cells: Also a heat map of each tensor's difference (`row.cells`), of at most this many

@@ -286,7 +286,7 @@ function Offline(): ReactNode {
   if (health.word === "unknown") {
     return (
       <Trouble>
-        {health.why}. Retrying; everything below is old. If the training has ended, so has this control plane: paramd status {job} reads its records, and its next start is served here again.
+        {health.why}. Retrying; everything below is old. If the training has ended, so has this control plane: paramd dashboard --job {job} shows its records here, and its next start is served here again.
       </Trouble>
     );
   }

@@ -6,7 +6,7 @@ import { bodyOf, discardedOf, EMPTY, leaseLeft, newId, opText } from "../src/lib
 import { exactly, filtersFor, MAX_FILTER_BYTES, parseSlice, sliced, substrings } from "../src/lib/filters";
 import { facts } from "../src/lib/stats";
 import { nextSort, sortedBy } from "../src/lib/sort";
-import { bytes, count, plural, duration, number, percent, shape, short, shortest } from "../src/lib/format";
+import { bytes, clock, count, plural, duration, number, percent, shape, short, shortest } from "../src/lib/format";
 import { parseMetrics } from "../src/lib/prometheus";
 import { parsePlace, parseSignIn, placeHash } from "../src/lib/route";
 
@@ -131,6 +131,10 @@ describe("orders", () => {
 });
 
 describe("text of numbers", () => {
+  it.each([null, undefined, NaN, Infinity, -Infinity, -0, 2 ** 62, 1e308, -1e308, 5e-324])("tells %s without a word that is none", (value) => {
+    const told = [number(value), count(value), bytes(value ?? NaN), duration(value ?? NaN), short(value ?? NaN), percent(value ?? NaN, 10), percent(1, value ?? NaN), clock(value ?? NaN)];
+    expect(told.filter((text) => /undefined|null|Invalid|NaN %|\(/.test(text))).toEqual([]);
+  });
   it("is short and says its unit", () => {
     expect([number(null), number(0), number(0.00012345), number(1234567), number(1.23456)]).toEqual(["–", "0", "1.23e-4", "1.23e+6", "1.235"]);
     expect([bytes(0), bytes(1536), bytes(3 * 2 ** 30)]).toEqual(["0 B", "1.5 KiB", "3.0 GiB"]);

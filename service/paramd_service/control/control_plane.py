@@ -116,7 +116,7 @@ class ControlPlane:
         await self._revocations.start(self._records.tokens)
         # 2. Settle generation and secrets; an embedded control plane opens its job.
         jobs = self._open_jobs(self._records)
-        files = self._tls_of_files
+        files, history = self._tls_of_files, self._records.history
         self._watchers = Watchers(
             config=loaded(
                 partial(load_alerts, watch=not self._config.no_watch),
@@ -126,7 +126,8 @@ class ControlPlane:
             ),
             publish=self._events.publish,
             store=self._records.alerts,
-            offer=self._records.history.offer,
+            offer=history.offer,
+            trouble=lambda: history.problem,
             expires_s=lambda: files.expires_s if files is not None else None,
         )
         destinations = loaded(

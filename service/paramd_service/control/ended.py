@@ -12,23 +12,22 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 from sqlalchemy import Connection, func, select
 
 from paramd import places
-from paramd.errors import ConflictError, NotFoundError, ParamdError, codes_of
+from paramd.errors import NotFoundError, ParamdError, codes_of
 from paramd.mesh.edits.calls import Edit
 from paramd_service.control.api.routes.audit import record_of
 from paramd_service.control.api.routes.edits import document_of
-from paramd_service.control.base.site import SITE_DIRECTORY
+from paramd_service.control.base.site import directory_of
 from paramd_service.control.records.audit import links
 from paramd_service.control.store.edits import chosen_edits, edit_of
 from paramd_service.control.store.engine import make_engine, parse_store, store_errors
-from paramd_service.control.store.migrate import revision_of
-from paramd_service.control.store.schema import REVISION, metric_points, metric_series
+from paramd_service.control.store.migrate import check_current
+from paramd_service.control.store.schema import metric_points, metric_series
 
 NO_UNDO = "the job has ended"
 
@@ -62,7 +61,7 @@ def read(given: argparse.Namespace) -> dict[str, Any]:
         ConflictError: the directory is not private, or the store is another version's.
         StoreError: it cannot be read.
     """
-    directory = _directory(places.check_job_name(given.job))
+    directory = directory_of(places.check_job_name(given.job))
     address = parse_store(os.environ.get("PARAMD_STORE_URL", ""), directory=directory)
     if address.path is not None and not address.path.exists():
         raise NotFoundError(f"nothing is stored of job {given.job!r} in {directory}")
@@ -72,27 +71,10 @@ def read(given: argparse.Namespace) -> dict[str, Any]:
             if address.path is not None:
                 # For any request below: this connection cannot write.
                 connection.exec_driver_sql("PRAGMA query_only=ON")
-            revision = revision_of(connection)
-            if revision != REVISION:
-                raise ConflictError(
-                    f"the store {address} has revision {revision or 'none'!r}, this paramd reads "
-                    f"{REVISION!r}; a control plane of the job upgrades it when it next starts"
-                )
+            check_current(connection, address)
             return _READ[given.what](connection, given)
     finally:
         engine.dispose()
-
-
-def _directory(job: str) -> Path:
-    """Directory of the job's store: the job's own, else the site's of this state dir."""
-    state = places.state_dir()
-    if not (state / job).is_dir():
-        raise NotFoundError(f"job {job!r} is not known here; state dir searched: {state}")
-    directory = places.job_dir(job)
-    site = state / SITE_DIRECTORY
-    if not any(directory.glob("control.sqlite")) and site.is_dir():
-        return site
-    return directory
 
 
 def _step(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from paramd import clock, gone, places
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd_service import core_dumps, logs
 from paramd_service.control.base.config import Bootstrap, ControlConfig, read_bootstrap
-from paramd_service.control.base.endpoint import Claim, Whereabouts
+from paramd_service.control.base.endpoint import Claim, Whereabouts, end_past
 from paramd_service.control.base.site import site_dir
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         bootstrap = read_bootstrap(sys.stdin.buffer, job=config.job) if config.job else None
         if bootstrap is not None:
             formatter.hide(bootstrap.token, bootstrap.private_key.hex())
+        if bootstrap is not None and not bootstrap.ended:
+            end_past(bootstrap.job)
         folder = places.job_dir(config.job) if config.job else site_dir()
         with clock.kept(folder / "control.clock"), closing(Claim(config, bootstrap)) as claim:
             if bootstrap is not None and bootstrap.resumes:
@@ -69,8 +71,13 @@ def _tell(where: Whereabouts) -> None:
 async def _run(config: ControlConfig, bootstrap: Bootstrap | None, claim: Claim) -> None:
     # Imported here, with gRPC, FastAPI and SQLAlchemy: the imports above take a tenth of the time.
     from paramd_service.control.control_plane import ControlPlane
+    from paramd_service.control.past import PastControlPlane
 
-    control = ControlPlane(config, bootstrap, claim)
+    control: ControlPlane | PastControlPlane
+    if bootstrap is not None and bootstrap.ended:
+        control = PastControlPlane(config, bootstrap, claim)
+    else:
+        control = ControlPlane(config, bootstrap, claim)
     _handle_signals(control)
     try:
         where = await control.start()

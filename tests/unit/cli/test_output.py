@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import math
+import pkgutil
+from collections.abc import Iterator
 
 import pytest
 
-from paramd.cli.output import Column, Format, Listing, emit, table_lines
+import paramd.cli
+from paramd.cli.audit import detail_text
+from paramd.cli.output import Column, Format, Listing, cell, emit, table_lines
+from paramd.mesh.edits.calls import op_text
 
 LONG = "layers.0." + "x" * 200
 LISTING = Listing(
@@ -83,3 +89,30 @@ def test_a_name_cannot_steer_the_terminal() -> None:
     for form in (Format.TABLE, Format.NAME):
         assert "\x1b" not in written(form, evil)
         assert "a [31mb c" in written(form, evil)
+
+
+HOSTILE = (
+    None, math.nan, math.inf, -math.inf, -0.0, 0, -1, 2**62, 2**64, 1e308, -1e308, 5e-324
+)  # fmt: skip
+NO_NUMBERS = {"LINES", "SHAPE"}
+
+
+def columns() -> Iterator[Column]:
+    """Of all tables of the command line."""
+    for found in pkgutil.iter_modules(paramd.cli.__path__):
+        if found.name != "__main__":
+            module = importlib.import_module(f"paramd.cli.{found.name}")
+            yield from (c for v in vars(module).values() if isinstance(v, tuple) for c in v
+                        if isinstance(c, Column))  # fmt: skip
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: str(value)[:8])
+def test_any_number_is_told_in_every_table_and_in_the_audit(value: float | None) -> None:
+    numeric = [one for one in columns() if one.right and one.heading not in NO_NUMBERS]
+    assert len(numeric) > 80
+    for one in numeric:
+        assert len(cell(one, {one.key: value})) < 400, one.heading
+    op = {"op": "fill", "pattern": "w", "value": value}
+    assert op_text(op).startswith("fill ")
+    assert "fill" in detail_text({"ops": [op], "value": value, "nested": {"value": value}})
+    assert detail_text({"ops": [op | {"value": 1 + 2j}]}) == "ops: fill (1+2j) w"

@@ -235,9 +235,10 @@ async def test_posts_are_bounded_and_a_receiver_that_hangs_delays_nobody(
 async def test_a_slow_rank_and_a_stuck_one_are_told_from_looks_and_held_training_is_not(
     world: World,
 ) -> None:
-    def at(kind: str, **changed: bool) -> list[Evidence]:
-        first = Evidence(rank=0, kind="collective", what="in all_reduce", step=7)
-        return [first, Evidence(rank=1, kind=kind, what=f"in {kind}", step=7, **changed)]
+    def at(kind: str, seen_for_s: float = 0.0, **changed: bool) -> list[Evidence]:
+        both = Evidence(rank=0, kind="collective", what="in all_reduce", step=7, **changed)
+        both = replace(both, seen_for_s=seen_for_s)
+        return [both, replace(both, rank=1, kind=kind, what=f"in {kind}")]
 
     seen = at("collective")
 
@@ -259,7 +260,12 @@ async def test_a_slow_rank_and_a_stuck_one_are_told_from_looks_and_held_training
     assert await after(9, at("other")) == []
     assert await after(1, at("other")) == ["slow-rank rank 1 firing"]
     assert (await after(9, at("collective")))[1:] == ["slow-rank rank 1 resolved"]
-    assert (await after(1, at("other", overdue=True)))[2:] == ["stuck rank 1 firing"]
+    # One that is long at different places, saves, or is waited for by nobody, does not hang.
+    for seen_for_s, kind in ((9.0, "other"), (20.0, "checkpoint")):
+        assert (await after(3, at(kind, seen_for_s, overdue=True)))[2:] == []
+    busy = [replace(one, kind="forward") for one in at("forward", 20.0, overdue=True)]
+    assert (await after(3, busy))[2:] == []
+    assert (await after(1, at("other", 20.0, overdue=True)))[2:] == ["stuck rank 1 firing"]
     assert "for rank 1, which is in other" in told[2].reason
     told.clear()
     assert await after(30, at("other", held=True)) == ["stuck rank 1 resolved"]

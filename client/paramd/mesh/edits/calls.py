@@ -275,10 +275,17 @@ def op_text(op: EditOp | Mapping[str, Any]) -> str:
     word = str(op.get("op"))
     # A newer control plane may know more kinds.
     names = KINDS[BY_WORD[word]].shown if word in BY_WORD else ("value",)
-    # Records have NaN and infinities as text.
-    numbers = ["-" if (n := op.get(name)) is None else f"{float(n):g}" for name in names]
+    numbers = [_operand(op.get(name)) for name in names]
     shown = " ".join(numbers) if not op.get("data") else ""
     return " ".join(part for part in (word, shown, str(op.get("pattern"))) if part)
+
+
+def _operand(value: Any) -> str:
+    try:
+        # Records have NaN and infinities as text.
+        return "-" if value is None else f"{float(value):g}"
+    except (TypeError, ValueError, OverflowError):
+        return str(value)
 
 
 class Edits(Table[Edit]):

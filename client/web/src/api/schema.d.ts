@@ -1228,8 +1228,8 @@ export interface components {
             /**
              * Rule
              * @description non-finite, norm-jump, gradient-jump, replica-drift, stale-rank, stalled-rank, straggler,
-             *     slow-rank, stuck, stall-budget, layout-mismatch, certificate or logged-number; docs/alerts.md
-             *     says more.
+             *     slow-rank, stuck, stall-budget, layout-mismatch, certificate, store or logged-number;
+             *     docs/alerts.md says more.
              */
             rule: string;
             /**
@@ -4493,9 +4493,9 @@ export interface operations {
     get_diff: {
         parameters: {
             query: {
-                /** @description now, +N (N steps from now), mark:NAME, export:ID (or the first characters of its id) or job:NAME */
+                /** @description now, +N (N steps from now), mark:NAME, mark:STEP (the standing snapshot of that step), export:ID (or the first characters of its id) or job:NAME */
                 a: string;
-                /** @description now, +N (N steps from now), mark:NAME, export:ID (or the first characters of its id) or job:NAME */
+                /** @description now, +N (N steps from now), mark:NAME, mark:STEP (the standing snapshot of that step), export:ID (or the first characters of its id) or job:NAME */
                 b?: string;
                 /** @description Globs over names; default: all */
                 filter?: string[] | null;

@@ -25,6 +25,7 @@ export function plural(value: number, one: string, many = `${one}s`): string {
 
 /** Such as "4.2 M", for columns that need no exact count. */
 export function short(value: number): string {
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "–" : String(value);
   for (const [scale, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]] as const) {
     if (Math.abs(value) >= scale) {
       const divisor = unit === "k" ? 1e3 : scale;
@@ -61,6 +62,7 @@ export function duration(seconds: number): string {
 
 export function clock(unixSeconds: number): string {
   const date = new Date(unixSeconds * 1000);
+  if (Number.isNaN(date.getTime())) return "–";
   const today = new Date().toDateString() === date.toDateString();
   const time = date.toLocaleTimeString("en-GB");
   return today ? time : `${date.toLocaleDateString("en-CA")} ${time}`;
@@ -100,8 +102,8 @@ export function shape(dims: readonly number[]): string {
 }
 
 export function percent(part: number, whole: number): string {
-  if (whole === 0) return "–";
   const share = (100 * part) / whole;
+  if (!Number.isFinite(share)) return "–";
   if (share === 0) return "0 %";
   return share < 0.01 ? "< 0.01 %" : `${Number(share.toPrecision(3))} %`;
 }

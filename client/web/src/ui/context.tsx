@@ -30,9 +30,19 @@ export function useShared(): Shared {
   return found;
 }
 
-/** Whether the session may do it; controls for other actions are not rendered. */
+const OF_TRAINING: ReadonlySet<Action> = new Set(["edit", "edit-any", "export", "attach"]);
+
+/** Why it cannot be done; empty: it can. */
+export function useWhyNot(action: Action): string {
+  const { session, summary } = useShared();
+  if (summary?.state === "ended" && OF_TRAINING.has(action)) return "The job has ended; what is shown is what was recorded";
+  if (session.actions.includes(action)) return "";
+  return session.readonly ? "This control plane is read-only" : `The role ${session.role} may not ${action}`;
+}
+
+/** Whether it can be done; controls for other actions are not rendered. */
 export function useMay(action: Action): boolean {
-  return useShared().session.actions.includes(action);
+  return useWhyNot(action) === "";
 }
 
 export function Provider(props: {

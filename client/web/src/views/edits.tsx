@@ -8,7 +8,7 @@ import { discardedOf, newId, opText } from "../lib/edits";
 import { clock, count, duration, plural } from "../lib/format";
 import { editText, sizeOf } from "../lib/timeline";
 import { Badge, Dialog, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
-import { useMay, useShared } from "../ui/context";
+import { useShared, useWhyNot } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { textOf } from "../ui/problems";
 import { BeforeAfter, EditForm } from "./edit_form";
@@ -16,20 +16,17 @@ import { Marks } from "./marks";
 import { Rates } from "./rates";
 
 export default function Edits(): ReactNode {
-  const mayEdit = useMay("edit");
-  const { session } = useShared();
+  const whyNot = useWhyNot("edit");
+  const mayEdit = whyNot === "";
+  const over = useShared().summary?.state === "ended";
   return (
     <>
       <div className="head">
         <h1>Edits</h1>
-        {!mayEdit && (
-          <span className="faint">
-            {session.readonly ? "This control plane is read-only" : `The role ${session.role} may not edit`}
-          </span>
-        )}
+        {whyNot && <span className="faint">{whyNot}</span>}
       </div>
-      <Marks mayEdit={mayEdit} />
-      <Rates />
+      {!over && <Marks mayEdit={mayEdit} />}
+      {!over && <Rates />}
       {mayEdit && <EditForm />}
       <Log mayEdit={mayEdit} />
     </>

@@ -6,7 +6,7 @@ import { del, exportFile, get } from "../api/client";
 import type { ExportInfo } from "../api/schema";
 import { bytes, clock, count, duration } from "../lib/format";
 import { Badge, Bar, Empty, Line, Name, Panel, Source, Trouble } from "../ui/bits";
-import { useMay, useShared } from "../ui/context";
+import { useMay, useShared, useWhyNot } from "../ui/context";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
 import { textOf } from "../ui/problems";
 import { save } from "../ui/save";
@@ -15,8 +15,9 @@ import { ExportForm } from "./export_form";
 const UNDER_WAY = new Set(["PLANNED", "RUNNING", "VERIFYING"]);
 
 export default function Exports(): ReactNode {
-  const { job, live, session } = useShared();
-  const mayExport = useMay("export");
+  const { job, live } = useShared();
+  const whyNot = useWhyNot("export");
+  const mayExport = whyNot === "";
   const destinations = usePoll(
     mayExport ? "destinations" : null,
     (signal) => get("/api/v1/destinations", { signal }),
@@ -42,9 +43,7 @@ export default function Exports(): ReactNode {
     <>
       <div className="head">
         <h1>Exports</h1>
-        {!mayExport && (
-          <span className="faint">{session.readonly ? "This control plane is read-only" : `The role ${session.role} may not export`}</span>
-        )}
+        {whyNot && <span className="faint">{whyNot}</span>}
       </div>
       {mayExport && destinations.error && <Trouble>{destinations.error}</Trouble>}
       {mayExport && <ExportForm destinations={destinations.data?.destinations ?? []} at={destinations.at} onStarted={onStarted} />}

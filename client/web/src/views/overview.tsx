@@ -70,7 +70,7 @@ function Ended(props: { history: History }): ReactNode {
       <p>
         <strong>Training ended{step >= 0 ? ` at step ${count(step)}` : ""}</strong>
         {run?.ended_s ? `, ${clock(run.ended_s)}, after ${duration(run.ended_s - run.began_s)}` : ""}
-        {run?.reason ? `: ${run.reason}` : ""}. What was logged, changed and written is below, as long as this control plane runs; later <code>paramd status {job}</code> and <code>paramd edits --job {job}</code> read its records.
+        {run?.reason ? `: ${run.reason}` : ""}. What was logged, changed and written is below; <code>paramd dashboard --job {job}</code> shows it again, at the address that the job had and that its next start has.
       </p>
     </section>
   );
@@ -141,7 +141,7 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
     (signal) => get("/api/v1/jobs/{job}/ranks", { path: { job }, signal }),
     pollMs(world),
   );
-  const { shown: gradient, points } = useTotal(job, summary !== null && summary.state !== "ended");
+  const { shown: gradient, points } = useTotal(job, summary?.state);
   const line = useMemo(() => [{ name: "gradient norm", points }], [points]);
   const all = ranks.data?.ranks ?? [];
   const late = [...stragglers(all)];
@@ -193,30 +193,32 @@ interface Total {
 type Tell = (shown: ReactNode, point?: Point) => void;
 
 /** The norm of all gradients, every tenth update, where following them is cheap. */
-function useTotal(job: string, alive: boolean): Total {
+function useTotal(job: string, state: string | undefined): Total {
+  const [known, ended] = [state !== undefined, state === "ended"];
   const [total, setTotal] = useState<Total>({ shown: WAITING, points: [] });
   useEffect(() => {
-    if (!alive) return;
+    if (!known) return;
     const controller = new AbortController();
-    void begin(job, controller.signal, (shown, point) =>
+    void begin(job, ended, controller.signal, (shown, point) =>
       setTotal(({ points }) => ({ shown, points: point === undefined ? points : [...points.slice(1 - MAX_NORMS), point] })),
     );
     return () => {
       controller.abort();
       setTotal({ shown: WAITING, points: [] });
     };
-  }, [job, alive]);
+  }, [job, known, ended]);
   return total;
 }
 
-async function begin(job: string, signal: AbortSignal, tell: Tell): Promise<void> {
+async function begin(job: string, ended: boolean, signal: AbortSignal, tell: Tell): Promise<void> {
   try {
     // What the control plane has kept: no waiting for the next update, and a past.
-    const kept = await get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "grad_norm", subject: "total", begin_s: Date.now() / 1000 - KEPT_S }, signal });
+    const kept = await get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "grad_norm", subject: "total", begin_s: ended ? 0 : Date.now() / 1000 - KEPT_S }, signal });
     for (const { mean, step, time_s } of kept.points) tell(number(mean), { step, time_s, value: mean });
   } catch {
     // There may be none.
   }
+  if (ended) return;
   try {
     const page = await get("/api/v1/jobs/{job}/params", { path: { job }, query: { limit: 1 }, signal });
     if (page.total_count > MAX_FOLLOWED) return tell(<a href={placeHash({ job, view: "grads", query: {} })}>see Gradients</a>);

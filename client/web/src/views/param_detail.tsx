@@ -19,6 +19,7 @@ import { NormPanel } from "./param_norm";
 import { Pieces } from "./param_pieces";
 import { useSamples } from "./param_samples";
 import { SpectrumPanel } from "./param_spectrum";
+import { States } from "./param_states";
 import { Values } from "./param_values";
 
 const PARTS = [
@@ -131,6 +132,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
       {part === "where" && facts && <Pieces detail={facts} at={detail.at} />}
       {part === "values" && facts && mayRead && <Values name={name} shape={facts.shape} />}
       {part === "compare" && facts && <Compare samples={found.samples} keep={found.keep} mayRead={mayRead} />}
+      {part === "compare" && facts && mayRead && <States only={name} />}
     </div>
   );
 }

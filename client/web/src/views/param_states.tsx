@@ -34,7 +34,8 @@ export function statesOf(
   return [
     ["now", "now"],
     ...AHEAD.map((n): [string, string] => [`+${n}`, n === 1 ? "the next step" : `${n} steps from now`]),
-    ...[...marks].reverse().filter((one) => one.name && one.whole).map((one): [string, string] => [`mark:${one.name}`, `restore point ${one.name}, step ${count(one.step)}`]),
+    // Without a name: an automatic one, which goes by its step.
+    ...[...marks].reverse().filter((one) => one.whole).map((one): [string, string] => [`mark:${one.name || one.step}`, one.name ? `restore point ${one.name}, step ${count(one.step)}` : `step ${count(one.step)}, kept until a later one is`]),
     ...exports
       .filter((one) => one.state === "DONE" && one.format === "safetensors" && !one.removed)
       .map((one): [string, string] => [`export:${one.id}`, `export ${one.destination}, step ${count(one.step ?? 0)}`]),
@@ -42,12 +43,13 @@ export function statesOf(
   ];
 }
 
-export function States(): ReactNode {
+export function States(props: { only?: string }): ReactNode {
+  const { only = "" } = props;
   const { job, jobs } = useShared();
   const mayRead = useMay("read");
   const mayEdit = useMay("edit");
-  const [from, setA] = useQuery("a");
-  const [to, setB] = useQuery("b");
+  const [from, setA] = useQuery(only ? "from" : "a");
+  const [to, setB] = useQuery(only ? "to" : "b");
   const [filter] = useQuery("filter");
   const [sort, setSort] = useQuery("diff", "-relative");
   const [one, setOne] = useState("");
@@ -58,13 +60,14 @@ export function States(): ReactNode {
     () => statesOf(marks.data?.marks ?? [], exports.data?.exports ?? [], jobs, job),
     [marks.data, exports.data, jobs, job],
   );
-  // The past by default, where there is one: the newest restore point or export, and now.
-  const past = options.filter(([each]) => /^(mark|export):/.test(each)).at(0)?.[0];
+  // The past by default, where there is one: the newest restore point or export, else the oldest step that is kept.
+  const kept = options.map(([each]) => each).filter((each) => /^(mark|export):/.test(each));
+  const past = kept.find((each) => !/^mark:\d+$/.test(each)) ?? kept.at(-1);
   const a = from || (past ?? "now");
   const b = to || (past ? "now" : "+10");
   // The API's own patterns are globs; a filter of the list may say more.
-  const text = filter.trim();
-  const globs = text && !/[=<>\s]/.test(text) ? [text] : undefined;
+  const text = only ? globOf(only) : filter.trim();
+  const globs = text && (only || !/[=<>\s]/.test(text)) ? [text] : undefined;
   const found = usePoll(
     asked ? `${job} ${asked.a} ${asked.b} ${asked.round} ${globs?.[0] ?? ""}` : null,
     (signal) =>
@@ -78,7 +81,7 @@ export function States(): ReactNode {
   );
   return (
     <Panel
-      title="Two states"
+      title={only ? "Compare with what is kept" : "Two states"}
       source={<Source what={`/jobs/${job}/diff`} at={found.at} incarnation={found.data?.incarnation} error={found.error} busy={found.busy} />}
       actions={
         <>
@@ -88,7 +91,7 @@ export function States(): ReactNode {
             type="button"
             disabled={!mayRead || (found.busy && asked !== null) || a === b}
             onClick={() => {
-              setOne("");
+              setOne(only);
               setAsked({ a, b, round: (asked?.round ?? 0) + 1 });
             }}
           >
@@ -105,7 +108,7 @@ export function States(): ReactNode {
             ? "Needs a reader's token."
             : found.busy && asked
               ? "Waits for both states and reads them; training goes on."
-              : "Choose two states: this training now or some steps ahead, a restore point, an export in a directory, or another job. Steps that are past and were not kept cannot be read."}
+              : "Choose two states: this training now or some steps ahead, a restore point or a step that is kept, an export in a directory, or another job. Other steps that are past cannot be read."}
           {mayRead && mayEdit && !past && (
             <>
               {" "}

@@ -26,7 +26,7 @@ export function Pause(): ReactNode {
   const [busy, setBusy] = useState(false);
   const [problem, setProblem] = useState("");
   const pause = usePoll(
-    `${job} pause`,
+    summary && summary.state !== "ended" ? `${job} pause` : null,
     (signal) => get("/api/v1/jobs/{job}/pause", { path: { job }, signal }),
     // Its beginning and end are events; how far it has stepped is not.
     summary?.pause === "running" ? 30_000 : 3000,

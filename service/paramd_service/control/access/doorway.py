@@ -18,7 +18,13 @@ from urllib.parse import unquote
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paramd.errors import DeniedError, ExhaustedError, NotFoundError, UnreachableError
+from paramd.errors import (
+    ConflictError,
+    DeniedError,
+    ExhaustedError,
+    NotFoundError,
+    UnreachableError,
+)
 from paramd.security.tls import CA_PATH
 from paramd_service.admission import CALLER, Shares
 from paramd_service.control.access.authority import (
@@ -32,7 +38,13 @@ from paramd_service.control.access.authority import (
 )
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.access.roles import OF_NO_JOB, Action, allowed, needed_action
+from paramd_service.control.access.roles import (
+    OF_NO_JOB,
+    OF_RECORDS,
+    Action,
+    allowed,
+    needed_action,
+)
 from paramd_service.control.base.problems import problem
 
 if TYPE_CHECKING:
@@ -221,6 +233,17 @@ def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], 
         )
 
     return check_role
+
+
+def recorded(refusal: str) -> Callable[[Request], Awaitable[None]]:
+    """FastAPI dependency of every route: with a refusal, only operations on records are served."""
+
+    async def check_recorded(request: Request) -> None:
+        operation = str(getattr(request.scope.get("route"), "name", ""))
+        if refusal and operation not in OF_RECORDS:
+            raise ConflictError(refusal)
+
+    return check_recorded
 
 
 def check_job(principal: Principal, job: str | None, operation: str = "") -> None:

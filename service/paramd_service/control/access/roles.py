@@ -96,6 +96,15 @@ OF_NO_JOB: Final = frozenset(
 ) | {"create_session", "create_sign_in_code", "delete_session"}
 """Operations without a job in their path that tokens for some jobs may call."""
 
+_RECORDS: Final = (
+    "get_openapi get_metrics get_session create_session create_sign_in_code delete_session "
+    "list_jobs get_job list_ranks list_incarnations list_alerts follow_events get_history "
+    "list_series list_exports get_export list_schedules list_destinations list_edits get_edit "
+    "list_audit list_own_audit list_tokens"
+)
+OF_RECORDS: Final = frozenset(_RECORDS.split())
+"""Operations that need no rank, only what is stored: those that a job which has ended answers."""
+
 SMALL_NUMEL: Final = 64
 """Statistics of fewer elements count as values, and need a reader."""
 

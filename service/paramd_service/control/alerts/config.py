@@ -42,6 +42,8 @@ class Rule(StrEnum):
     """Ranks report different layouts."""
     CERTIFICATE = "certificate"
     """The control plane's TLS certificate has expired or soon will."""
+    STORE = "store"
+    """The control plane cannot write its store, as with a full disk: nothing is recorded."""
     LOGGED_NUMBER = "logged-number"
     """A number that the script logs is NaN or infinite, or violates a rule of `numbers`."""
 
@@ -112,7 +114,7 @@ class AlertConfig:
     """Seconds between two rounds of statistics, above 0."""
     gradients_every_s: float = 8.0
     """Seconds between two samples of the gradients of one update, above 0; only with `watch`."""
-    digests_every_s: float = 60.0
+    digests_every_s: float = 25.0
     """Seconds between two comparisons of replicas, above 0."""
     sample_bytes: int = 64 << 20
     """Most bytes that one round copies on one rank; the rest waits for later rounds. A larger

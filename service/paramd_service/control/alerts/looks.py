@@ -21,6 +21,16 @@ KEPT = 12
 LEAST = 10
 """Samples of the last `KEPT` in which one rank must be slow; among equal ranks, chance picks
 another one each time."""
+LEAST_OF_MANY = 7
+"""The same of `MANY` ranks or more, of which chance hardly picks the same one twice: a rank that
+makes steps three times as long is seen alone in two samples of three."""
+MANY = 8
+
+STUCK_S = 15.0
+"""Seconds that ranks must be seen at the same places before they are said to hang."""
+AT_EASE = frozenset({"checkpoint", "debugger"})
+"""Activities of a rank that others are meant to wait for, as for a long evaluation: `stalled-rank`
+tells of them after minutes."""
 
 RULES = frozenset({Rule.SLOW_RANK, Rule.STUCK})
 
@@ -46,10 +56,26 @@ class LookRounds:
         self._watcher.observe(findings, lambda alert: alert.rule in RULES)
 
     def _found(self, seen: Sequence[Evidence]) -> list[Finding]:
-        if any(one.stopped or one.overdue for one in seen):
+        if is_stuck(seen):
             return [_finding(Rule.STUCK, verdict_of(seen), culprits(seen), seen)]
-        slow = slowing(self._looks, least=LEAST)
+        late = any(one.overdue and one.kind != "dataloader" for one in seen)
+        least = LEAST_OF_MANY if len(seen) >= MANY else LEAST
+        slow = slowing(self._looks, least=least) if not late else None
         return [_finding(Rule.SLOW_RANK, slow.text, slow.ranks, seen)] if slow is not None else []
+
+
+def is_stuck(seen: Sequence[Evidence]) -> bool:
+    """Whether ranks hang: stopped, or waiting in a collective that does not end. Where all are at
+    work, as in an evaluation, or one is gone, which is told already, none is stuck."""
+    late = [one for one in seen if one.overdue]
+    waiting = [one for one in late if one.waits]
+    if any(one.stopped for one in seen) or not waiting or any(one.gone for one in seen):
+        return any(one.stopped for one in seen)
+    busy = [one for one in late if not one.waits]
+    if any(one.kind in AT_EASE for one in busy):
+        return False
+    seen_s = [max(one.seen_for_s for one in waiting), *(one.seen_for_s for one in busy)]
+    return min(seen_s) >= STUCK_S
 
 
 def _finding(rule: Rule, reason: str, ranks: tuple[int, ...], seen: Sequence[Evidence]) -> Finding:

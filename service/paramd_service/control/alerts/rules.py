@@ -22,7 +22,7 @@ PRESENT = frozenset({"joined", "silent"})
 
 MESH_RULES = frozenset({
     Rule.STALE_RANK, Rule.STALLED_RANK, Rule.STRAGGLER, Rule.STALL_BUDGET, Rule.LAYOUT_MISMATCH,
-    Rule.CERTIFICATE,
+    Rule.CERTIFICATE, Rule.STORE,
 })  # fmt: skip
 """Checked on every report cycle; the others only when parameters are sampled."""
 
@@ -89,6 +89,18 @@ def certificate(expires_s: float | None, now_s: float, config: AlertConfig) -> I
         reason=f"the certificate of the control plane {what}; replace its files, new connections "
         "use them at once",
     )
+
+
+def unrecorded(trouble: str, config: AlertConfig) -> Iterator[Finding]:
+    """A store that cannot be written; `trouble` is why, empty while it can."""
+    if trouble and config.looks_for(Rule.STORE):
+        yield Finding(
+            rule=Rule.STORE,
+            subject="control plane",
+            severity=Severity.WARNING,
+            reason="nothing is recorded: edits are refused, and history, audit and exports have "
+            f"gaps; {trouble}",
+        )
 
 
 def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:

@@ -51,9 +51,10 @@ class Watchers:
     config: AlertConfig
     publish: Publish
     store: AlertStore
-    """As in `Watcher`, like the next one and `expires_s`."""
+    """As in `Watcher`, like the next ones."""
     offer: Offer
     expires_s: Callable[[], float | None] = lambda: None
+    trouble: Callable[[], str] = str
     pause: Pause | None = None
     """Pauses the training of a job, with the given reason; None: nothing can."""
 
@@ -99,6 +100,7 @@ class Watchers:
             offer=self.offer,
             tell=self._tell,
             expires_s=self.expires_s,
+            trouble=self.trouble,
         )
         watcher.start()
         self._watchers[mesh.job] = watcher

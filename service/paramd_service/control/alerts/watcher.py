@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import stopped
 from paramd_service.control.alerts import looks
 from paramd_service.control.alerts.bits import BitRounds
-from paramd_service.control.alerts.book import Book, Covered, Finding, series_of
+from paramd_service.control.alerts.book import Book, Covered, Finding, Severity, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import Sample, drift_findings, groups_of, next_sample
 from paramd_service.control.alerts.looks import Look
@@ -33,6 +34,7 @@ from paramd_service.control.alerts.rules import (
     mesh_findings,
     points_of,
     rank_inputs,
+    unrecorded,
 )
 from paramd_service.control.alerts.sampling import (
     TENSOR_RULES,
@@ -61,6 +63,8 @@ RANKS_PER_S = 1024
 POINTS_EVERY_S = 10.0
 LOGGED_EVERY_S = 2.0
 """As often as sidecars report that they have new entries."""
+HURRY_S = 5.0
+HURRIED_EVERY_S = 1.0
 WINDOW_PARTS = 6
 """Past states kept per stall window."""
 KEEP_AGAIN_S = 5.0
@@ -123,6 +127,8 @@ class Rounds:
         names = ["*"] if whole else [tensor.fqn for tensor in sample.tensors]
         found = await self._sampler.gradients(names, timeout_s=self._config.sample_timeout_s)
         self._gradients_begin = sample.next_begin
+        if any(one.nan_count or one.inf_count for one in found.tensors):
+            self._watcher.hurry()
         findings = gradient_findings(found.tensors, self._gradients, found.step, self._config)
         fqns = frozenset(finding.fqn for finding in findings)
         self._gradients.seen(one for one in found.tensors if one.fqn not in fqns)
@@ -199,6 +205,8 @@ class Watcher:
     """Called with every alert that starts firing or is resolved, for the event bus."""
     expires_s: Callable[[], float | None] = lambda: None
     """When the control plane's certificate expires; None without TLS."""
+    trouble: Callable[[], str] = str
+    """Why the store cannot be written now; empty while it can."""
     clock: Callable[[], float] = now_s
     """Seconds since the Unix epoch."""
 
@@ -214,6 +222,8 @@ class Watcher:
         self._to_keep = asyncio.Event()
         self._trouble: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._hurried = asyncio.Event()
+        self._hurry_until_s = 0.0
         self.rounds = Rounds(self, view, self.sampler)
         self._logged = None
         if self.ask_logged is not None:
@@ -291,6 +301,7 @@ class Watcher:
             [
                 *mesh_findings(now, before, self.config),
                 *certificate(self.expires_s(), now_s, self.config),
+                *unrecorded(self.trouble(), self.config),
             ],
             # After a restart of the control plane, a rank's alert stays until the rank is back.
             lambda alert: alert.rule in MESH_RULES and missing.isdisjoint(alert.ranks),
@@ -306,7 +317,7 @@ class Watcher:
         self, kind: str, every_s: float, one: Callable[[], Awaitable[bool | None]]
     ) -> None:
         while True:
-            await asyncio.sleep(every_s)
+            await (self._pause(every_s) if kind == "stats" else asyncio.sleep(every_s))
             try:
                 if await one() is False:
                     continue
@@ -319,6 +330,19 @@ class Watcher:
                 self.round_counts[kind] = self.round_counts.get(kind, 0) + 1
                 if self._trouble.pop(kind, None):
                     log.info("job %s: rounds of %s work again", self.job, kind)
+
+    def hurry(self) -> None:
+        """Look at the parameters now: a loss or a gradient is not finite."""
+        self._hurry_until_s = self.clock() + HURRY_S
+        self._hurried.set()
+
+    async def _pause(self, every_s: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hurried.wait(), every_s)
+            # A round takes a part of a large model: several follow each other.
+            await asyncio.sleep(HURRIED_EVERY_S)
+            if self.clock() >= self._hurry_until_s:
+                self._hurried.clear()
 
     def _failed(self, kind: str, reason: str) -> None:
         self.failed_counts[kind] = self.failed_counts.get(kind, 0) + 1
@@ -352,6 +376,8 @@ class Watcher:
                     **({"rank": alert.ranks[0]} if len(alert.ranks) == 1 else {}),
                 },
             )
+            if firing and alert.rule == Rule.LOGGED_NUMBER and alert.severity == Severity.CRITICAL:
+                self.hurry()
             self.tell(alert)
             self._unkept[alert.id] = alert
         if changes:

@@ -23,7 +23,7 @@ from paramd.errors import NotFoundError
 from paramd.security.tls import CA_PATH
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.version import __version__
-from paramd_service.control.access.doorway import TokenGate, permitted
+from paramd_service.control.access.doorway import TokenGate, permitted, recorded
 from paramd_service.control.api.guard import Gone, Guard, Page, RequestIdMiddleware
 from paramd_service.control.api.routes import (
     access,
@@ -100,7 +100,10 @@ def build_app(services: Services) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(permitted(services.denied, readonly=services.config.readonly))],
+        dependencies=[
+            Depends(permitted(services.denied, readonly=services.config.readonly)),
+            Depends(recorded(services.refusal)),
+        ],
         # `install_openapi` adds the other statuses; this one brings the schema.
         responses={422: {"model": problems.Problem}},
         generate_unique_id_function=attrgetter("name"),

@@ -51,6 +51,8 @@ class Services:
     """Called for every refused request."""
     stopping: Callable[[], bool]
     """True while draining."""
+    refusal: str = ""
+    """Why all but the records is refused, of a job that has ended; empty while jobs are served."""
     tls: ServerTls | None = None
     """None: plain HTTP and gRPC, on loopback."""
     ca: bytes = b""

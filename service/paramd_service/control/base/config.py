@@ -148,6 +148,8 @@ class Bootstrap:
     """Serve over TLS with the job's own CA; for jobs on several hosts."""
     resumes: bool = False
     """The training continues from memory: announce the addresses as soon as they are claimed."""
+    ended: bool = False
+    """The incarnation is over: show its records, and change nothing."""
     certificates: JobCertificates = field(init=False, repr=False, compare=False)
     """Issued by the job's own CA."""
 
@@ -174,8 +176,8 @@ class Bootstrap:
 
 def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
     """Read the one JSON line `{"job", "incarnation", "world_size", "private_key", "token"}`;
-    `"own_tls"` and `"resumes"` are false unless given. Raises UsageError if it is missing, too
-    long, malformed or about another job; the text never quotes it."""
+    `"own_tls"`, `"resumes"` and `"ended"` are false unless given. Raises UsageError if it is
+    missing, too long, malformed or about another job; the text never quotes it."""
     line = stdin.readline(MAX_BOOTSTRAP_BYTES + 1)
     if not line or len(line) > MAX_BOOTSTRAP_BYTES:
         raise UsageError(
@@ -191,6 +193,7 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
             token=str(found["token"]),
             own_tls=found.get("own_tls") is True,
             resumes=found.get("resumes") is True,
+            ended=found.get("ended") is True,
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"stdin: cannot be read ({type(error).__name__})") from None

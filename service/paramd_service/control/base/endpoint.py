@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import select
+import signal
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramd import places
 from paramd.errors import NotFoundError, UnreachableError, UsageError
 from paramd.places import Endpoint
-from paramd.state_files import kernel_of
+from paramd.state_files import kernel_of, replace
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.tls import advertised, check_exposure, grpc_address, tls_files
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
 PORTS_TRIED = 100
 BACKLOG = 128
+DEFAULT_PORT = 8470
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class Claim:
         self.endpoint: Endpoint | None = None
         """The announced endpoint."""
         wanted = parse_listen(config.listen, option="--listen (PARAMD_LISTEN)", tls=self._tls)
+        wanted = Address(wanted.host, _same_port(wanted.port, bootstrap))
         self.listener, self.http = open_listener(wanted)
         try:
             next_to_it = Address(self.http.host, self.http.port + 1)
@@ -93,6 +99,8 @@ class Claim:
         if self.endpoint is None:
             where = self.whereabouts()
             self.endpoint = announce(bootstrap, where.url, where.grpc_address, with_ca=self.of_job)
+            with suppress(OSError):
+                replace(_port_file(bootstrap), f"{self.http.port}\n")
 
     def give_grpc(self) -> Address:
         """Release gRPC's port, for gRPC to bind it right away."""
@@ -172,7 +180,16 @@ def announce(
         ConflictError: a newer incarnation of the job is already running.
         UsageError: the state dir cannot be used.
     """
-    endpoint = Endpoint(
+    endpoint = endpoint_of(bootstrap, url, grpc_address, with_ca=with_ca)
+    places.write_endpoint(endpoint)
+    return endpoint
+
+
+def endpoint_of(
+    bootstrap: Bootstrap, url: str, grpc_address: str, *, with_ca: bool = False
+) -> Endpoint:
+    """How to reach this process; `with_ca` as in `announce`."""
+    return Endpoint(
         url=url,
         token=bootstrap.token,
         pid=os.getpid(),
@@ -184,8 +201,40 @@ def announce(
         ca=bootstrap.certificates.authority.pem.decode() if with_ca else "",
         ca_pin=bootstrap.certificates.authority.pin if with_ca else "",
     )
-    places.write_endpoint(endpoint)
-    return endpoint
+
+
+def _port_file(bootstrap: Bootstrap) -> Path:
+    return places.job_dir(bootstrap.job) / places.PORT_FILE
+
+
+def _same_port(wanted: int, mine: Bootstrap | None) -> int:
+    """The port that the job had, so that its address stays, unless another one is asked for."""
+    if mine is None or not (mine.ended or wanted == DEFAULT_PORT):
+        return wanted
+    if os.environ.get("PARAMD_LISTEN") and not mine.ended:
+        return wanted
+    with suppress(OSError, ValueError):
+        port = int(_port_file(mine).read_text()[:8])
+        return port if 0 < port < 65_536 else wanted
+    return wanted
+
+
+def end_past(job: str, *, timeout_s: float = 5.0) -> None:
+    """End the process of this host that shows the job's records, so that its port is free."""
+    past = places.past_endpoint(job)
+    if past is None:
+        return
+    with suppress(OSError):
+        process = os.pidfd_open(past.pid)
+        try:
+            # Looked at again: from here on the descriptor names that very process.
+            if places.process_start(past.pid) == past.pid_start:
+                signal.pidfd_send_signal(process, signal.SIGTERM)
+                poll = select.poll()
+                poll.register(process, select.POLLIN)
+                poll.poll(timeout_s * 1000)
+        finally:
+            os.close(process)
 
 
 def successor(mine: Endpoint) -> Endpoint | None:

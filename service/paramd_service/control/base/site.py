@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from paramd import clock, places
-from paramd.errors import ConflictError, ParamdError, UsageError
+from paramd.errors import ConflictError, NotFoundError, ParamdError, UsageError
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import new_token
 from paramd.state_files import check_private
@@ -121,6 +121,18 @@ def site_dir() -> Path:
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ConflictError(f"{path} belongs to or is open to other users; run: chmod 700 {path}")
     return path
+
+
+def directory_of(job: str) -> Path:
+    """Directory of the job's store: the job's own, else the site's of this state dir."""
+    state = places.state_dir()
+    if not (state / job).is_dir():
+        raise NotFoundError(f"job {job!r} is not known here; state dir searched: {state}")
+    directory = places.job_dir(job)
+    site = state / SITE_DIRECTORY
+    if not any(directory.glob("control.sqlite")) and site.is_dir():
+        return site
+    return directory
 
 
 def open_site(token: str | None) -> Site:

@@ -337,7 +337,7 @@ class EditRegistry:
         """Total seconds from creation to APPLIED, by job."""
 
     def began(self, mesh: Incarnation) -> None:
-        """Start the edits and the pause of a new incarnation."""
+        """Start the edits and the pause of an incarnation; of one that is over, only show them."""
         job = mesh.job
         work = IncarnationEdits(
             mesh,
@@ -352,7 +352,8 @@ class EditRegistry:
         if job in self._services:
             self._older.append(self._services[job])
         self._services[job] = service
-        work.begin()
+        if mesh.over is None:
+            work.begin()
 
     def is_over(self, mesh: Incarnation) -> None:
         """Resolve the open edits of an incarnation that ended: ABORTED, or LOST if committed."""

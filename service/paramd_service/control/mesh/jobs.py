@@ -155,6 +155,14 @@ class Incarnation:
         for stream in self._streams:
             stream.cancel()
 
+    def recall(self, record: IncarnationRecord) -> None:
+        """Be an incarnation that ended in an earlier process, as it was noted then."""
+        killed = "its control plane was killed, and nobody noted when"
+        self.over = ConflictError(record.reason or killed)
+        self.began_s, self.last_step = record.began_s, record.step
+        self.ended_s = record.ended_s if record.ended_s is not None else record.began_s
+        self.registry.is_past = True
+
     def send_away(self, reason: ParamdError) -> None:
         """End the streams and refuse new ones; the incarnation continues elsewhere."""
         self.over = self.over if self.over is not None else reason

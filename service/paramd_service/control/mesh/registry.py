@@ -336,6 +336,8 @@ class Registry:
         self._serials: dict[int, int] = {}
         self._digests: Counter[str] = Counter()
         self._next_serial = 0
+        self.is_past = False
+        """The incarnation ended before this process began: nobody has joined, or will."""
         self.empty_since_s: float | None = clock()
         """When the mesh last became empty (at first: when it was made); None while it is not."""
 
@@ -351,6 +353,9 @@ class Registry:
 
     def view(self) -> MeshView:
         """The mesh now."""
+        if self.is_past:
+            ranks = self.rank_views(range(self._bootstrap.world_size))
+            return MeshView(ranks=ranks, layout_digest="", state=State.ENDED, reason="")
         return mesh_view(
             self._reports,
             world_size=self._bootstrap.world_size,
@@ -360,6 +365,9 @@ class Registry:
 
     def rank_views(self, ranks: range) -> tuple[RankView, ...]:
         """A range of ranks now, without building a view of all of them."""
+        if self.is_past:
+            past = Membership.LEFT, State.ENDED, "the job has ended", None, 0.0
+            return tuple([RankView(rank, *past) for rank in ranks])
         return rank_views(
             self._reports, ranks, now_s=self._clock(), silent_after_s=self._silent_after_s
         )

@@ -77,6 +77,10 @@ class Records:
         detail = {"settings": dict(settings), "store": str(self.store.address)}
         await self.audit.event(self._action(SELF, "", "control.start", detail))
 
+    async def start_reading(self) -> None:
+        """Open the store only to be read; nothing is recorded. Raises as `Store.start_reading`."""
+        await self.store.start_reading()
+
     async def stop(self) -> None:
         """Record the stop, flush and close. Idempotent; safe after a failed start."""
         if self._started:

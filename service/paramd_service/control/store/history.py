@@ -214,6 +214,8 @@ class MetricHistory:
         self._series: dict[SeriesKey, int] = {}
         self._full: set[int] = set()
         self._task: asyncio.Task[None] | None = None
+        self.problem = ""
+        """Why the last write failed; empty if it did not."""
         self.dropped_count = 0
         """Samples lost because the buffer was full or the store unavailable."""
 
@@ -295,8 +297,10 @@ class MetricHistory:
                 )
             except StoreError as error:
                 self.dropped_count += len(samples) - begin
+                self.problem = str(error)
                 log.warning("%d metric samples are lost: %s", len(samples) - begin, error)
                 return
+            self.problem = ""
             self._full.update(full)
 
     async def thin(self) -> None:

@@ -45,6 +45,16 @@ def migrate(engine: Engine, address: StoreAddress) -> str:
     return found if found is not None else ""
 
 
+def check_current(connection: Connection, address: StoreAddress) -> None:
+    """Raise ConflictError unless this version of paramd can read the store as it is."""
+    revision = revision_of(connection)
+    if revision != REVISION:
+        raise ConflictError(
+            f"the store {address} has revision {revision or 'none'!r}, this paramd reads "
+            f"{REVISION!r}; a control plane of the job upgrades it when it next starts"
+        )
+
+
 def revision_of(connection: Connection) -> str | None:
     """The store's revision; None for a new store, empty before the first revision."""
     if not inspect(connection).has_table("alembic_version"):

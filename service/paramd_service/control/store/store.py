@@ -24,7 +24,7 @@ from paramd_service.control.store.engine import (
     make_engine,
     store_errors,
 )
-from paramd_service.control.store.migrate import migrate
+from paramd_service.control.store.migrate import check_current, migrate
 
 MAX_WAITING = 1024
 """Most queued writes; one more is refused."""
@@ -92,17 +92,34 @@ class Store:
         self._writer.start()
         await self.write(lambda _: None)
 
+    async def start_reading(self) -> None:
+        """Open the store only to be read: nothing is created, converted or written.
+
+        Raises:
+            NotFoundError: there is none. ConflictError: another version of paramd wrote it.
+            StoreError: it cannot be read.
+        """
+        if self.address.path is not None and not self.address.path.exists():
+            raise NotFoundError(f"nothing is stored: there is no {self.address}")
+        self._engine = make_engine(self.address)
+        self._readers = ThreadPoolExecutor(READERS, "paramd-store-reader")
+        self._open = True
+        await self.read(lambda connection: check_current(connection, self.address))
+
     async def stop(self) -> None:
         """Perform the queued writes, then close. Idempotent; safe after a failed start."""
         # First: a write queued behind the sentinel would never be performed.
         self._stopping = True
-        if self._writer is None or self._readers is None:
+        readers, self._readers = self._readers, None
+        if readers is None or self._engine is None:
             return
-        writer, self._writer = self._writer, None
-        loop = asyncio.get_running_loop()
-        # On a thread: `put` blocks while the queue is full, and the writer may take a while.
-        await loop.run_in_executor(self._readers, self._end, writer)
-        self._readers.shutdown()
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            loop = asyncio.get_running_loop()
+            # On a thread: `put` blocks while the queue is full, and the writer may take a while.
+            await loop.run_in_executor(readers, self._end, writer)
+        readers.shutdown()
+        self._engine.dispose()
 
     async def write(
         self, work: Callable[[Connection], T], *, then: Callable[[T], None] = lambda _: None
@@ -183,8 +200,6 @@ class Store:
     def _end(self, writer: threading.Thread) -> None:
         self._writes.put(None)
         writer.join()
-        assert self._engine is not None
-        self._engine.dispose()
 
 
 async def whole_id(store: Store, table: Table, job: str, given: str, *, see: str) -> str:

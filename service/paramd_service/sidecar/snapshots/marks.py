@@ -170,25 +170,31 @@ class Marks:
     ) -> StandingLabel:
         """Copy half-open spans of a mark's arena to `into`, one after the other. Slow.
 
+        A name of digits, which no mark has, is the standing snapshot of that step.
+
         Raises:
             ConflictError: there is no such mark, or it is of another layout.
             DataLossError: it is damaged.
         """
         with self._lock:
             mark = self._marks.get(name)
-        label = mark.label if mark is not None else None
+        label, name = mark.label if mark is not None else None, name[:MAX_NAME]
+        if name.isdecimal():
+            of_step = [one for one, _ in self._standing.labels() if one.step == int(name)]
+            label = max(of_step, key=lambda one: (one.lineage, one.edits), default=None)
         if label is None:
             # Not NOT_FOUND, which clients take for a lease that has ended, and try again.
             raise ConflictError(
-                f"mark {name[:MAX_NAME]!r}: this rank keeps none of that name; paramd marks lists "
-                "them"
+                f"mark {name!r}: this rank keeps none of that name, or no longer; paramd marks "
+                "lists them"
             )
         if label.layout_digest != layout_digest:
             raise ConflictError(
                 f"mark {name!r} was made on another layout: the model, its sharding or the number "
                 "of ranks has changed since"
             )
-        with self.found(name, label.step, label.lineage, label.edits) as found:
+        kept = "" if mark is None else name
+        with self.found(kept, label.step, label.lineage, label.edits) as found:
             found.check()
             filled = 0
             for begin, end in spans:

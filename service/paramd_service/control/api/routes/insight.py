@@ -51,8 +51,8 @@ State = Annotated[
     str,
     Query(
         max_length=200,
-        description="now, +N (N steps from now), mark:NAME, export:ID (or the first characters "
-        "of its id) or job:NAME",
+        description="now, +N (N steps from now), mark:NAME, mark:STEP (the standing snapshot of "
+        "that step), export:ID (or the first characters of its id) or job:NAME",
     ),
 ]
 

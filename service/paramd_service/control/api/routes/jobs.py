@@ -187,7 +187,7 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
         incarnation=mesh.number,
         world_size=mesh.bootstrap.world_size,
         joined_count=len(joined),
-        step=min((report.step for report in joined), default=-1),
+        step=min((report.step for report in joined), default=mesh.last_step),
         state=view.state.value,
         reason=reason,
         pause=pause,

@@ -12,7 +12,8 @@ FUZZ_TOOLS := $(VENV)/.fuzz
 MUTMUT := $(VENV)/.mutants
 FAST_TESTS := tests/unit tests/contract tests/model
 SCENES ?= tests/scenes
-# The longest first, so that no worker of pytest's is left with one at the end.
+# The longest first, so that no worker of pytest's is left with one at the end. Three workers on two
+# cores: their tests wait for processes a third of the time.
 ALL_TESTS := tests/sequences tests/multiprocess tests/web tests/integration $(FAST_TESTS)
 SECURITY_TESTS := tests/unit/test_tickets.py tests/unit/test_places.py tests/unit/test_tls.py \
 	tests/unit/control/test_auth_guard.py tests/unit/control/test_auth_roles.py \
@@ -148,7 +149,7 @@ fast: $(TESTS) ## tests that need neither processes of ours nor a network
 	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 
 test: system $(TESTS) page $(if $(NPM),web-test) ## what paramd does by itself, with real processes
-	$(BIN)/pytest -q -n 2 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(ALL_TESTS)
+	$(BIN)/pytest -q -n 3 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(ALL_TESTS)
 
 integrations: system $(INTEGRATIONS) ## frameworks, Slurm, Kubernetes, containers, engines: make integrations [SCENES=FILES]
 	$(BIN)/pytest -q -n 2 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(SCENES)

@@ -60,7 +60,7 @@ FILE_S = 300.0
 """What a file may take, all its tests together, where `SECONDS` says nothing else."""
 SECONDS = {
     # Random sequences over every kind of model, for minutes by design.
-    "tests/sequences/test_sequences.py": 330.0
+    "tests/sequences/test_sequences.py": 240.0
 }
 
 

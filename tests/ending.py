@@ -27,10 +27,8 @@ def end(main: Callable[[], int | None]) -> NoReturn:
     status = 1
     try:
         status = _status_of(main)
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
-        # What finalizing would call first; no public function does only this.
+        # What finalizing would call first; no public functions do only this.
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()

@@ -44,8 +44,11 @@ WARM = {
     "tests.integration.fake_trainer": "service",
     "paramd.cli": "ranks",
     "paramd.examples.train_gpt": "ranks",
+    "tests.integration.calm_gpt": "ranks",
     "tests.integration.far_trainer": "ranks",
     "tests.integration.site_trainer": "ranks",
+    "tests.multiprocess.workers.resuming": "ranks",
+    "tests.program": "ranks",
     "torch.distributed.run": "ranks",
 }
 """Modules that start warm by `python -m`, from the process that has imported this."""

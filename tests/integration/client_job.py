@@ -25,7 +25,7 @@ from typing import IO, Any, BinaryIO, TypeVar, cast
 
 import pytest
 
-from paramd.cli.demo import started
+from paramd.cli import demo
 from paramd.cli.main import main
 from paramd.layout.codec import encode_layout
 from paramd.layout.merge import layout_digest
@@ -76,11 +76,12 @@ def _log(name: str) -> BinaryIO:
 
 @contextmanager
 def demo_training(folder: Path, job: str) -> Iterator[Path]:
-    """The demo's training of one rank; yields the state directory that it is found in."""
+    """The demo's training of one rank, calmly; yields the state directory that it is found in."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "MODULE", "tests.integration.calm_gpt")
         patch.setenv("PARAMD_STATE_DIR", str(folder / "state"))
         patch.setenv("PARAMD_LISTEN", "127.0.0.1:0")
-        with started(job, folder, keep=True, ranks=1) as training:
+        with demo.started(job, folder, keep=True, ranks=1) as training:
             training.wait_until_open()
             wait_for(lambda: main(["status", "-o", "name"]) == 0, "all ranks well")
             yield folder / "state"

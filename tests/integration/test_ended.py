@@ -171,7 +171,9 @@ with running_job(layout()) as job:
 @pytest.fixture
 def dying() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A trainer in a process of its own, with (sidecar, sidecar, control plane)."""
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, "-m", "tests.program", TRAINER], stdout=subprocess.PIPE, text=True
+    )
     pids: list[int] = []
     try:
         assert trainer.stdout is not None

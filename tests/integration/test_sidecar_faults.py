@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from paramd.memory import handover
 from paramd.memory.control_page import Word
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import (
@@ -100,6 +101,11 @@ def test_a_sidecar_that_had_a_trainer_waits_on_when_its_successor_dies_as_it_att
         # The sidecar gives up the former's memory for it, and then finds that it has ended.
         with pytest.raises(AssertionError, match="did not start at 1"):
             attach(process.socket_path, TrainerSettings(incarnation=2), start=1)
+        with handover.connect(process.socket_path) as connection:
+            handover.send(connection, {"op": "offer", "job": "job", "rank": 0})
+            offer, _ = handover.receive(connection)
+        assert "died while it attached" in offer["why_not_live"]
+        assert offer["lineage"] == 0
         attach(process.socket_path, TrainerSettings(incarnation=3)).close()
         assert process.process.poll() is None
 

@@ -501,7 +501,9 @@ async def main():
 asyncio.run(main())
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.program", script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     with process.stdout:

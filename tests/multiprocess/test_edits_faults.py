@@ -128,7 +128,7 @@ def test_a_client_killed_while_it_sends_and_a_program_that_cannot_run_change_not
 def a_client_is_killed(ranks: Ranks, mesh: Mesh) -> None:
     endpoint = json.loads((ranks.state_dir / "frozen" / "endpoint.json").read_text())
     with subprocess.Popen(
-        [sys.executable, "-c", CLIENT, endpoint["url"], endpoint["token"]],
+        [sys.executable, "-m", "tests.program", CLIENT, endpoint["url"], endpoint["token"]],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -21,7 +21,7 @@ from paramd.mesh.mesh import Mesh
 from tests.launch import ROOT, free_port
 from tests.multiprocess.truth import wait_until
 
-SCRIPT = str(ROOT / "tests/integration/far_trainer.py")
+WORKER = "tests.integration.far_trainer"
 JOB = "far"
 DEADLINE_S = 120.0
 
@@ -65,14 +65,14 @@ def agent(folder: Path, port: int, name: str) -> subprocess.Popen[bytes]:
     ]  # fmt: skip
     with (folder / f"{name}.out").open("ab") as out:
         return subprocess.Popen(
-            [*launch, SCRIPT, str(folder / "stop")],
+            [*launch, "-m", WORKER, str(folder / "stop")],
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            cwd=ROOT,
             env={
                 **os.environ,
                 "PARAMD_STATE_DIR": str(folder / "state"),
-                "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *sys.path))),
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             },
         )

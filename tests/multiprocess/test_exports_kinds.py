@@ -24,6 +24,7 @@ def environment(root: Path) -> dict[str, str]:
     return {"PARAMD_DESTINATIONS": json.dumps({"here": str(root)})}
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_every_kind_is_exported_as_torch_gathers_it(tmp_path: Path) -> None:
     root = tmp_path / "out"

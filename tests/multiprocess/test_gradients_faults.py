@@ -68,7 +68,7 @@ def killed_reader_frees_its_memory(mesh: Mesh, ranks: Ranks, folder: Path) -> No
 
     endpoint = places._load(ranks.state_dir / JOB / places.ENDPOINT_FILE)
     assert endpoint is not None
-    command = [sys.executable, "-c", HOLDER, endpoint.url, endpoint.token, JOB]
+    command = [sys.executable, "-m", "tests.program", HOLDER, endpoint.url, endpoint.token, JOB]
     with (folder / "holder").open("wb") as out:
         reader = subprocess.Popen(command, stdout=out)
     try:

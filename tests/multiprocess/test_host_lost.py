@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from tests.hosts import Host, hosts, wait_until
-from tests.launch import ROOT
-from tests.multiprocess.test_resume import undisturbed
+from tests.multiprocess.test_resume import WORKER, undisturbed
 
 DEADLINE_S = 120.0
 STEPS = 200
@@ -39,11 +38,11 @@ class Job:
             "--nproc-per-node", "1", "--master-addr", places[0].ip,
             "--master-port", str(29600 + self.started),
         ]  # fmt: skip
-        script = [str(ROOT / "tests/multiprocess/workers/resuming.py"), str(self.folder)]
+        worker = ["-m", WORKER, str(self.folder)]
         options = ["--kind", "ddp", "--steps", str(self.steps), "--pause-s", str(pause_s)]
         self.processes = [
             host.start(
-                [*launch, "--node-rank", str(number), *script, *options],
+                [*launch, "--node-rank", str(number), *worker, *options],
                 output=self._output(number),
                 env={
                     "PARAMD_REPLICAS": "1",
@@ -72,7 +71,7 @@ class Job:
             for child in psutil.Process(process.pid).children(recursive=True):
                 # Trainers and torchrun; sidecars are left to themselves.
                 with suppress(psutil.Error):
-                    if "resuming.py" in " ".join(child.cmdline()):
+                    if WORKER in " ".join(child.cmdline()):
                         child.kill()
         for process in self.processes:
             process.kill()

@@ -15,7 +15,7 @@ import pytest
 import paramd
 from paramd.errors import ParamdError
 from tests.launch import Ranks, start_ranks
-from tests.longer import sample, times
+from tests.longer import sample, seconds
 from tests.multiprocess.workers.patterns import (
     EDITS_REFUSED,
     OF_TWO_RANKS,
@@ -27,7 +27,7 @@ from tests.multiprocess.workers.patterns import (
 WORKER = "tests.multiprocess.workers.patterns"
 AT_LEAST = 8
 """Answers that a pattern must get, of several steps."""
-SECONDS, MOST_SECONDS = times(1, 2), 25.0
+SECONDS, MOST_SECONDS = seconds(0.5, 2.0), 25.0
 
 
 @dataclass

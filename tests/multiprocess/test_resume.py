@@ -18,7 +18,7 @@ import pytest
 
 import paramd
 from paramd.memory import handover
-from tests.launch import ROOT, Ranks, run_ranks, start_ranks
+from tests.launch import Ranks, run_ranks, start_ranks
 from tests.leaks import open_files
 from tests.longer import sample, times
 
@@ -293,12 +293,12 @@ def test_torchrun_restarts_it_and_no_bit_changes(tmp_path: Path, stack: ExitStac
     life = Life(tmp_path, "ddp", stack)
     (life.folder / "die-1").write_text("forward 6")
     torchrun = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
-    script = [str(ROOT / "tests/multiprocess/workers/resuming.py"), str(life.folder)]
+    worker = ["-m", WORKER, str(life.folder)]
     ranks = stack.enter_context(
         start_ranks(
-            ROOT / "tests/multiprocess/workers/under_torchrun.py",
+            "torch.distributed.run",
             1,
-            args=[*torchrun, *script, "--kind", "ddp", "--steps", str(STEPS), "--pause-s", "0.01"],
+            args=[*torchrun, *worker, "--kind", "ddp", "--steps", str(STEPS), "--pause-s", "0.01"],
             # Else gloo (torch 2.13) finds the addresses of killed workers in the agent's store, and
             # no restart comes up, with paramd or without.
             env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},

@@ -9,7 +9,7 @@ import pytest
 from tests.longer import sample, seconds
 from tests.multiprocess.stamped import assert_stamped
 
-SECONDS = seconds(2.0, 60.0)
+SECONDS = seconds(1.0, 60.0)
 AT_LEAST = (20, 5)  # answers, steps
 
 # Ranks in lockstep, as a collective in the step keeps them, and ranks that run free.

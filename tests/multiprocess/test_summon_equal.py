@@ -32,6 +32,7 @@ JOB = "composite"
 
 
 # Two ranks are also in test_exports_kinds.py.
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", sample([1, 3, 4], [4]))
 def test_every_kind_is_summoned_as_torch_gathers_it(world_size: int, tmp_path: Path) -> None:
     with start_ranks(WORKER, world_size, args=["--folder", str(tmp_path)]) as ranks:

@@ -176,7 +176,9 @@ def test_a_client_killed_while_its_memory_is_read_changes_nothing(
     mesh: Mesh, state_dir: Path
 ) -> None:
     before, count = above_step(mesh), len(mesh.edits())
-    done = subprocess.run([sys.executable, "-c", KILLED, str(state_dir)], check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.program", KILLED, str(state_dir)], check=False, timeout=60
+    )
     assert done.returncode == -signal.SIGKILL
     (edit,) = mesh.edits(limit=len(mesh.edits()) - count)
     assert edit.state is EditState.STAGING

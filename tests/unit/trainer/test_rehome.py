@@ -433,19 +433,16 @@ def test_tensors_hidden_by_gc_freeze_are_refused_when_they_use_a_parameter() -> 
     kept = shared.weight.data
     gc.collect()
     gc.freeze()
-    try:
-        home = ParameterStorage(alone)
-        arena = Arena(home.arena_bytes)
-        home.move_in(arena.memory)
-        assert all(arena.holds(p) for p in alone.parameters())
-        home.move_out()
-        arena.close()
+    home = ParameterStorage(alone)
+    arena = Arena(home.arena_bytes)
+    home.move_in(arena.memory)
+    assert all(arena.holds(p) for p in alone.parameters())
+    home.move_out()
+    arena.close()
 
-        home = ParameterStorage(shared)
-        arena = Arena(home.arena_bytes)
-        with pytest.raises(ConflictError, match=r"gc\.unfreeze"):
-            home.move_in(arena.memory)
-        assert not arena.holds(kept)
-        arena.close()
-    finally:
-        gc.unfreeze()
+    home = ParameterStorage(shared)
+    arena = Arena(home.arena_bytes)
+    with pytest.raises(ConflictError, match=r"gc\.unfreeze"):
+        home.move_in(arena.memory)
+    assert not arena.holds(kept)
+    arena.close()

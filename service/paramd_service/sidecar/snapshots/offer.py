@@ -243,6 +243,8 @@ def offer_of_snapshots(
         "incarnation": 0,
         "world_size": newest.get("world_size", 0),
         "layout_digest": newest.get("layout_digest", ""),
+        # Not known: what that trainer was in went with it.
+        "lineage": 0,
         "step": -1,
         "reached": standing.reached,
         "why_not_live": "a trainer that was to continue in it died while it attached",

@@ -1,0 +1,12 @@
+"""A program of a few lines that imports paramd: python -m tests.program CODE [ARGUMENTS].
+
+What `python -c` would do, but it starts warm.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    exec(compile(sys.argv[0], "<program>", "exec"))  # noqa: S102

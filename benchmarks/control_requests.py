@@ -30,6 +30,7 @@ from benchmarks.site import (
     site,
     told_worker,
 )
+from paramd.security.tickets import handed, shown_of
 from paramd.v1 import control_pb2, control_pb2_grpc
 
 SIZES = (32, 128)
@@ -132,7 +133,8 @@ def _snapshots(client: httpx2.Client, ranks: int) -> Callable[[], None]:
 def _boundary(channel: grpc.Channel, job: dict[str, Any]) -> Callable[[], None]:
     stub: Any = control_pb2_grpc.ControlServiceStub(channel)
     request = control_pb2.ScheduleBoundaryRequest(job=job["job"], incarnation=job["incarnation"])
-    metadata = (("authorization", f"Bearer {job['ticket']}"),)
+    shown = shown_of(handed(job["ticket"], job["ticket_seed"]), None, job["world_size"])
+    metadata = (("authorization", f"Bearer {shown}"),)
 
     def ask() -> None:
         answer = stub.ScheduleBoundary(request, timeout=20.0, metadata=metadata)

@@ -16,9 +16,11 @@ METADATA_KEY = "x-request-id"
 """HTTP header and gRPC metadata key of the request id."""
 
 RANK_KEY = "paramd-rank"
-READS_KEY = "paramd-reads"
-"""Metadata of an export's calls: the ticket that the sidecar reads other ranks with."""
 """gRPC metadata key: the rank a call to a sidecar is meant for, in decimal digits."""
+
+READS_KEY = "paramd-reads"
+"""gRPC metadata key: the ticket and seed that the sidecar reads other ranks with, for exports and
+for callers that have it gather."""
 
 MAX_ID_CHARS = 64
 

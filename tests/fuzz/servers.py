@@ -45,6 +45,7 @@ from paramd_service.sidecar.rpc.unix_server import UnixServer
 from paramd_service.sidecar.snapshots.store import BlockMaker
 from tests.fuzz.messages import Choices, fill, pick
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach, layout_of
+from tests.orders import bound, ordered
 
 JOB = "job"
 ARENA_BYTES = 1 << 16
@@ -139,9 +140,8 @@ class Doors:
 
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
-        self._tickets = {
-            role: SIGNER.mint(job=JOB, incarnation=1, role=role, rank=0, ttl_s=1e6) for role in Role
-        }
+        self._tickets = {role: bound(SIGNER, role, job=JOB, ttl_s=1e6) for role in Role}
+        self._for_control = bound(SIGNER, Role.READER, None, job=JOB, ttl_s=1e6)
         options = [("grpc.use_local_subchannel_pool", 1)]
         self._sidecar = grpc.insecure_channel(servers.address, options=options)
         self._control = grpc.insecure_channel(servers.control_address, options=options)
@@ -220,7 +220,9 @@ class Doors:
     ) -> tuple[grpc.StatusCode, list[bytes]]:
         """Status and answers of a call; messages may be bytes."""
         data = [one if isinstance(one, bytes) else one.SerializeToString() for one in messages]
-        metadata = (("authorization", f"Bearer {self._tickets[role]}"),)
+        here = channel is self._control and role is Role.READER
+        text = self._for_control if here else self._tickets[role]
+        metadata = ordered(SIGNER, path, (("authorization", f"Bearer {text}"),), data)
         call = channel.stream_stream(path)(iter(data), timeout=timeout_s, metadata=metadata)
         answers: list[bytes] = []
         with contextlib.suppress(grpc.RpcError):

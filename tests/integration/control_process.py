@@ -24,6 +24,7 @@ from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.security.tickets import Role, Signer, Verifier
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
+from tests.orders import bound
 
 PRIVATE_KEY = bytes(range(32))
 SIGNER = Signer(PRIVATE_KEY)
@@ -141,9 +142,9 @@ def ticket(
     incarnation: int = 1,
     signer: Signer = SIGNER,
     job: str = JOB,
-    rank: int = 0,
+    rank: int | None = None,
 ) -> Any:
-    text = signer.mint(job=job, incarnation=incarnation, role=role, rank=rank, ttl_s=60.0)
+    text = bound(signer, role, rank, job=job, incarnation=incarnation)
     return (("authorization", f"Bearer {text}"),)
 
 

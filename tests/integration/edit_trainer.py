@@ -26,8 +26,9 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from paramd.wire import checksum_of
 from tests.edit_ops import edit_op
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
+from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import SidecarProcess, ticket, wait_until
+from tests.orders import Ordering
 
 ROWS, COLUMNS = 1500, 1000
 W_BYTES = 4 * ROWS * COLUMNS
@@ -70,9 +71,9 @@ class Editing:
         self.w = self.arena[: ROWS * COLUMNS].view(ROWS, COLUMNS)
         self.b = self.arena.view(torch.bfloat16)[B_BEGIN // 2 : B_BEGIN // 2 + 1000]
         self.digest = layout_digest(layout())
-        self.channel = grpc.insecure_channel(
-            trainer.address, options=[("grpc.use_local_subchannel_pool", 1)]
-        )
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channel = grpc.insecure_channel(trainer.address, options=options)
+        self.channel = grpc.intercept_channel(channel, Ordering(SIGNER))
         self.stub = sidecar_pb2_grpc.SidecarServiceStub(self.channel)
         self.peer = PeerAddress(trainer.settings.rank, trainer.address, str(socket_path), host_id())
 

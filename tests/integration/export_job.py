@@ -26,6 +26,7 @@ from paramd.security.tickets import Role
 from paramd.v1 import export_pb2, sidecar_pb2, sidecar_pb2_grpc
 from tests.integration.client_job import JOB, Job, running_job
 from tests.integration.test_client import layout, write_arenas
+from tests.orders import bound
 
 DEADLINE_S = 60.0
 MANIFEST = "paramd-export.json"
@@ -91,7 +92,7 @@ class ExportingJob:
     def release(self, rank: int, snapshot_id: str) -> None:
         """Ends one lease."""
         job = self.job
-        ticket = job.signer.mint(job=JOB, incarnation=job.incarnation, role=Role.READER, ttl_s=60)
+        ticket = bound(job.signer, Role.READER, rank, job=JOB, incarnation=job.incarnation)
         with grpc.insecure_channel(job.ranks[rank].address) as channel:
             stub: Any = sidecar_pb2_grpc.SidecarServiceStub(channel)
             stub.ReleaseSnapshot(

@@ -29,8 +29,9 @@ from paramd.state import StateName
 from paramd.trainer.model.hub import described
 from paramd.v1 import export_pb2, sidecar_pb2_grpc
 from paramd.v1 import sidecar_pb2 as pb
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
+from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import SidecarProcess, sidecar, ticket
+from tests.orders import Ordering, reads
 from tests.unit.layout.simulate import BOXES, Held, Spec, fsdp1
 
 STEP = 0
@@ -58,8 +59,8 @@ class StillMesh:
 
     def metadata(self, rank: int) -> tuple[tuple[str, str], ...]:
         """As the control plane's: a ticket for this rank, and one to read others with."""
-        control, reader = ticket(Role.CONTROL, ttl_s=600, rank=rank), ticket(Role.READER, ttl_s=600)
-        return (("authorization", f"Bearer {control}"), (READS_KEY, reader))
+        reader = reads(SIGNER, Role.GATHERER, len(self.stubs), ttl_s=600)
+        return (("authorization", f"Bearer {ticket(Role.CONTROL, rank=rank)}"), (READS_KEY, reader))
 
     def pin(self, settings: ExportSettings) -> tuple[ExportPlan, export_pb2.ExportPlan]:
         """The plan, and its message with everything pinned."""
@@ -170,8 +171,9 @@ def still_mesh(
             trainer = attach(process.socket_path, settings)
             stack.callback(trainer.close)
             trainer.arena.buffer[: len(arenas[rank])] = arenas[rank]
-            channel = grpc.insecure_channel(
-                trainer.address, options=[("grpc.use_local_subchannel_pool", 1)]
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channel = grpc.intercept_channel(
+                grpc.insecure_channel(trainer.address, options=options), Ordering(SIGNER)
             )
             stack.callback(channel.close)
             trainers.append(trainer)

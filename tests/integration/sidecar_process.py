@@ -20,6 +20,7 @@ from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, layout_of
+from tests.orders import Metadata, Ordering, bound
 
 READY_S = 10.0
 POLL_S = 0.01
@@ -94,8 +95,8 @@ def ticket(
     token_id: str | None = None,
     rank: int = 0,
 ) -> str:
-    return SIGNER.mint(
-        job=job, incarnation=incarnation, role=role, rank=rank, ttl_s=ttl_s, token_id=token_id
+    return bound(
+        SIGNER, role, rank, job=job, incarnation=incarnation, ttl_s=ttl_s, token_id=token_id
     )
 
 
@@ -109,11 +110,11 @@ class Client:
         incarnation: int = 1,
         arena_bytes: int = 1 << 20,
     ) -> None:
-        self.channel = grpc.insecure_channel(
-            address, options=[("grpc.use_local_subchannel_pool", 1)]
-        )
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channel = grpc.insecure_channel(address, options=options)
+        self.channel = grpc.intercept_channel(channel, Ordering(SIGNER))
         self.stub = sidecar_pb2_grpc.SidecarServiceStub(self.channel)
-        self.metadata = (("authorization", f"Bearer {ticket(role, incarnation)}"),)
+        self.metadata: Metadata = [("authorization", f"Bearer {ticket(role, incarnation)}")]
         self.incarnation = incarnation
         self.arena_bytes = arena_bytes
         self.digest = layout_digest(layout_of(arena_bytes))

@@ -39,7 +39,7 @@ from tests.integration.control_process import (
     schedule,
 )
 from tests.integration.control_process import ticket as control_ticket
-from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach
+from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import Client, client_of, sidecar, ticket, wait_until
 from tests.longer import times
 
@@ -295,7 +295,7 @@ def holder_of(
 ) -> Iterator[Client]:
     """A client with a ticket of one token, or of none."""
     with client_of(trainer) as client:
-        text = SIGNER.mint(job="job", incarnation=1, role=role, rank=0, ttl_s=60, token_id=token_id)
+        text = ticket(role, token_id=token_id)
         client.metadata = (("authorization", f"Bearer {text}"), *more)  # type: ignore[assignment]
         yield client
 

@@ -14,9 +14,11 @@ import grpc
 import httpx2
 import pytest
 import torch
+from google.protobuf.message_factory import GetMessageClass
 
 import paramd
-from paramd.errors import RANK_KEY, READS_KEY, ParamdError, UnreachableError
+from paramd.errors import ASKED_BY_KEY, RANK_KEY, READS_KEY, ParamdError, UnreachableError
+from paramd.layout.edits.kinds import EditKind
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import handover
 from paramd.mesh.frames import stepping
@@ -39,9 +41,11 @@ from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.edits.runner import stage, withdrawn
 from paramd_service.control.exports.sidecars import made, part_of, stored
 from paramd_service.control.mesh.coordinator import BoundaryRequest
-from paramd_service.control.mesh.sidecars import SidecarCalls
+from paramd_service.control.mesh.sidecars import OwnChannels, SidecarCalls
 from paramd_service.sidecar.rpc.auth import ROLES, SERVICE
+from tests.edit_ops import edit_op
 from tests.integration.client_job import DEADLINE_S, JOB, Job, running_job, wait_for
+from tests.orders import bound, ordered, reads
 
 HALF = 1 << 20
 SWAPS = ("addresses", "sockets", "both")
@@ -188,8 +192,9 @@ def test_every_method_of_a_sidecar_refuses_what_is_for_another_rank(job: Job) ->
     with grpc.insecure_channel(job.ranks[0].address) as channel:
         for method in methods:
             role = next(role for role in (Role.CONTROL, Role.COPIER) if role in ROLES[method])
-            ticket = job.signer.mint(job=JOB, incarnation=1, role=role, rank=1, ttl_s=60)
+            ticket = bound(job.signer, role, 1, job=JOB)
             metadata = (("authorization", f"Bearer {ticket}"), (RANK_KEY, "1"))
+            metadata = ordered(job.signer, method, metadata, [b""])
             call = channel.unary_stream(method)(b"", timeout=5, metadata=metadata)
             with suppress(grpc.RpcError):
                 list(call)
@@ -199,7 +204,7 @@ def test_every_method_of_a_sidecar_refuses_what_is_for_another_rank(job: Job) ->
 
 @pytest.mark.parametrize("op", ["map", "lend", "stage"])
 def test_the_unix_socket_refuses_what_is_for_another_rank(job: Job, op: str) -> None:
-    ticket = job.signer.mint(job=JOB, incarnation=1, role=Role.CONTROL, rank=0, ttl_s=60)
+    ticket = bound(job.signer, Role.EDITOR, 0, job=JOB)
     with handover.connect(job.ranks[0].socket_path, timeout_s=5) as connection:
         handover.send(connection, {"op": op, "ticket": ticket, "rank": 1})
         answer, _ = handover.receive(connection)
@@ -210,17 +215,19 @@ def test_the_unix_socket_refuses_what_is_for_another_rank(job: Job, op: str) -> 
 def test_a_gateway_takes_no_answer_of_another_rank(job: Job) -> None:
     """A sidecar that gathers for a thin client asks its peers as any client does."""
     one, other = job.ranks
-    ticket = job.signer.mint(job=JOB, incarnation=1, role=Role.READER, ttl_s=60)
+    ticket = bound(job.signer, Role.READER, 0, job=JOB)
     other.address = one.address
     job.send_mesh(one)
     with grpc.insecure_channel(one.address) as channel:
         stub: Any = sidecar_pb2_grpc.SidecarServiceStub(channel)
         request = sidecar_pb2.SummonRequest(pattern="halves")
         metadata = (("authorization", f"Bearer {ticket}"),)
-        with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Summon(request, timeout=10, metadata=metadata))
-    error: Any = caught.value
-    assert "not rank 1" in error.details()
+        handed = (READS_KEY, reads(job.signer, Role.READER, 2, job=JOB))
+        for told, why in (((), "good at this one alone"), ((handed,), "not rank 1")):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stub.Summon(request, timeout=10, metadata=(*metadata, *told)))
+            error: Any = caught.value
+            assert why in error.details()
 
 
 class Spy(grpc.GenericRpcHandler):
@@ -331,6 +338,127 @@ def test_what_a_rank_is_ever_shown_is_good_for_nothing_elsewhere(
     roles = {tickets._parse(tickets._payload(one)).role for one in spying.shown}
     assert roles == {Role.EDITOR, Role.READER, Role.CONTROL, Role.GATHERER}
     assert sum(played(job, one) for one in spying.shown) > 150
+
+
+Heard = tuple[str, list[tuple[str, str]], list[bytes]]
+"""Method, metadata and messages of a call."""
+STREAMS = ("/StageEdit", "/StoreExportFile")
+
+
+class Wire(grpc.GenericRpcHandler):
+    """Who sees a rank's traffic, as without TLS, or is that rank: keeps all, and passes it on."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address)
+        self.seen: list[Heard] = []
+        self.passes = True
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        kept = ("authorization", READS_KEY, RANK_KEY, ASKED_BY_KEY)
+        shown = [(k, str(v)) for k, v in details.invocation_metadata or () if k in kept]
+
+        def passed(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            data = list(requests)
+            self.seen.append((str(details.method), shown, data))
+            if not self.passes:
+                context.abort(grpc.StatusCode.ABORTED, "withheld")
+            try:
+                yield from self.play(str(details.method), shown, data)
+            except grpc.RpcError as error:
+                context.abort(error.code(), error.details())
+
+        return grpc.stream_stream_rpc_method_handler(passed)
+
+    def play(self, method: str, shown: list[tuple[str, str]], data: list[bytes]) -> Any:
+        many: Any = self.channel.stream_stream(method)
+        return many(iter(data), timeout=DEADLINE_S, metadata=shown)
+
+
+async def ordered_all(job: Job, address: str) -> int:
+    """Has the control plane order of rank 1 all that it may, by reflection; how many that is."""
+    bootstrap = Bootstrap(
+        job=JOB, incarnation=1, world_size=2, private_key=job.private_key, token=job.token
+    )
+    manifest = sidecar_pb2.EditManifest(
+        edit_id="e" * 32, incarnation=1, layout_digest=job._digest,
+        ops=[edit_op("halves", EditKind.FILL, value=7.0)],
+    )  # fmt: skip
+    told = {"StageEdit": sidecar_pb2.StageEditRequest(manifest=manifest)}
+    channels = OwnChannels(bootstrap, generation=1 << 42, reads=True)
+    methods = sidecar_pb2.DESCRIPTOR.services_by_name["SidecarService"].methods
+    wanted = [one for one in methods if Role.CONTROL in ROLES.get(f"/{SERVICE}/{one.name}", ())]
+    for method in wanted:
+        request = told.get(method.name, GetMessageClass(method.input_type)())
+        call = channels.open(
+            bootstrap.asked(1, address), method.name,
+            [request] if method.client_streaming else request, timeout_s=DEADLINE_S,
+        )  # fmt: skip
+        with suppress(grpc.RpcError):
+            if method.server_streaming:
+                await call.read()
+                call.cancel()
+            else:
+                await call
+    await channels.close()
+    return len(wanted)
+
+
+def changed(what: str, method: str, shown: list[tuple[str, str]], data: list[bytes]) -> Heard:
+    """A call that is not quite what was ordered."""
+    if what == "method" and "GetMesh" not in method and not method.endswith(STREAMS):
+        return f"/{SERVICE}/GetMesh", shown, data
+    if what == "more" and method.endswith("/StageEdit"):
+        return method, shown, [*data, b""]
+    if what == "name":
+        return method, [*shown, (ASKED_BY_KEY, "a" * 16)], data
+    if what == "reads":
+        return method, [(k, v if k != READS_KEY else v + "0") for k, v in shown], data
+    return method, shown, [data[0] + b"\xf8\x7f\x01"]
+
+
+def test_no_order_is_obeyed_twice_nor_for_another_request(job: Job) -> None:
+    """Played at the very rank it was for, and at its successor; and changed on the way there."""
+    one = job.ranks[1]
+    wire = Wire(one.address)
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[wire])
+    there = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    count = asyncio.run(ordered_all(job, there))
+    assert len(wire.seen) == count > 30
+
+    def refused(method: str, shown: Any, data: list[bytes], code: str, why: str) -> None:
+        with pytest.raises(grpc.RpcError) as caught:
+            next(wire.play(method, shown, data))
+        error: Any = caught.value
+        assert (error.code().name, why in error.details()) == (code, True), (method, str(error))
+
+    taken = "UNAVAILABLE", "taken already"
+    played = list(wire.seen)
+    for method, shown, data in played:
+        refused(method, shown, data, *taken)
+    # Withheld, and used for another request or method, or in another's name.
+    wire.passes, other = False, "ordered another thing"
+    for what in ("request", "more", "method", "name", "reads"):
+        wire.seen.clear()
+        asyncio.run(ordered_all(job, there))
+        for kept in wire.seen:
+            method, shown, data = changed(what, *kept)
+            # Of a stream it is known at its end, and a faulty message may end it before.
+            faulty = method.endswith("/StoreExportFile") or data[0][:1] == b"\xf8"
+            with pytest.raises(grpc.RpcError) as caught:
+                next(wire.play(method, shown, data))
+            error: Any = caught.value
+            assert faulty or other in error.details(), (what, method, str(error))
+            refused(*kept, *taken)
+    one.process.kill()
+    one.process.wait()
+    one.listen = one.address
+    job.respawn(one)
+    job.send_mesh(one)
+    for method, shown, data in played:
+        refused(method, shown, data, *taken)
+    wire.channel.close()
+    server.stop(None).wait()
 
 
 @pytest.mark.parametrize("lie", ["passed on", "of another key", "replayed"])

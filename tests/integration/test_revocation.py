@@ -22,6 +22,7 @@ from paramd.errors import DeniedError
 from paramd.memory import handover
 from paramd.mesh.mesh import Mesh
 from paramd.places import job_dir
+from paramd.security.tickets import handed, shown_of
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from tests.integration.client_job import JOB, Job, running_job, wait_for
@@ -50,6 +51,7 @@ class User:
         self.token = made.json()["token"]
         document = self.document().json()
         self.ticket, self.expires_s = document["ticket"], document["ticket_expires_s"]
+        self.seed = document["ticket_seed"]
         self.mesh = stack.enter_context(paramd.connect(job.url, self.token))
         self.ended: dict[str, float] = {}
         self._stack = stack
@@ -57,11 +59,15 @@ class User:
     def document(self) -> httpx2.Response:
         return httpx2.get(f"{self.url}/api/v1/jobs/{JOB}", headers=_bearer(self.token))
 
+    def shown(self, rank: int) -> str:
+        """What that rank is shown of the ticket."""
+        return shown_of(handed(self.ticket, self.seed), rank, self.job.layout.world_size)
+
     def call(self, rank: int, method: str, request: Any, *, timeout_s: float = 10.0) -> Any:
         """A future of a call with the ticket that was given before anything was revoked."""
         channel = self._stack.enter_context(grpc.insecure_channel(self.job.ranks[rank].address))
         stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
-        metadata = (("authorization", f"Bearer {self.ticket}"),)
+        metadata = (("authorization", f"Bearer {self.shown(rank)}"),)
         return getattr(stub, method).future(request, timeout=timeout_s, metadata=metadata)
 
     def status(self, rank: int) -> tuple[grpc.StatusCode, str]:
@@ -84,7 +90,7 @@ class User:
         pinned = self.call(0, "PinSnapshot", self.pin()).result()
         self.socket = handover.connect(self.job.ranks[0].socket_path)
         self._stack.callback(self.socket.close)
-        mapping = {"op": "map", "ticket": self.ticket, "snapshot_id": pinned.snapshot_id}
+        mapping = {"op": "map", "ticket": self.shown(0), "snapshot_id": pinned.snapshot_id}
         handover.send(self.socket, mapping)
         self.socket.settimeout(RUNNING_S)
         self._stack.callback(_close, handover.receive(self.socket)[1])

@@ -27,6 +27,7 @@ from paramd.v1 import sidecar_pb2_grpc
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import SidecarProcess, wait_until
 from tests.leaks import open_files
+from tests.orders import Ordering, bound
 
 ARENA_BYTES = 8 << 20
 NUMEL = ARENA_BYTES // 8
@@ -47,7 +48,7 @@ LAYOUT = Layout(
 
 
 def ticket(role: Role, rank: int, incarnation: int = 1) -> str:
-    return SIGNER.mint(job="job", incarnation=incarnation, role=role, rank=rank, ttl_s=600.0)
+    return bound(SIGNER, role, rank, incarnation=incarnation, ttl_s=600.0)
 
 
 class Rank:
@@ -197,7 +198,8 @@ def test_snapshots_go_to_the_buddy_and_nobody_else_may_put_any(
             if name != "incarnation":
                 setattr(told, name, value)
         with grpc.insecure_channel(ranks[1].listen) as channel:
-            stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
+            ordering = grpc.intercept_channel(channel, Ordering(SIGNER))
+            stub = sidecar_pb2_grpc.SidecarServiceStub(ordering)
             bearer = ticket(claimed, of, incarnation)
             with pytest.raises(grpc.RpcError) as refused:
                 stub.PutCopy(

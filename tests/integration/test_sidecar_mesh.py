@@ -9,11 +9,14 @@ from pathlib import Path
 import grpc
 import pytest
 
+from paramd.errors import READS_KEY
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
-from tests.integration.sidecar_process import Client, sidecar
+from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach
+from tests.integration.sidecar_process import Client, sidecar, ticket
+from tests.orders import reads
 
 ROWS, COLUMNS = 4, 6
 PIECE_BYTES = ROWS * COLUMNS // 2 * 4
@@ -65,6 +68,8 @@ def ranks(tmp_path: Path) -> Iterator[list[FakeTrainer]]:
 def client(ranks: list[FakeTrainer]) -> Iterator[Client]:
     connected = Client(ranks[1].address)
     connected.digest = layout_digest(columns_layout())
+    shown = ("authorization", f"Bearer {ticket(rank=1)}")
+    connected.metadata = (shown, (READS_KEY, reads(SIGNER, Role.READER, 2)))
     yield connected
     connected.close()
 

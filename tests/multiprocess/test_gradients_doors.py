@@ -13,6 +13,7 @@ import grpc
 import httpx2
 
 from paramd import places
+from paramd.errors import READS_KEY
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from tests.launch import Ranks, start_ranks
@@ -95,8 +96,9 @@ def a_bare_stub(ranks: Ranks) -> None:
     """As a client in another language would."""
     with connect_to(ranks.state_dir, JOB) as mesh:
         document = mesh._mesh._reach.document
-        plain = mesh._run(mesh._mesh._reach._directory.send("GET", f"/jobs/{mesh.job}"))["ticket"]
-    metadata = (("authorization", f"Bearer {plain}"),)
+        path = f"/jobs/{mesh.job}?rank=1&gather=true"
+        found = mesh._run(mesh._mesh._reach._directory.send("GET", path))
+    metadata = (("authorization", f"Bearer {found['ticket']}"), (READS_KEY, found["reads"]))
     request = pb.StreamGradientsRequest(pattern=FILTER)
     with grpc.insecure_channel(document.peers[1].address) as channel:
         stub = sidecar_pb2_grpc.SidecarServiceStub(channel)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramd.errors import ConflictError, DeadlineError
+from paramd.errors import READS_KEY, ConflictError, DeadlineError
 from paramd.mesh.mesh import Mesh
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
@@ -68,13 +68,13 @@ def assert_doors_are_right(mesh: Mesh, folder: Path) -> None:
     with pytest.raises(ConflictError, match="cannot be followed"):
         next(iter(mesh.follow("*")))
     document = mesh._mesh._reach.document
-    # Without keys: the rank that gathers reads with it from the others.
-    plain = mesh._run(mesh._mesh._reach._directory.send("GET", f"/jobs/{mesh.job}"))["ticket"]
+    # As programs without paramd do, which have a rank gather from the others.
+    path = f"/jobs/{mesh.job}?rank=0&gather=true"
+    found = mesh._run(mesh._mesh._reach._directory.send("GET", path))
+    gathering = (*bearer(found["ticket"]), (READS_KEY, found["reads"]))
     with grpc.insecure_channel(document.peers[0].address) as channel:
         stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
-        head, *rest_ = stub.Summon(
-            pb.SummonRequest(pattern=name), timeout=20, metadata=bearer(plain)
-        )
+        head, *rest_ = stub.Summon(pb.SummonRequest(pattern=name), timeout=20, metadata=gathering)
     data = b"".join(part.data for part in rest_)
     assert bool((torch.frombuffer(bytearray(data), dtype=torch.float32) == head.header.step).all())
 

@@ -6,6 +6,7 @@ import base64
 import hmac
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramd.errors import DeniedError, UsageError
+from paramd.memory.control_page import PAGE_BYTES, ControlPage
 from paramd.security.tickets import (
     CLOCK_SKEW_S,
     Claims,
@@ -24,6 +26,7 @@ from paramd.security.tickets import (
     key_from_hex,
     new_private_key,
 )
+from paramd_service.sidecar.orders import KEPT, Orders, ReplayedError
 
 KEY = bytes(range(32))
 SIGNER = Signer(KEY)
@@ -32,7 +35,7 @@ NOW_S = 1_000_000.0
 
 
 def ticket(**changed: Any) -> str:
-    options: dict[str, Any] = {"job": "run", "incarnation": 3, "role": Role.READER, "ttl_s": 600.0}
+    options: dict[str, Any] = {"job": "run", "incarnation": 3, "role": Role.COPIER, "ttl_s": 600.0}
     return SIGNER.mint(**({"rank": 5} | options | changed), now_s=NOW_S)
 
 
@@ -54,7 +57,7 @@ def signed(claims: object, header: object = None) -> str:
     return f"{text}.{encoded(Ed25519PrivateKey.from_private_bytes(KEY).sign(text.encode()))}"
 
 
-CLAIMS = {"job": "run", "incarnation": 3, "role": "reader", "exp": NOW_S, "jti": "x"}
+CLAIMS = {"job": "run", "incarnation": 3, "role": "copier", "exp": NOW_S, "jti": "x", "rank": 5}
 
 
 def test_what_is_verified_has_every_claim_with_its_type() -> None:
@@ -66,7 +69,7 @@ def test_what_is_verified_has_every_claim_with_its_type() -> None:
 
 
 def test_a_known_ticket_ends_by_the_steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = SIGNER.mint(job="run", incarnation=3, role=Role.READER, ttl_s=600.0)
+    text = SIGNER.mint(job="run", incarnation=3, role=Role.COPIER, rank=5, ttl_s=600.0)
     verifier, begin_s = Verifier(PUBLIC), time.monotonic()
     for _ in range(2):
         verifier.verify(text, job="run", incarnation=3)
@@ -120,7 +123,7 @@ def test_another_key_is_refused() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 4096])
 def test_a_keyed_ticket_is_good_at_each_place_with_its_own_key_alone(world_size: int) -> None:
     tree = KeyTree(b"seed", world_size)
-    text = ticket(keys=tree.root)
+    text = ticket(role=Role.READER, rank=None, keys=tree.root)
     places = {0, 1, world_size // 2, world_size}
     for place in places:
         verifier, shown = Verifier(PUBLIC, place), tree.shown(text, place)
@@ -154,7 +157,9 @@ def test_what_a_sidecar_holds_cannot_sign() -> None:
     """Neither as a private key nor as the secret of another algorithm."""
     with pytest.raises(DeniedError, match="not signed"):
         verify(
-            Signer(PUBLIC).mint(job="run", incarnation=3, role=Role.EDITOR, ttl_s=9, now_s=NOW_S)
+            Signer(PUBLIC).mint(
+                job="run", incarnation=3, role=Role.COPIER, rank=0, ttl_s=9, now_s=NOW_S
+            )
         )
     for name in ("HS256", "none", "EdDSA"):
         head = json.dumps({"alg": name, "typ": "JWT"}, separators=(",", ":")).encode()
@@ -201,7 +206,10 @@ claim_sets = st.fixed_dictionaries(
     optional={
         "job": st.just("run") | values,
         "incarnation": st.just(3) | values,
-        "role": st.just("reader") | st.just("sidecar") | values,
+        "role": st.sampled_from([role.value for role in Role]) | values,
+        "keys": values,
+        "number": values,
+        "told": values,
         "exp": st.just(10**400) | values,
         "jti": st.just("x") | values,
         "rank": values,
@@ -222,19 +230,71 @@ def test_signed_claims_of_any_shape_raise_nothing_but_denied(claims: object) -> 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"incarnation": True}, {"rank": True}, {"rank": 1.0}, {"jti": 7}, {"exp": float("inf")}],
+    [
+        {"incarnation": True},
+        {"rank": True},
+        {"rank": 1.0},
+        {"jti": 7},
+        {"exp": float("inf")},
+        {"number": True},
+        {"told": 7},
+        {"keys": 7},
+    ],
 )
 def test_claims_of_wrong_types_are_denied(changed: dict[str, object]) -> None:
     with pytest.raises(DeniedError, match="wrong types"):
         verify(signed(CLAIMS | changed), incarnation=1 if "incarnation" in changed else 3)
 
 
-@pytest.mark.parametrize("role", [Role.SIDECAR, Role.COPIER, Role.CONTROL])
-def test_tickets_of_and_for_sidecars_are_bound_to_a_rank(role: Role) -> None:
-    with pytest.raises(UsageError, match="rank"):
-        ticket(role=role, rank=None)
-    with pytest.raises(DeniedError, match="names a rank"):
-        verify(signed(CLAIMS | {"role": role.value}))
+BOUND = {"rank": 5, "keys": "k", "number": 1, "told": "x"}
+
+
+@pytest.mark.parametrize(
+    ("roles", "with_"),
+    [
+        ([Role.SIDECAR, Role.COPIER], {"rank"}),
+        ([Role.VIEWER, Role.READER, Role.EDITOR, Role.GATHERER], {"keys"}),
+        ([Role.CONTROL], {"rank", "number", "told"}),
+    ],
+)
+def test_no_ticket_is_good_at_more_than_one_server_and_no_order_for_more_than_a_call(
+    roles: list[Role], with_: set[str]
+) -> None:
+    bound = {name: BOUND[name] for name in with_}
+    for role in roles:
+        ticket(**({"role": role, "rank": None} | bound))
+        for lacking in with_:
+            loose = {name: value for name, value in bound.items() if name != lacking}
+            with pytest.raises(UsageError, match=r"names|has a number"):
+                ticket(**({"role": role, "rank": None} | loose))
+            with pytest.raises(DeniedError, match=r"names|has a number"):
+                verify(signed(CLAIMS | {"role": role.value, "rank": None} | loose))
+    for more in {"keys"} - with_:
+        with pytest.raises(DeniedError):
+            verify(signed(CLAIMS | {"role": roles[0].value} | bound | {more: BOUND[more]}))
+
+
+def test_an_order_is_taken_once_also_by_the_next_process(tmp_path: Path) -> None:
+    with (tmp_path / "page").open("w+b") as file:
+        file.truncate(PAGE_BYTES)
+        page = ControlPage(file.fileno())
+        orders = Orders(page)
+        for number in (7, 5, 2**62):
+            orders.take(number)
+            with pytest.raises(ReplayedError):
+                orders.take(number)
+        after = Orders(page)
+        for number in (5, 6, 7, 2**62):
+            with pytest.raises(ReplayedError):
+                after.take(number)
+        after.take(2**62 + 1)
+        # What is too old to be known is refused as well.
+        for number in range(KEPT):
+            after.take(2**62 + 2 + number)
+        with pytest.raises(ReplayedError):
+            after.take(2**62 + 1)
+        assert len(after._taken) == KEPT
+        page.close()
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("inf"), float("nan")])

@@ -221,6 +221,7 @@ class Word(IntEnum):
     COPIED = 91  # step of the last one that is whole on another host too; 0 none
     COPY_SETTLED = 92  # step of the last one that was sent, or is not going to be
     CLIENTS_UNTIL_NS = 88  # until when the last caller counts as a client that may ask again
+    ORDERED = 94  # highest number of an order of the control plane's that this rank took
 
     # Trainer's words again: inputs of resuming (trainer/resume).
     LINEAGE = 96  # number of this training's history: the same as long as no step is lost; 0 none

@@ -5,10 +5,12 @@ accepted, byte for byte, so there is no algorithm to choose. Anyone with the job
 verify it offline; only holders of the private key (the control plane, and rank 0's trainer, which
 starts it) can mint one. A ticket is a bearer credential: it is never logged or put into a URL.
 
-One that names the root of a `KeyTree` is good beside a key alone, and each server has its own: the
-client derives all of them from one seed and shows a server no other, "<ticket>~<key and path>". So
-what a rank is shown is useless elsewhere, at the price of one signature for all ranks, and clients
-need no cryptography but hashes.
+Each is good at one server alone. A user's names the root of a `KeyTree` and is good beside a key of
+it, and each server has its own: the client derives all of them from one seed and shows a server no
+other, "<ticket>~<key and path>". So what a rank is shown is useless elsewhere, at the price of one
+signature for all ranks, and clients need no cryptography but hashes. The control plane shows none
+twice: each of its calls has a ticket of its own, an order, which names the rank, the method, the
+request (`Told`) and a number that the rank takes once.
 """
 
 from __future__ import annotations
@@ -92,20 +94,21 @@ class Role(Enum):
     EDITOR = "editor"
     """As reader, and staging and previewing edits, but not committing them."""
     CONTROL = "control"
-    """As editor, and requests to all ranks together (ReachBoundary and the like), of the sidecar of
-    the rank named in the ticket alone: any other rank and a control plane refuse it, so a rank
-    gains nothing by the tickets it receives."""
+    """As editor, and requests to all ranks together (ReachBoundary and the like): one call of the
+    sidecar of the rank named in the ticket, once. So nobody gains anything by the tickets that a
+    rank receives."""
     SIDECAR = "sidecar"
     """Join of the control plane as the rank named in the ticket, and GetState of its peers."""
     GATHERER = "gatherer"
     """ReadSnapshot of the snapshots whose ids its holder was told, which nobody guesses. The rank
-    that writes an export's file is given one, to read its part of it from the others."""
+    that writes an export's file is handed one, to read its part of it from the others."""
     COPIER = "copier"
     """PutCopy of the sidecar that keeps copies of the rank named in the ticket; nothing else."""
 
 
 OF_RANKS = frozenset({Role.SIDECAR, Role.COPIER, Role.CONTROL})
-"""Roles whose tickets name a rank: a sidecar's its own, the control plane's the one it is for."""
+"""Roles whose tickets name a rank, and are good nowhere else: a sidecar's its own, the control
+plane's the one it is for. All others have keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +132,29 @@ class Claims:
     token_id: str | None = None
     """Id of the user's token it was issued for, of a rank's: which registered its job; or None."""
     keys: str | None = None
-    """Root of the `KeyTree` of which each server is shown its key; None: good without."""
+    """Root of the `KeyTree` of which each server is shown its key; None for roles of `OF_RANKS`."""
+    number: int = 0
+    """Of an order of the control plane, from 1 on; each is taken once. 0 for other roles."""
+    told: str = ""
+    """The digest of an order, by `Told`; empty for other roles."""
+
+
+class Told:
+    """What a call says, as one digest: its method, whom it is for, and all of its messages."""
+
+    def __init__(self, method: str, *others: str) -> None:
+        """`method` is its path, "/package.Service/Method"."""
+        self._hash = hashlib.sha256()
+        for text in (method, *others):
+            self.add(text.encode())
+
+    def add(self, message: bytes) -> None:
+        self._hash.update(len(message).to_bytes(8, "big"))
+        self._hash.update(message)
+
+    @property
+    def digest(self) -> str:
+        return _text(self._hash.digest())
 
 
 class KeyTree:
@@ -159,6 +184,30 @@ class KeyTree:
 def key_tree(seed: str, world_size: int) -> KeyTree:
     """The keys of a seed, in hexadecimal digits, which whoever has the ticket keeps for itself."""
     return KeyTree(bytes.fromhex(seed), world_size)
+
+
+@lru_cache(maxsize=1024)
+def key_root(seed: str, world_size: int) -> str:
+    """The root of a seed's keys, which a ticket names; 0.1 s for 65,536 ranks, the first time."""
+    return key_tree(seed, world_size).root
+
+
+def handed(ticket: str, seed: str) -> str:
+    """A ticket with the seed of its keys, for a rank that is to read others with it."""
+    return f"{ticket}~{seed}"
+
+
+def shown_of(given: str, rank: int | None, world_size: int) -> str:
+    """What the server of `rank`, None the control plane, is shown of what `handed` made.
+
+    Raises DeniedError for anything else.
+    """
+    ticket, _, seed = given.partition("~")
+    place = rank + 1 if rank is not None else CONTROL_PLACE
+    try:
+        return key_tree(seed, world_size).shown(ticket, place)
+    except ValueError:
+        raise DeniedError("what is to be read with is no ticket with its seed") from None
 
 
 def _fits(proof: str, place: int, root: str) -> bool:
@@ -225,6 +274,8 @@ class Signer:
         rank: int | None = None,
         token_id: str | None = None,
         keys: str | None = None,
+        number: int = 0,
+        told: str = "",
         now_s: float | None = None,
     ) -> str:
         """Mint a ticket valid for `ttl_s` seconds from now.
@@ -234,16 +285,17 @@ class Signer:
             rank: As in `Claims`; required for the roles of `OF_RANKS`.
             token_id: Id of the token it is issued for, so that it ends with it; never the token
                 itself.
-            keys: As in `Claims`.
+            keys: As in `Claims`; required for all other roles.
+            number, told: As in `Claims`; required for role `control`.
             now_s: Seconds since the Unix epoch; the clock when None.
 
         Raises:
-            UsageError: `ttl_s` is not a positive number, or a role of `OF_RANKS` has no rank.
+            UsageError: `ttl_s` is not a positive number, or nothing binds the ticket to a server.
         """
         if not (math.isfinite(ttl_s) and ttl_s > 0):
             raise UsageError(f"ttl_s: {ttl_s}; expected a finite number above 0")
-        if role in OF_RANKS and rank is None:
-            raise UsageError(f"rank: None; a ticket of role {role.value} is bound to a rank")
+        if why := _unbound(role, rank=rank, keys=keys, number=number, told=told):
+            raise UsageError(f"rank, keys, number, told: {why}")
         import jwt
 
         now_s = now_s if now_s is not None else clock.now_s()
@@ -261,11 +313,24 @@ class Signer:
             claims["token"] = token_id
         if keys is not None:
             claims["keys"] = keys
+        if number:
+            claims |= {"number": number, "told": told}
         return jwt.encode(dict(sorted(claims.items())), self._key, _ALGORITHM)
 
     def prove(self, address: str, nonce: bytes) -> bytes:
         """A signature which says that the control plane is at `address`, now."""
         return self._key.sign(_proven(address, nonce))
+
+
+def _unbound(role: Role, *, rank: int | None, keys: str | None, number: int, told: str) -> str:
+    """Why a ticket is not bound to one server, and an order not to one call; empty if it is."""
+    bound = rank is not None and keys is None if role in OF_RANKS else keys is not None
+    if not bound:
+        what = "a rank, and no keys" if role in OF_RANKS else "keys, one for each server"
+        return f"a ticket of role {role.value} names {what}"
+    if (role is Role.CONTROL) is not (0 < number < 1 << 63 and bool(told)):
+        return "an order, and nothing else, has a number from 1 to 2**63 - 1 and what it says"
+    return ""
 
 
 def _proven(address: str, nonce: bytes) -> bytes:
@@ -342,12 +407,13 @@ class Verifier:
         if not (_fits(proof, self._place, claims.keys) if claims.keys is not None else not proof):
             raise DeniedError(
                 "the ticket is not shown with the key of this server, and good at no other; derive "
-                "it from ticket_seed, or ask for a ticket without keys (GET /api/v1/jobs/{job})"
+                "it from ticket_seed, or ask for this rank's (GET /api/v1/jobs/{job}?rank=R)"
             )
-        if len(self._genuine) >= _CACHED_TICKETS:
-            self._genuine.clear()
         found = claims, time.monotonic() + claims.expires_s - clock.now_s()
-        self._genuine[shown] = found
+        if claims.role is not Role.CONTROL:  # an order comes once
+            if len(self._genuine) >= _CACHED_TICKETS:
+                self._genuine.clear()
+            self._genuine[shown] = found
         return found
 
 
@@ -409,19 +475,22 @@ def _parse(payload: str) -> Claims:
             rank=found.get("rank"),
             token_id=found.get("token"),
             keys=found.get("keys"),
+            number=found.get("number", 0),
+            told=found.get("told", ""),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise DeniedError(f"the ticket's claims cannot be read; {_ASK_AGAIN}") from None
-    texts = isinstance(claims.job, str) and isinstance(claims.ticket_id, str)
+    texts = all(isinstance(one, str) for one in (claims.job, claims.ticket_id, claims.told))
     texts = texts and all(isinstance(one, str | None) for one in (claims.token_id, claims.keys))
-    numbers = type(claims.incarnation) is int and type(claims.rank) in (int, type(None))
+    numbers = type(claims.incarnation) is int and type(claims.number) is int
+    numbers = numbers and type(claims.rank) in (int, type(None))
     finite = math.isfinite(claims.expires_s) and math.isfinite(claims.issued_s)
     if not (texts and numbers and finite):
         raise DeniedError(f"the ticket's claims have wrong types; {_ASK_AGAIN}")
-    if claims.role in OF_RANKS and claims.rank is None:
-        raise DeniedError(
-            f"a ticket of role {claims.role.value} names a rank, this does not; {_ASK_AGAIN}"
-        )
+    if why := _unbound(
+        claims.role, rank=claims.rank, keys=claims.keys, number=claims.number, told=claims.told
+    ):
+        raise DeniedError(f"{why}, this does not; {_ASK_AGAIN}")
     return claims
 
 

@@ -349,9 +349,10 @@ def load_chain(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
 
     Raises ssl.SSLError if they do not fit, or are no PEM.
     """
-    # In memory: they are on no disk.
+    # In memory: they are on no disk. OpenSSL reads it, and maps nothing that could shrink.
     descriptor = os.memfd_create("paramd-tls", os.MFD_CLOEXEC)
     try:
+        os.fchmod(descriptor, 0o600)
         os.pwrite(descriptor, cert + b"\n" + key, 0)
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")
     finally:

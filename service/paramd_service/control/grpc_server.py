@@ -145,7 +145,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             header.rank, first.peer.address, context.peer(), mesh.terms.sidecar_networks
         )
         # Before it counts as joined: waiting callers call the rank right away.
-        await mesh.calls.is_back(header.rank, first.peer.address)
+        await mesh.calls.is_back(first.peer.address)
         member = mesh.registry.join(first, origin)
         _log_join(mesh, member, f"joined from {first.peer.address}")
         try:

@@ -43,6 +43,7 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.slots import EndedError
 from paramd_service.sidecar.insight.line import TrainerInsight
 from paramd_service.sidecar.log import Log
+from paramd_service.sidecar.orders import Orders
 from paramd_service.sidecar.owner import (
     AttachedMemory,
     AttachRequest,
@@ -191,6 +192,7 @@ class RankSidecar:
         self.attached: AttachedMemory | None = None
         """Memory shared with the trainer; None before the first attach."""
         self._verifier: Verifier | None = None
+        self._orders: Orders | None = None
         self._pins: Pins | None = None
         self._edits: Edits | None = None
         self.layout_digest = ""
@@ -342,10 +344,10 @@ class RankSidecar:
 
         Raises:
             DeniedError: the ticket is invalid.
-            UnreachableError: no trainer has attached yet, or the ticket is the control plane's for
-                another rank.
+            UnreachableError: no trainer has attached yet, or the ticket is an order for another
+                rank, or one that was taken before.
         """
-        if self.attached is None or self._verifier is None:
+        if self.attached is None or self._verifier is None or self._orders is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         request = self.attached.request
         other = self._tickets_time
@@ -358,6 +360,7 @@ class RankSidecar:
         if claims.role is Role.CONTROL:
             # Another rank may have received it and replay it here.
             self.check_meant(claims.rank)
+            self._orders.take(claims.number)
         self.revocations.check(claims)
         return claims
 
@@ -616,6 +619,7 @@ class RankSidecar:
         self.attached = attached
         self.control_generation = 0
         self._verifier = Verifier(attached.request.public_key, self.config.rank + 1)
+        self._orders = Orders(attached.page)
         self.ownership = Ownership.OWNED
         self._ended.clear()
         self.end = None

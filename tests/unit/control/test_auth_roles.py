@@ -11,7 +11,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
-from paramd.security.tickets import Role, Verifier, new_token
+from paramd.errors import DeniedError
+from paramd.security.tickets import Role, Verifier, handed, new_token, shown_of
 from paramd_service.control.access.authority import OWNER, Tokens
 from paramd_service.control.access.doorway import OPEN_PATHS
 from paramd_service.control.access.roles import OPERATIONS, UserRole
@@ -222,9 +223,25 @@ async def test_slices_are_values_so_a_viewer_gets_no_statistics_of_them(
 async def test_the_ticket_of_a_job_is_no_stronger_than_the_token(
     site: Site, role: UserRole
 ) -> None:
-    found = (await site.ask("GET", "/api/v1/jobs/run", site.of[role])).json()
-    verifier = Verifier(BOOTSTRAP.signer.public_key)
-    claims = verifier.verify(found["ticket"], job="run", incarnation=3)
+    query, size = "rank=1&gather=true", BOOTSTRAP.world_size
+    found = (await site.ask("GET", f"/api/v1/jobs/run?{query}", site.of[role])).json()
+    both = (await site.ask("GET", "/api/v1/jobs/run", site.of[role])).json()
+    whole, reads = handed(both["ticket"], both["ticket_seed"]), found["reads"]
     wanted = Role.EDITOR if role in (E, A) else Role.READER if role in READERS else Role.VIEWER
-    assert claims.role is wanted
-    assert claims.rank is None
+    reading = Role.VIEWER if wanted is Role.VIEWER else Role.READER
+    for rank, shown, of in (
+        (1, found["ticket"], wanted),
+        (None, shown_of(whole, None, size), wanted),
+        (0, shown_of(reads, 0, size), reading),
+    ):
+        place = 0 if rank is None else rank + 1
+        verifier = Verifier(BOOTSTRAP.signer.public_key, place)
+        claims = verifier.verify(shown, job="run", incarnation=3)
+        assert (claims.role, claims.rank) == (of, None)
+    # A rank that is handed what it reads with learns no key of the other ticket.
+    assert found["ticket_seed"] == ""
+    forged = handed(both["ticket"], reads.partition("~")[2])
+    with pytest.raises(DeniedError):
+        Verifier(BOOTSTRAP.signer.public_key, 1).verify(
+            shown_of(forged, 0, size), job="run", incarnation=3
+        )

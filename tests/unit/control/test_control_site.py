@@ -24,6 +24,7 @@ from paramd_service.control.base.site import IncarnationNotes, Site, next_genera
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.origin import Origin
+from tests.orders import bound
 from tests.unit.control.reports import join_request
 
 TERMS = ControlIdentity(generation=5)
@@ -106,9 +107,7 @@ def test_keys_of_incarnations_and_jobs_differ_and_stay() -> None:
     assert Site(bytes(32), "other").private_key("a", 1) == SITE.private_key("a", 1)
     assert "t" * 32 not in repr(SITE)
     verifier = Jobs(TERMS, site=SITE).verifier("a", 1)
-    ticket = Signer(SITE.private_key("a", 1)).mint(
-        job="a", incarnation=1, role=Role.READER, ttl_s=9
-    )
+    ticket = bound(Signer(SITE.private_key("a", 1)), Role.READER, None, job="a")
     assert verifier.verify(ticket, job="a", incarnation=1).role is Role.READER
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from paramd.security.tickets import Role, Signer, new_token
 from paramd_service import logs
+from tests.orders import bound
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 def test_no_secret_gets_into_a_line() -> None:
     signer = Signer(bytes(range(32)))
-    ticket = signer.mint(job="run", incarnation=1, role=Role.READER, ttl_s=60.0)
+    ticket = bound(signer, Role.READER, job="run")
     secrets = [new_token(), ticket, "the-token-of-the-parent", bytes(range(32)).hex()]
     with written() as (stream, formatter):
         formatter.hide("the-token-of-the-parent", bytes(range(32)).hex())

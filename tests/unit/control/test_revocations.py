@@ -17,6 +17,7 @@ from paramd_service.control.access.join import TicketInterceptor
 from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.store.tokens import TokenRow
 from paramd_service.sidecar.revocations import Revocations as SidecarRevocations
+from tests.orders import bound
 
 NOW_S = 1_000_000.0
 TTL_S = 600.0
@@ -185,7 +186,7 @@ def test_grpc_looks_whether_a_tickets_token_was_revoked() -> None:
     gate = TicketInterceptor(lambda job, incarnation: Verifier(signer.public_key), check, print)
     method = "/paramd.v1.ControlService/ScheduleBoundary"
     for name in ("kept", "gone"):
-        ticket = signer.mint(job="j", incarnation=1, role=Role.READER, ttl_s=60.0, token_id=name)
+        ticket = bound(signer, Role.READER, None, job="j", token_id=name)
         metadata = [("authorization", f"Bearer {ticket}")]
         if name == "kept":
             assert gate._check(method, metadata).token_id == "kept"

@@ -26,7 +26,11 @@ def document(incarnation: int = 1, valid_s: float = 600) -> dict[str, Any]:
         "layout_digest": "abc",
         "peers": [{"rank": 1, "address": "host:1", "socket_path": "", "host_id": "h"}],
         "ticket": Signer(bytes(32)).mint(
-            job="my-run", incarnation=incarnation, role=Role.READER, ttl_s=max(valid_s, 1e-6)
+            job="my-run",
+            incarnation=incarnation,
+            role=Role.SIDECAR,
+            rank=0,
+            ttl_s=max(valid_s, 1e-6),
         ),
         "ticket_expires_s": time.time() + valid_s,
         "a_newer_field": 1,

@@ -21,7 +21,9 @@ from paramd.places import host_id
 from paramd.security.tickets import Role, Signer, new_private_key
 
 DATA = bytes(range(256)) * 64
-TICKET = Signer(new_private_key()).mint(job="run", incarnation=3, role=Role.READER, ttl_s=60)
+TICKET = Signer(new_private_key()).mint(
+    job="run", incarnation=3, role=Role.SIDECAR, rank=0, ttl_s=60
+)
 IDENTITY = {"job": "run", "incarnation": 3, "rank": 0}
 
 Serve = Callable[[socket.socket], None]

@@ -220,7 +220,7 @@ def test_one_good_ticket_and_nothing_else_lets_a_call_in(values: list[str]) -> N
     method = f"/{auth.SERVICE}/PinSnapshot"
     known = auth.authorize(method, [("other", "x"), ("authorization", "bearer good")], verify)
     assert known is not None
-    assert known[0] == "good"
+    assert known.ticket_id == "1"
     with pytest.raises(DeniedError):
         auth.authorize(method, [("authorization", value) for value in values], verify)
     with pytest.raises(DeniedError, match="role reader may not"):

@@ -22,6 +22,7 @@ def line() -> Iterator[tuple[Insight, socket.socket, dict[str, Any], int]]:
     """An `Insight`, the sidecar's end of its line, the message, and its memory."""
     insight = Insight()
     message, (end, dump) = insight.open_line()
+    assert os.fstat(dump).st_mode & 0o777 == 0o600
     theirs = socket.socket(fileno=end)
     theirs.settimeout(20.0)
     try:

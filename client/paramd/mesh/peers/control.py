@@ -31,7 +31,7 @@ from paramd.errors import (
 from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way, is_relayed
 from paramd.places import StartingError, running_jobs
-from paramd.security.tickets import CONTROL_PLACE, key_tree
+from paramd.security.tickets import handed, shown_of
 from paramd.security.tls import IF_MOVED, ClientTls, Pems, https_context, not_accepted
 
 REST_TIMEOUT_S = 5.0
@@ -76,14 +76,13 @@ class JobDocument:
     tls: Pems | None = field(default=None, repr=False)
     """For mtls:// addresses; None when there are none."""
     ticket_seed: str = field(default="", repr=False)
-    """Of the keys beside which alone the ticket is good; empty: good without, at all ranks."""
+    """Of the keys beside which alone the ticket is good; empty in a document without a ticket."""
 
     def shown(self, rank: int | None) -> str:
         """What the sidecar of `rank` is shown of the ticket, None the control plane."""
         if not self.ticket_seed:
             return self.ticket
-        place = rank + 1 if rank is not None else CONTROL_PLACE
-        return key_tree(self.ticket_seed, self.world_size).shown(self.ticket, place)
+        return shown_of(handed(self.ticket, self.ticket_seed), rank, self.world_size)
 
     def peer(self, rank: int) -> PeerAddress:
         """The sidecar's addresses; RankUnreachableError: absent, or on another host's loopback."""
@@ -209,7 +208,7 @@ class RestClient:
 
         Raises UnreachableError, DeniedError, NotFoundError or DeadlineError.
         """
-        found = await self.send("GET", f"/jobs/{quote(job, safe='')}?keyed=true")
+        found = await self.send("GET", f"/jobs/{quote(job, safe='')}")
         with readable(self.url):
             return parse_job(found)
 

@@ -66,7 +66,9 @@ class Insight:
         """No thread runs before `open_line`."""
         self._training = threading.get_ident()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not sealed, as it grows with the stacks; the sidecar reads so much of it as there is.
         self._dump = os.memfd_create("paramd-stacks", os.MFD_CLOEXEC)
+        os.fchmod(self._dump, 0o600)
         self._signal = _register(self._dump)
         self._pending: deque[_Entry] = deque(maxlen=MAX_PENDING)
         self._idle = True

@@ -78,6 +78,8 @@ export interface paths {
         /**
          * Get Job
          * @description A job, its sidecars, and a fresh ticket with the rights of the token.
+         *
+         *     Each server takes it beside its own key alone, which is derived from the seed.
          */
         get: operations["get_job"];
         put?: never;
@@ -2301,6 +2303,12 @@ export interface components {
              */
             peers: components["schemas"]["PeerAddress"][];
             /**
+             * Reads
+             * @description With `gather`: what the rank reads others with, metadata paramd-reads
+             * @default
+             */
+            reads: string;
+            /**
              * Reason
              * @description Why the state is not ok; empty when it is
              */
@@ -2327,8 +2335,7 @@ export interface components {
             ticket_expires_s: number;
             /**
              * Ticket Seed
-             * @description With `keyed`: of the keys that the ticket is shown beside; else empty
-             * @default
+             * @description Of the keys of which each server is shown its own; empty with `rank`
              */
             ticket_seed: string;
             /** @description To connect to mtls:// addresses with; null when there are none */
@@ -4403,10 +4410,10 @@ export interface operations {
     get_job: {
         parameters: {
             query?: {
-                /** @description Whether the ticket is good only beside the key of each server */
-                keyed?: boolean;
-                /** @description The one rank whose sidecar takes the ticket */
+                /** @description The one rank whose sidecar is shown the ticket as it is */
                 rank?: number | null;
+                /** @description Whether a rank is to gather: with a ticket that it reads others with */
+                gather?: boolean;
             };
             header?: never;
             path: {

@@ -554,7 +554,10 @@ class JobDocument(JobSummary):
     peers: list[PeerAddress] = Field(description="Joined sidecars, ordered by rank")
     ticket: str = Field(description="Signed, with the token's rights; for gRPC metadata only")
     ticket_seed: str = Field(
-        "", description="With `keyed`: of the keys that the ticket is shown beside; else empty"
+        description="Of the keys of which each server is shown its own; empty with `rank`"
+    )
+    reads: str = Field(
+        "", description="With `gather`: what the rank reads others with, metadata paramd-reads"
     )
     ticket_expires_s: float = Field(description="Seconds since the Unix epoch")
     tls: TlsDocument | None = Field(

@@ -162,9 +162,10 @@ class Bootstrap:
         """Signer of this incarnation's tickets."""
         return Signer(self.private_key)
 
-    def ticket_seed(self, token_id: str | None) -> str:
-        """Of the keys of a token's tickets; the same at each control plane of the incarnation."""
-        label = f"paramd ticket keys\0{self.job}\0{self.incarnation}\0{token_id}"
+    def ticket_seed(self, token_id: str | None, use: str = "") -> str:
+        """Of the keys of a token's tickets for that use; the same at each control plane of the
+        incarnation. A rank that is handed one knows the keys of no other use."""
+        label = f"paramd ticket keys\0{self.job}\0{self.incarnation}\0{token_id}\0{use}"
         return hmac.digest(self.private_key, label.encode(), hashlib.sha256).hex()
 
     def asked(self, rank: int, address: str) -> Asked:

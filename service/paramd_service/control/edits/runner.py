@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -61,12 +61,9 @@ async def stage(
     calls: SidecarCalls, rank: int, address: str, manifest: pb.EditManifest
 ) -> pb.EditProgress:
     """Stage the manifest without data; clients upload data to the sidecars themselves."""
-
-    async def messages() -> AsyncIterator[pb.StageEditRequest]:
-        yield pb.StageEditRequest(manifest=manifest)
-
+    parts = [pb.StageEditRequest(manifest=manifest)]
     answer: pb.StageEditResponse = await calls.ask(
-        rank, address, messages(), timeout_s=STAGE_S, method="StageEdit"
+        rank, address, parts, timeout_s=STAGE_S, method="StageEdit"
     )
     return answer.progress
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -85,14 +85,13 @@ async def stored(
     data: bytes,
 ) -> export_pb2.ExportedFile:
     """Have a rank store a small file next to the others. Raises as `SidecarCalls.ask_long`."""
-
-    async def parts() -> AsyncIterator[export_pb2.StoreExportFileRequest]:
-        yield export_pb2.StoreExportFileRequest(target=target, name=name)
-        for begin in range(0, len(data), STORE_PART_BYTES):
-            yield export_pb2.StoreExportFileRequest(data=data[begin : begin + STORE_PART_BYTES])
-
+    parts = [export_pb2.StoreExportFileRequest(target=target, name=name)]
+    parts += (
+        export_pb2.StoreExportFileRequest(data=data[begin : begin + STORE_PART_BYTES])
+        for begin in range(0, len(data), STORE_PART_BYTES)
+    )
     answer = await calls.ask_long(
-        rank, address, parts(), timeout_s=UNARY_TIMEOUT_S, method="StoreExportFile"
+        rank, address, parts, timeout_s=UNARY_TIMEOUT_S, method="StoreExportFile"
     )
     file: export_pb2.ExportedFile = answer.done
     return file

@@ -6,6 +6,7 @@ OwnDirectory and OwnFinder give the control plane the client library's reads wit
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -15,15 +16,28 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from paramd import clock
-from paramd.clock import now_s
-from paramd.errors import READS_KEY, DeadlineError, NotFoundError, ParamdError, UnreachableError
+from paramd.errors import (
+    READS_KEY,
+    DeadlineError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+    asked_by,
+)
 from paramd.layout.codec import LayoutBound, decode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.select import NameIndex
-from paramd.mesh.peers.grpc import Asked, Channels, RankUnreachableError, told_errors, watched
-from paramd.security.tickets import Role, key_tree
+from paramd.mesh.peers.grpc import (
+    Asked,
+    Channels,
+    RankUnreachableError,
+    call_timeout_s,
+    told_errors,
+    watched,
+)
+from paramd.security.tickets import Role, Told, handed, key_root
 from paramd.security.tls import is_of_job
-from paramd.v1 import layout_pb2, sidecar_pb2
+from paramd.v1 import layout_pb2, sidecar_pb2, sidecar_pb2_grpc
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.coordinator import BoundaryRequest, RankAnswer, worst
 from paramd_service.control.mesh.registry import MeshView, Registry
@@ -33,9 +47,11 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import KnownLayout, SidecarFinder
 
 TICKET_TTL_S = 600.0
-CONTROL_TTL_S = 86_400.0
-"""Lifetime of the ticket for one rank, which is good for nothing else: minting one takes 54 us, or
-0.2 s of a core for 4,096 ranks, so each is minted once a day."""
+ORDER_TTL_S = 7200.0
+"""Lifetime of an order, which a rank takes once: longer than a host's clock is wrong."""
+_ORDERS_BITS = 20
+"""An order's number: the control plane's generation, which rises by the millisecond, and below it
+how many orders this process gave."""
 LAYOUT_TIMEOUT_S = 20.0
 PROBE_TIMEOUT_S = 3.0
 ASK_S = 5.0
@@ -82,7 +98,7 @@ class OwnDirectory:
             incarnation=mine.incarnation,
             role=Role.READER,
             ttl_s=TICKET_TTL_S,
-            keys=key_tree(seed, mine.world_size).root,
+            keys=key_root(seed, mine.world_size),
             now_s=now_s,
         )
         return JobDocument(
@@ -132,46 +148,64 @@ class OwnFinder:
                 self._reach = None
 
 
-class OwnTickets:
-    """Our own tickets, each renewed at half its lifetime."""
+class OwnChannels(Channels):
+    """Signs each call for its rank, once: what a sidecar is shown is good nowhere any more."""
 
-    def __init__(self, bootstrap: Bootstrap, clock: Callable[[], float] = now_s) -> None:
-        self._bootstrap = bootstrap
+    def __init__(self, bootstrap: Bootstrap, *, generation: int = 0, reads: bool = False) -> None:
+        """With `reads`, a sidecar is also handed a gatherer's ticket, to read other ranks with."""
+        super().__init__(str, job_tls=bootstrap.certificates.own)
+        self._mine = bootstrap
         self._signer = bootstrap.signer
-        self._clock = clock
-        self._tickets: dict[tuple[Role, int | None], tuple[str, float]] = {}
+        self._generation = generation
+        self._reads = reads
+        self._gatherer = "", 0.0
 
-    def __call__(self, role: Role, rank: int | None = None) -> str:
-        """A ticket of this role; for `control`, one that is valid at the sidecar of `rank` only."""
-        now_s = self._clock()
-        ticket, renew_s = self._tickets.get((role, rank), ("", 0.0))
+    def open(self, asked: Asked, method: str, request: Any, *, timeout_s: float) -> Any:
+        """As `Channels.open`; `request` may be a list of messages."""
+        reads = self._handed() if self._reads else ""
+        told = Told(f"/paramd.v1.SidecarService/{method}", asked_by.get(), reads)
+        for message in request if isinstance(request, list) else [request]:
+            told.add(message.SerializeToString())
+        order = self._signer.mint(
+            job=self._mine.job,
+            incarnation=self._mine.incarnation,
+            role=Role.CONTROL,
+            rank=asked.rank,
+            ttl_s=ORDER_TTL_S,
+            number=(self._generation << _ORDERS_BITS) + next(_orders),
+            told=told.digest,
+        )
+        metadata = [("authorization", f"Bearer {order}"), *asked.metadata()]
+        if reads:
+            metadata.append((READS_KEY, reads))
+        stub = sidecar_pb2_grpc.SidecarServiceStub(self.channel(asked.address))
+        call = getattr(stub, method)
+        return call(
+            iter(request) if isinstance(request, list) else request,
+            timeout=call_timeout_s(timeout_s),
+            metadata=metadata,
+        )
+
+    def _handed(self) -> str:
+        """The gatherer's ticket and seed, renewed at half its lifetime."""
+        mine, now_s = self._mine, clock.now_s()
+        text, renew_s = self._gatherer
         if now_s >= renew_s:
-            ttl_s = CONTROL_TTL_S if role is Role.CONTROL else TICKET_TTL_S
+            seed = mine.ticket_seed(None, "gatherer")
             ticket = self._signer.mint(
-                job=self._bootstrap.job,
-                incarnation=self._bootstrap.incarnation,
-                role=role,
-                rank=rank,
-                ttl_s=ttl_s,
+                job=mine.job,
+                incarnation=mine.incarnation,
+                role=Role.GATHERER,
+                keys=key_root(seed, mine.world_size),
+                ttl_s=TICKET_TTL_S,
                 now_s=now_s,
             )
-            self._tickets[role, rank] = ticket, now_s + ttl_s / 2
-        return ticket
+            text = handed(ticket, seed)
+            self._gatherer = text, now_s + TICKET_TTL_S / 2
+        return text
 
 
-class OwnChannels(Channels):
-    """Shows each sidecar a ticket that no other sidecar accepts: a sidecar may keep tickets."""
-
-    def __init__(self, bootstrap: Bootstrap, *, reads: bool = False) -> None:
-        """With `reads`, a sidecar also gets a gatherer's ticket, for reading from other ranks."""
-        super().__init__(str, job_tls=bootstrap.certificates.own)
-        self._tickets = OwnTickets(bootstrap)
-        self._reads = reads
-
-    def credentials(self, rank: int | None) -> tuple[tuple[str, str], ...]:
-        """As `Channels.credentials`."""
-        shown = ("authorization", f"Bearer {self._tickets(Role.CONTROL, rank)}")
-        return (shown, (READS_KEY, self._tickets(Role.GATHERER))) if self._reads else (shown,)
+_orders = itertools.count(1)
 
 
 class SidecarCalls:
@@ -186,7 +220,7 @@ class SidecarCalls:
         """
         self._bootstrap = bootstrap
         self._generation = generation
-        self._channels = OwnChannels(bootstrap, reads=reads)
+        self._channels = OwnChannels(bootstrap, generation=generation, reads=reads)
 
     async def ask(
         self, rank: int, address: str, request: Any, *, timeout_s: float = ASK_S, method: str = ""
@@ -194,7 +228,7 @@ class SidecarCalls:
         """Call one rank's sidecar; an answer from any other rank or incarnation is refused.
 
         Args:
-            request: A message, whose incarnation and generation are set here, or several messages.
+            request: A message, whose incarnation and generation are set here, or a list of them.
             method: By default the method that the message is named after.
 
         Raises:
@@ -298,10 +332,8 @@ class SidecarCalls:
                 whole.MergeFrom(batch.layout)
         return whole
 
-    async def is_back(self, rank: int, address: str) -> None:
+    async def is_back(self, address: str) -> None:
         """Reconnect to `address` at the next call without delay: its sidecar is about to join."""
-        # Mint the ticket now: tickets of all ranks at once would delay the first call to all.
-        self._channels.credentials(rank)
         await self._channels.is_back(address)
 
     async def keep_only(self, view: MeshView) -> None:

@@ -26,10 +26,11 @@ from google.protobuf.message import Message
 
 from paramd import errors
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
-from paramd.security.tickets import OF_RANKS, Claims, Role
+from paramd.security.tickets import OF_RANKS, Claims, Role, Told
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service import admission
 from paramd_service.admission import OPEN_METHODS, Who
+from paramd_service.sidecar.orders import ReplayedError
 
 MAX_SPANS = 100_000
 MAX_STATS_ITEMS = 100_000
@@ -141,13 +142,44 @@ _METHODS: dict[frozenset[Role], str] = {
 
 ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/{method}": roles for roles, of in _METHODS.items() for method in of.split()
-} | {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWERS}
+} | {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWERS - _CONTROL}
 
-CALLER_TICKET: ContextVar[str] = ContextVar("paramd_caller_ticket")
-"""Ticket that the current task's call reads other ranks with: the call's own or, as the control
-plane's is for this rank alone, the one sent with it."""
 CALLER: ContextVar[Claims] = ContextVar("paramd_caller")
 """The claims of the call's own ticket."""
+_READS: ContextVar[str] = ContextVar("paramd_reads")
+_ORDER: ContextVar[Told | None] = ContextVar("paramd_order", default=None)
+"""What is told of the current task's order, so far; None for all other calls."""
+
+
+def handed_over() -> str:
+    """What the current task's call reads other ranks with; DeniedError: the caller sent nothing."""
+    reads = _READS.get()
+    if not reads:
+        raise DeniedError(
+            "the call reads other ranks, and its ticket is good at this one alone; send the field "
+            f"`reads` of GET /api/v1/jobs/{{job}}?rank=R&gather=true as metadata {errors.READS_KEY}"
+        )
+    return reads
+
+
+def as_ordered(request: bytes, *, last: bool = True) -> bytes:
+    """The current task's request, if nobody has changed it: a message, or of a stream the next one.
+
+    Raises DeniedError, at the `last` message, if an order of the control plane said another thing.
+    """
+    order = _ORDER.get()
+    if order is not None:
+        order.add(request)
+        if last:
+            check_ordered()
+    return request
+
+
+def check_ordered() -> None:
+    """Raise DeniedError unless all messages of the current task's order are those it was for."""
+    order = _ORDER.get()
+    if order is not None and order.digest != CALLER.get().told:
+        raise DeniedError("the control plane ordered another thing than this request says")
 
 
 def _who(claims: Claims, metadata: Iterable[Any]) -> Who:
@@ -183,10 +215,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         details = handler_call_details
         metadata = dict(details.invocation_metadata or ())
+        reads = str(metadata.get(errors.READS_KEY, ""))
         try:
             # First: what is shown to another rank is no good here, which is no denial.
             self._check_meant(metadata.get(errors.RANK_KEY) or None)
             found = authorize(str(details.method), details.invocation_metadata or (), self._verify)
+        except ReplayedError as error:
+            self._refused(str(details.method), str(error))
+            return _refusing(grpc.StatusCode.UNAVAILABLE, error)
         except UnreachableError as error:
             return _refusing(grpc.StatusCode.UNAVAILABLE, error)
         except _UnknownCallerError as error:
@@ -198,10 +234,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if found is not None:
             self._allowed(str(details.method))
             # The handler runs in this task, and so sees these variables.
-            own = found[1].role is Role.CONTROL
-            CALLER_TICKET.set(str(metadata.get(errors.READS_KEY, "")) if own else found[0])
-            CALLER.set(found[1])
-            who = _who(found[1], details.invocation_metadata or ())
+            _READS.set(reads)
+            CALLER.set(found)
+            who = _who(found, details.invocation_metadata or ())
+            if found.role is Role.CONTROL:
+                _ORDER.set(Told(str(details.method), who or "", reads))
             admission.CALLER.set(who)
             errors.asked_by.set(who or "")
         return await continuation(details)
@@ -211,12 +248,13 @@ class _UnknownCallerError(DeniedError):
     """No ticket, or one that is not valid here."""
 
 
-def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> tuple[str, Claims] | None:
-    """The caller's ticket and claims if it may call `method`; None for a method open to all.
+def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> Claims | None:
+    """The claims of the caller's ticket if it may call `method`; None for a method open to all.
 
     Raises:
         DeniedError: it may not.
-        UnreachableError: no trainer has attached, so no ticket can be verified yet.
+        UnreachableError: no trainer has attached, so no ticket can be verified yet; or an order
+            is played again.
     """
     if method in OPEN_METHODS:
         return None
@@ -236,7 +274,7 @@ def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> tuple[str
     except DeniedError as error:
         raise _UnknownCallerError(str(error)) from None
     check_role(claims, allowed)
-    return ticket, claims
+    return claims
 
 
 def check_role(claims: Claims, allowed: frozenset[Role]) -> None:

@@ -38,7 +38,7 @@ from paramd_service.aio import all_of, ended, in_executor
 from paramd_service.destinations.destinations import FileSink, Place
 from paramd_service.formats.filling import Batch, Filler, Memory, batches
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import CALLER_TICKET
+from paramd_service.sidecar.rpc.auth import handed_over
 from paramd_service.sidecar.rpc.peers import Peers
 
 SEGMENT_BYTES = 4 << 20
@@ -148,8 +148,8 @@ class Memories:
             NotFoundError: the lease of a snapshot on this host has ended.
         """
         # Taken here: the threads that read have no context of the call.
-        ticket = CALLER_TICKET.get()
-        peers = Peers(self._rank, self._rank.ready_mesh(), lambda: ticket)
+        reads = handed_over()
+        self._peers = peers = Peers(self._rank, self._rank.ready_mesh(), lambda: reads)
         self._stack.push_async_callback(peers.close)
         pins = {(pin.rank, pin.state_key): pin.snapshot_id for pin in self._message.pins}
         found: dict[tuple[int, str], Memory] = {}
@@ -180,7 +180,7 @@ class Memories:
         if peer is None:
             raise UsageError(f"pins: rank {number} is not in this mesh")
         if is_same_host(peer):
-            ticket = CALLER_TICKET.get()
+            ticket = self._peers.ticket(number)
             try:
                 shared = await asyncio.to_thread(SharedSnapshot.open, peer, ticket, snapshot_id)
             except (UnreachableError, DeniedError):

@@ -8,6 +8,7 @@ from paramd.errors import UsageError
 from paramd.mesh.peers.control import JobDocument, PeerAddress
 from paramd.mesh.peers.grpc import Background, Channels
 from paramd.mesh.peers.sidecars import Sidecars
+from paramd.security.tickets import shown_of
 from paramd_service.sidecar.owner import Mesh
 from paramd_service.sidecar.rank import RankSidecar
 
@@ -15,12 +16,18 @@ from paramd_service.sidecar.rank import RankSidecar
 class Peers:
     """All ranks' sidecars, with a caller's ticket: this sidecar itself has no rights there."""
 
-    def __init__(self, rank: RankSidecar, mesh: Mesh, ticket: Callable[[], str]) -> None:
-        """No I/O."""
+    def __init__(self, rank: RankSidecar, mesh: Mesh, reads: Callable[[], str]) -> None:
+        """No I/O. `reads`: the ticket and seed that the caller handed over."""
         self.mesh = mesh
         self._rank = rank
         self._background = Background()
-        self._channels = Channels(lambda _rank: ticket(), job_tls=rank.job_tls)
+        self._reads = reads
+        self._channels = Channels(self.ticket, job_tls=rank.job_tls)
+
+    def ticket(self, number: int | None) -> str:
+        """What that rank is shown, None the control plane. Raises DeniedError: none was handed
+        over, UsageError: the trainer has ended."""
+        return shown_of(self._reads(), number, self._world_size)
 
     async def close(self) -> None:
         await self._background.close()
@@ -33,13 +40,10 @@ class Peers:
     @property
     def document(self) -> JobDocument:
         """The job as this sidecar knows it, without a ticket."""
-        attached = self._rank.attached
-        if attached is None:
-            raise UsageError("the trainer has ended")
         return JobDocument(
             job=self._rank.config.job,
-            incarnation=attached.incarnation,
-            world_size=attached.request.world_size,
+            incarnation=self._rank.incarnation,
+            world_size=self._world_size,
             control_address=self.mesh.control_address,
             layout_digest=self.mesh.layout_digest,
             peers={
@@ -49,3 +53,10 @@ class Peers:
             ticket="",
             ticket_expires_s=0.0,
         )
+
+    @property
+    def _world_size(self) -> int:
+        attached = self._rank.attached
+        if attached is None:
+            raise UsageError("the trainer has ended")
+        return attached.request.world_size

@@ -1,8 +1,8 @@
 """Gathers whole tensors or gradients from all ranks for a thin client, as the gateway's heavy half.
 
-It is an ordinary client of its peers (`paramd.mesh`), with the ticket of its caller: a sidecar
-itself has no right to read its peers. Memory is bounded by the largest tensor and one of its
-pieces.
+It is an ordinary client of its peers (`paramd.mesh`), with a ticket that its caller hands over: a
+sidecar itself has no right to read its peers. Memory is bounded by the largest tensor and one of
+its pieces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paramd.wire import CHUNK_BYTES, summon_chunk
 from paramd_service.aio import all_of
 from paramd_service.sidecar.owner import Mesh
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import CALLER_TICKET
+from paramd_service.sidecar.rpc.auth import handed_over
 from paramd_service.sidecar.rpc.peers import Peers
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Gatherer(Peers):
     """Answers Summon in one mesh; for a stream also the `ReachLike` of this sidecar's job."""
 
     def __init__(self, rank: RankSidecar, mesh: Mesh) -> None:
-        super().__init__(rank, mesh, CALLER_TICKET.get)
+        super().__init__(rank, mesh, handed_over)
         self._index: NameIndex | None = None
 
     async def summon(

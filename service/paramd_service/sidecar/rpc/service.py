@@ -275,7 +275,7 @@ class SidecarServicer:
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def serve(data: bytes, context: Context) -> bytes:
             async with self._admitted(context, heavy=heavy is True) as timeout_s:
-                request = _parse(request_type, data)
+                request = _parse(request_type, auth.as_ordered(data))
                 with self._place(heavy, request):
                     answer = await method(request, timeout_s)
                     return answer.SerializeToString()
@@ -289,7 +289,7 @@ class SidecarServicer:
         async def serve(data: bytes, context: Context) -> None:
             async with (
                 self._admitted(context, heavy=True) as timeout_s,
-                aclosing(method(_parse(request_type, data), timeout_s)) as answers,
+                aclosing(method(_parse(request_type, auth.as_ordered(data)), timeout_s)) as answers,
             ):
                 async for message in answers:
                     await context.write(message)
@@ -301,7 +301,8 @@ class SidecarServicer:
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
             async for data in requests:
-                yield part(data)
+                yield part(auth.as_ordered(data, last=False))
+            auth.check_ordered()
 
         async def serve(requests: AsyncIterator[bytes], context: Context) -> bytes:
             async with self._admitted(context, heavy=True) as timeout_s:

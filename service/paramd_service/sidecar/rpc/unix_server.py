@@ -16,7 +16,7 @@ from typing import Any
 from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
 from paramd.memory import handover
 from paramd.memory.descriptors import is_pidfd_of_elsewhere, pidfd
-from paramd.security.tickets import Claims
+from paramd.security.tickets import Claims, Role
 from paramd.security.tls import Pems
 from paramd_service.admission import Shares, Who
 from paramd_service.aio import uncancelled
@@ -313,6 +313,8 @@ class _Connection:
     def _caller(self, message: dict[str, Any]) -> Claims:
         self._rank.check_meant(message.get("rank"))
         claims = self._rank.verify(str(message.get("ticket", "")))
+        if claims.role is Role.CONTROL:
+            raise DeniedError("the control plane's orders come over gRPC")
         self._rank.note_client(message["op"])
         if not self._claims:
             self._server.shares.take(claims.token_id)

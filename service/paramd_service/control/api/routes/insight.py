@@ -193,7 +193,7 @@ def router(services: Services) -> APIRouter:
         from that host's disk. Both states must be available within 30 s.
         """
         mesh, who = services.jobs.get(job), principal_of(request)
-        jobs = {job: job_document(services, mesh, who, keyed=True)}
+        jobs = {job: await job_document(services, mesh, who)}
 
         async def resolved(text: str) -> dict[str, str]:
             kind, rest = state_of(text)
@@ -202,7 +202,7 @@ def router(services: Services) -> APIRouter:
                 return {"path": path, "label": f"export {destination}"}
             if kind == "job":
                 other_mesh = services.jobs.get(rest)
-                jobs[rest] = job_document(services, other_mesh, who, keyed=True)
+                jobs[rest] = await job_document(services, other_mesh, who)
             return {kind: rest}
 
         one, other = await resolved(a), await resolved(b)

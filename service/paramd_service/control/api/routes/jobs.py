@@ -12,7 +12,14 @@ from starlette.responses import Response, StreamingResponse
 
 from paramd import clock
 from paramd.errors import UnreachableError, UsageError
-from paramd.security.tickets import RANK_TICKET_TTL_S, Role, key_tree, mint_of_ranks
+from paramd.security.tickets import (
+    RANK_TICKET_TTL_S,
+    Role,
+    handed,
+    key_root,
+    mint_of_ranks,
+    shown_of,
+)
 from paramd.security.tls import is_of_job
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.doorway import check_job, principal_of
@@ -38,11 +45,11 @@ from paramd_service.control.mesh.registry import MeshView
 MINTED_AT_ONCE = 32
 """Ranks whose two tickets (60 us each) are signed before the event loop serves other tasks."""
 
-Keyed: TypeAlias = Annotated[
-    bool, Query(description="Whether the ticket is good only beside the key of each server")
-]
 OfRank: TypeAlias = Annotated[
-    int | None, Query(ge=0, description="The one rank whose sidecar takes the ticket")
+    int | None, Query(ge=0, description="The one rank whose sidecar is shown the ticket as it is")
+]
+Gather: TypeAlias = Annotated[
+    bool, Query(description="Whether a rank is to gather: with a ticket that it reads others with")
 ]
 
 
@@ -83,20 +90,21 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/jobs/{job}")
     async def get_job(
-        job: str, request: Request, keyed: Keyed = False, rank: OfRank = None
+        job: str, request: Request, rank: OfRank = None, gather: Gather = False
     ) -> JobDocument:
-        """A job, its sidecars, and a fresh ticket with the rights of the token."""
-        mesh = services.jobs.get(job)
-        if keyed := keyed or rank is not None:
-            # 0.1 s for 65,536 ranks, once for each token.
-            seed = mesh.bootstrap.ticket_seed(principal_of(request).token_id)
-            await asyncio.to_thread(key_tree, seed, mesh.bootstrap.world_size)
-        found = job_document(services, mesh, principal_of(request), keyed=keyed)
+        """A job, its sidecars, and a fresh ticket with the rights of the token.
+
+        Each server takes it beside its own key alone, which is derived from the seed."""
+        mesh, who = services.jobs.get(job), principal_of(request)
+        found = await job_document(services, mesh, who)
+        if gather:
+            found.reads = handed(*await _ticket(services, mesh, who, "gather"))
         if rank is not None:
             if rank >= found.world_size:
                 raise UsageError(f"rank: {rank}; the job has {found.world_size} ranks")
-            tree = key_tree(found.ticket_seed, found.world_size)
-            found.ticket, found.ticket_seed = tree.shown(found.ticket, rank + 1), ""
+            both = handed(found.ticket, found.ticket_seed)
+            found.ticket = await asyncio.to_thread(shown_of, both, rank, found.world_size)
+            found.ticket_seed = ""
         return found
 
     @routes.post("/jobs/{job}/end")
@@ -199,23 +207,32 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
     )
 
 
-def job_document(
-    services: Services, mesh: Incarnation, principal: Principal, *, keyed: bool
-) -> JobDocument:
-    """A job for one caller, with a ticket of the caller's rights. Raises as `check_job`."""
-    check_job(principal, mesh.job)
-    mine, view, now_s = mesh.bootstrap, mesh.registry.view(), clock.now_s()
-    ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
-    seed = mine.ticket_seed(principal.token_id) if keyed else ""
+async def _ticket(
+    services: Services, mesh: Incarnation, principal: Principal, use: str = ""
+) -> tuple[str, str]:
+    """A fresh ticket and the seed of its keys; with a `use`, one that can read alone."""
+    mine, now_s = mesh.bootstrap, clock.now_s()
+    seed = mine.ticket_seed(principal.token_id, use)
+    role = ticket_role(principal.role, readonly=services.config.readonly or bool(use))
     ticket = mine.signer.mint(
         job=mine.job,
         incarnation=mine.incarnation,
-        role=ticket_role(principal.role, readonly=services.config.readonly),
-        ttl_s=ttl_s,
+        role=role,
+        ttl_s=_ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s),
         token_id=principal.token_id,
-        keys=key_tree(seed, mine.world_size).root if keyed else None,
+        # 0.1 s for 65,536 ranks, once for each token.
+        keys=await asyncio.to_thread(key_root, seed, mine.world_size),
         now_s=now_s,
     )
+    return ticket, seed
+
+
+async def job_document(services: Services, mesh: Incarnation, principal: Principal) -> JobDocument:
+    """A job for one caller, with a ticket of the caller's rights. Raises as `check_job`."""
+    check_job(principal, mesh.job)
+    ticket, seed = await _ticket(services, mesh, principal)
+    mine, view, now_s = mesh.bootstrap, mesh.registry.view(), clock.now_s()
+    ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
     peers = mesh.registry.peers()
     pems = None
     if any(is_of_job(address) for address in (services.grpc_address, *(p.address for p in peers))):

@@ -157,6 +157,23 @@ def test_weights_that_the_device_had_not_finished_are_refused_once_the_trainer_i
             summoned(mesh)
 
 
+def test_a_training_that_never_waits_for_its_device_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_STANDIN_LATE_US", "600")
+    monkeypatch.setenv(QUEUE, "1000000")
+    stop = tmp_path / "stop"
+    with start_ranks(WORKER, 1, args=["--mode", "stamp", "--stop", str(stop)]) as ranks:
+        ranks.wait_for_text("attached", rank=0, timeout_s=DEADLINE_S)
+        with connect_to(ranks.state_dir, JOB) as mesh:
+            for _ in range(3):
+                found = mesh.summon("*", timeout=30)
+                assert all(bool((value == found.step).all()) for value in found.values())
+        stop.touch()
+        (ended,) = ranks.wait(timeout_s=DEADLINE_S)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize("device", sample([CUDA, HIP], [HIP]), indirect=True)
 def test_every_moment_equals_the_step_the_answer_carries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

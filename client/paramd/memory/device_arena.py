@@ -49,6 +49,9 @@ STATE_BASE = BASE + (1 << 61)
 WINDOW_BYTES, WINDOWS = 1 << 20, 4
 """Page-locked memory of a reader: while one window is emptied, the others are filled."""
 
+LOCKED_BYTES = WINDOW_BYTES * WINDOWS
+"""From this size on it pays to page-lock memory, which the device then fills by itself."""
+
 LATE_S = 1.0
 """How long, in seconds, a reader waits for the device to finish the update it wants to read."""
 
@@ -219,12 +222,14 @@ class TrainerDevice:
         self._stream = stream
         self.captured = False
         """Whether an update was captured into a graph, whose replays nobody will see."""
+        self._noted = False
         self._map: DeviceMap | None = None
         self._words: Words | None = None
         self._context = driver.retain(device)
         try:
             with driver.inside(self._context):
                 self._event = driver.event(shared=True)
+                self._queued = driver.event()
                 handle = driver.event_handle(self._event)
             self.request = DeviceArenaRequest(driver.uuid(device), handle, driver.kind)
         except BaseException:
@@ -257,6 +262,22 @@ class TrainerDevice:
             # Last, and before SEQ: a reader of this number finds the event recorded.
             self._words[Word.DEVICE_FENCE] = number
 
+    def behind(self) -> bool:
+        """Whether the device has yet to finish what the training had queued at `note_queued`."""
+        with suppress(DeviceError), self.driver.inside(self._context):
+            # To ask for an event would end a capture.
+            return self._noted and not self.driver.is_done(self._queued)
+        return False
+
+    def note_queued(self) -> None:
+        """Note what the training has queued until now; see `behind`."""
+        self._noted = False
+        with suppress(DeviceError), self.driver.inside(self._context):
+            stream = self._stream()
+            if not self.driver.is_capturing(stream):
+                self.driver.record(self._queued, stream)
+                self._noted = True
+
     def finish(self) -> None:
         """Wait for what the training has queued, before its memory is used in another way."""
         with self.driver.inside(self._context):
@@ -268,6 +289,7 @@ class TrainerDevice:
         if self._context:
             self._context = 0
             self.driver.destroy_event(self._event)
+            self.driver.destroy_event(self._queued)
             self.driver.let_go(self.device)
 
 
@@ -309,7 +331,9 @@ class DeviceReader:
         self._lock = threading.Lock()
         self._undo = ExitStack()
         self._driver: Driver | None = None
-        self._context = self._stream = self._event = self._fence_room = 0
+        self._context = self._stream = self._event = self._copied = self._fence_room = 0
+        self._locked: dict[int, int] = {}
+        self._late: set[int] = set()
         self._windows: list[_Window] = []
         self._map: DeviceMap | None = None
         self._allocations = list(state)
@@ -389,11 +413,36 @@ class DeviceReader:
             return f"the device cannot be read ({error})"
         return "" if whole else "the device had not finished the trainer's last update"
 
+    def lock(self, address: int, size_bytes: int) -> bool:
+        """Have the device itself write to this memory, if it can. Slow; opens the device."""
+        with self._lock, suppress(DeviceError):
+            if size_bytes >= LOCKED_BYTES:
+                driver = self._driver if self._driver is not None else self._open()
+                driver.enter(self._context)
+                driver.lock_pages(address, size_bytes)
+                self._locked[address] = address + size_bytes
+        return address in self._locked
+
+    def is_late(self, address: int) -> bool:
+        """Whether a copy to locked memory was given up: it may still come, so never reuse it."""
+        return address in self._late
+
+    def unlock(self, address: int) -> None:
+        """End a lock before its memory goes. Idempotent."""
+        with self._lock, suppress(DeviceError):
+            if self._locked.pop(address, 0) and address not in self._late:
+                assert self._driver is not None
+                self._driver.enter(self._context)
+                self._driver.unlock_pages(address)
+
     def close(self) -> None:
         """Give context, windows and map back. Idempotent; a lost device keeps what it has."""
         with self._lock, suppress(DeviceError):
             if self._driver is not None:
                 self._driver.enter(self._context)
+                while self._locked:
+                    with suppress(DeviceError):
+                        self._driver.unlock_pages(self._locked.popitem()[0])
             if self._state is not None:
                 self._state.close()
             self._driver, self._windows, self._map, self._state = None, [], None, None
@@ -430,6 +479,8 @@ class DeviceReader:
             undo.callback(driver.destroy_stream, self._stream)
             self._fence_room = driver.pinned(_FENCE_BYTES)
             undo.callback(driver.free_pinned, self._fence_room)
+            self._copied = driver.event()
+            undo.callback(driver.destroy_event, self._copied)
             windows = []
             for _ in range(WINDOWS):
                 window = _Window(driver.pinned(WINDOW_BYTES), driver.event())
@@ -441,11 +492,29 @@ class DeviceReader:
         return driver
 
     def _copy(self, spans: Sequence[CopySpan]) -> None:
-        """Fill windows in turn, and empty each while those after it are filled."""
+        """Have the device fill page-locked memory, and windows for the rest."""
         driver = self._driver
         assert driver is not None
         assert self._map is not None
         driver.to_host(self._fence_room, self._map.fence, 4, self._stream)
+        direct = {span: at for span in spans if (at := self._lock_at(span))}
+        try:
+            for span in direct:
+                driver.to_host(span.target, span.source, span.size_bytes, self._stream)
+            driver.record(self._copied, self._stream)
+            self._copy_through_windows(driver, [span for span in spans if span not in direct])
+            self._until_done(driver, self._copied)
+        except BaseException:
+            self._late.update(direct.values())
+            raise
+
+    def _lock_at(self, span: CopySpan) -> int:
+        """The first byte of the locked memory that the span goes to; 0 if there is none."""
+        end = span.target + span.size_bytes
+        return next((b for b, e in self._locked.items() if b <= span.target and end <= e), 0)
+
+    def _copy_through_windows(self, driver: Driver, spans: Sequence[CopySpan]) -> None:
+        """Fill windows in turn, and empty each while those after it are filled."""
         filled: deque[tuple[_Window, list[CopySpan]]] = deque()
         windows = cycle(self._windows)
         for batch in batches(spans, WINDOW_BYTES, WINDOW_BYTES):

@@ -254,6 +254,13 @@ class Driver:
     def free_pinned(self, address: int) -> None:
         self._call("cuMemFreeHost", address)
 
+    def lock_pages(self, address: int, size_bytes: int) -> None:
+        """Page-lock host memory that is mapped here. Slow."""
+        self._call("cuMemHostRegister_v2", address, size_bytes, 0)
+
+    def unlock_pages(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
     def stream(self) -> int:
         """A stream that does not wait for the default one."""
         return self._made("cuStreamCreate", abi.NON_BLOCKING)

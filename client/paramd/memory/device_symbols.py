@@ -91,6 +91,8 @@ SHARED: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemSetAccess": (_address, _size, _out, _size),
     "cuMemAllocHost_v2": (_out, _size),
     "cuMemFreeHost": (c_void_p,),
+    "cuMemHostRegister_v2": (c_void_p, _size, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
     "cuMemsetD32Async": (_address, c_uint, _size, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _address, _size, c_void_p),
     "cuStreamCreate": (_out, c_uint),
@@ -112,6 +114,8 @@ _HIP_NAMES: Final = {
     "cuDeviceGetCount": "hipGetDeviceCount",
     "cuMemAllocHost_v2": "hipHostMalloc",
     "cuMemFreeHost": "hipHostFree",
+    "cuMemHostRegister_v2": "hipHostRegister",
+    "cuMemHostUnregister": "hipHostUnregister",
     "cuStreamCreate": "hipStreamCreateWithFlags",
     "cuEventCreate": "hipEventCreateWithFlags",
 }

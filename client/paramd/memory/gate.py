@@ -23,12 +23,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from paramd.memory.control_page import ControlPage, Page, Word, label_of
 
+if TYPE_CHECKING:
+    from paramd.memory.device_arena import TrainerDevice
+
 COPY_CHUNK_BYTES = 4 << 20
 """Bytes copied between checks of SEQ: about half a millisecond of memory bandwidth."""
+
+DEVICE_CHUNK_BYTES = 64 << 20
+"""The same from a device, which is waited for after each."""
+
+BEHIND_NS = 1_000_000_000
+"""Longest wait of an update, while its device still does what was queued before it, for a copy."""
 
 POLL_S = 50e-6
 """The trainer's poll interval while it waits for the sidecar's words."""
@@ -80,14 +89,17 @@ class TrainerGate:
         stall_budget_ns: int,
         mirrored: bool = False,
         order: Callable[[], None] | None = None,
+        device: TrainerDevice | None = None,
     ) -> None:
         """
         Args:
+            device: what the training queues its work on, unless the arena is in host memory.
             mirrored: updates do not touch the arena, so they wait for no copy of it.
             order: called before a state is published: has the device's readers wait for the work
                 that makes it (device_arena.py). None: the arena is in host memory.
         """
         self._order = order
+        self._device = device
         self._mirrored = mirrored
         self._words = page.words
         self._stall_budget_ns = stall_budget_ns
@@ -172,11 +184,16 @@ class TrainerGate:
     def _wait_for_copies(self) -> None:
         words = self._words
         begin_ns = now_ns = time.monotonic_ns()
-        budget_ns = max(self._stall_budget_ns, self.patience_ns)
+        budget_ns, until_ns = max(self._stall_budget_ns, self.patience_ns), begin_ns + BEHIND_NS
+        if self._device is not None:
+            self._device.note_queued()
         while not self._copies_done():
             pending = (words[Word.COPY_BEGUN], words[Word.COPY_ENDED], words[Word.SERVED])
             if pending == self._given_up:
                 return
+            if self._device is not None and now_ns < until_ns and self._device.behind():
+                # The device has work: no time is lost, and the copy may have to wait for it, too.
+                begin_ns = now_ns
             if now_ns - begin_ns > budget_ns:
                 # Never wait for the same unfinished copy twice: its sidecar may be dead.
                 self._given_up = pending
@@ -228,7 +245,7 @@ class CopySpan:
 
 
 Move = Callable[[Sequence[CopySpan]], object]
-"""Copies memory on a device, COPY_CHUNK_BYTES at most. May raise LateError."""
+"""Copies memory on a device, DEVICE_CHUNK_BYTES at most. May raise LateError."""
 
 
 def batches(
@@ -356,7 +373,8 @@ def _copy_while(
         # These change only while the proof word has another value: the last check covers them.
         step, edits, iteration = (words[word] for word in state_words)
         state = State(step, edits, iteration, proof=value, history=words[_REWOUND])
-        for batch in batches(spans, COPY_CHUNK_BYTES, 0 if move is None else COPY_CHUNK_BYTES):
+        chunk_bytes = COPY_CHUNK_BYTES if move is None else DEVICE_CHUNK_BYTES
+        for batch in batches(spans, chunk_bytes, 0 if move is None else chunk_bytes):
             if words[proof] != value:
                 return CopyEnd.OVERTAKEN, state
             if move is None:

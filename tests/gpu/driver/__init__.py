@@ -82,6 +82,11 @@ class Standin:
         """Allocations of all processes so far; trying whether there can be any takes one."""
         return int(self._library.paramd_standin_allocations())
 
+    @property
+    def locked(self) -> int:
+        """Pieces of host memory that are page-locked now, in all processes."""
+        return int(self._library.paramd_standin_locked())
+
     def close(self) -> None:
         """Let go of the device, in this process."""
         self._library.paramd_standin_close()

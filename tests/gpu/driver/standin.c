@@ -51,7 +51,7 @@ typedef struct { uint64_t device, inode; uint64_t bytes; Clock written; } Alloca
 /* What all processes of one device share. Guarded by flock, which the kernel gives back when a
    process is killed; `done` is written by one stream's thread alone. */
 typedef struct {
-  int streams, allocations, contexts;
+  int streams, allocations, contexts, locked;
   uint64_t unordered;
   volatile uint64_t done[STREAMS];
   int process[STREAMS]; /* whose stream it is */
@@ -345,6 +345,29 @@ CUresult cuMemAllocHost_v2(void **out, size_t size) {
 }
 
 CUresult cuMemFreeHost(void *memory) { ENTER(cuMemFreeHost); free(memory); return OK; }
+
+/* Memory of the host that was page-locked, by its first byte. Only counted. */
+CUresult cuMemHostRegister_v2(void *memory, size_t size, unsigned flags) {
+  ENTER(cuMemHostRegister_v2);
+  IN_CONTEXT();
+  if (!memory || !size || flags) return INVALID_VALUE;
+  lock();
+  shared->locked++;
+  unlock();
+  return OK;
+}
+
+CUresult cuMemHostUnregister(void *memory) {
+  ENTER(cuMemHostUnregister);
+  IN_CONTEXT();
+  if (!memory) return INVALID_VALUE;
+  lock();
+  shared->locked--;
+  unlock();
+  return OK;
+}
+
+int paramd_standin_locked(void) { return shared ? shared->locked : 0; }
 
 /* Streams: works in a queue, done late and in order by a thread of the stream's own. */
 
@@ -745,6 +768,9 @@ hipError_t hipHostMalloc(void **out, size_t size, unsigned flags) {
 }
 
 ANYWHERE(hipHostFree, cuMemFreeHost, (void *memory), (memory))
+HIP(hipHostRegister, cuMemHostRegister_v2, (void *memory, size_t size, unsigned flags),
+    (memory, size, flags))
+HIP(hipHostUnregister, cuMemHostUnregister, (void *memory), (memory))
 ANYWHERE(hipMemRelease, cuMemRelease, (uint64_t handle), (handle))
 ANYWHERE(hipMemExportToShareableHandle, cuMemExportToShareableHandle,
     (void *out, uint64_t handle, int type, unsigned long long flags), (out, handle, type, flags))

@@ -14,6 +14,7 @@ from paramd.memory import device_arena
 from paramd.memory.control_page import Word
 from paramd.memory.device_arena import (
     BASE,
+    LOCKED_BYTES,
     STATE_BASE,
     WINDOW_BYTES,
     WINDOWS,
@@ -155,6 +156,79 @@ def test_the_fence_tells_whether_the_device_finished_what_was_told(both: Both) -
         both.read()
     both.words[Word.DEVICE_FENCE] = told
     assert both.read() == {1}
+
+
+def test_page_locked_memory_is_filled_by_the_device_beside_other_targets(
+    both: Both, loaded: tuple[Driver, Standin]
+) -> None:
+    room, other = ctypes.create_string_buffer(ARENA_BYTES), ctypes.create_string_buffer(4096)
+    address = ctypes.addressof(room)
+    assert not both.reader.lock(address, LOCKED_BYTES - 1)  # not worth it
+    assert both.reader.lock(address, ARENA_BYTES)
+    assert loaded[1].locked == 1
+    for value in range(1, 4):
+        both.update(value)
+        both.trainer.publish()
+        both.reader.move(
+            [CopySpan(BASE, address, ARENA_BYTES), CopySpan(BASE, ctypes.addressof(other), 4096)]
+        )
+        assert set(room.raw) == set(other.raw) == {value}
+    both.reader.unlock(address)
+    both.reader.unlock(address)
+    assert loaded[1].locked == 0
+    assert both.reader.lock(address, ARENA_BYTES)
+    both.reader.close()
+    assert loaded[1].locked == 0
+
+
+def test_memory_whose_copy_was_given_up_is_late_until_the_end(
+    both: Both, loaded: tuple[Driver, Standin], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = ctypes.create_string_buffer(ARENA_BYTES)
+    address = ctypes.addressof(room)
+    assert both.reader.lock(address, ARENA_BYTES)
+    assert not both.reader.is_late(address)
+    both.update(1)
+    both.trainer.publish()
+    both.trainer.finish()
+    monkeypatch.setattr(device_arena, "LATE_S", 0.05)
+    monkeypatch.setenv("PARAMD_STANDIN_LATE_US", "200000")
+    with pytest.raises(LateError):
+        both.reader.move([CopySpan(BASE, address, ARENA_BYTES)])
+    assert both.reader.is_late(address)
+    both.reader.unlock(address)
+    assert loaded[1].locked == 1  # its pages stay the device's
+    monkeypatch.setenv("PARAMD_STANDIN_LATE_US", "0")
+    monkeypatch.setattr(device_arena, "LATE_S", 5.0)
+    assert both.read() == {1}  # behind the one that was given up
+
+
+def test_a_driver_that_refuses_to_lock_pages_copies_through_windows(
+    both: Both, loaded: tuple[Driver, Standin]
+) -> None:
+    room = ctypes.create_string_buffer(ARENA_BYTES)
+    loaded[1].fail("cuMemHostRegister_v2=801")
+    assert not both.reader.lock(ctypes.addressof(room), ARENA_BYTES)
+    loaded[1].fail("")
+    both.update(1)
+    both.trainer.publish()
+    assert both.read() == {1}
+
+
+def test_the_trainer_knows_whether_the_device_is_behind(
+    both: Both, loaded: tuple[Driver, Standin]
+) -> None:
+    both.update(1)
+    both.trainer.note_queued()
+    assert both.trainer.behind()
+    loaded[1].capture(True)
+    both.trainer.note_queued()
+    assert not both.trainer.behind()  # not asked
+    loaded[1].capture(False)
+    both.trainer.finish()
+    both.trainer.note_queued()
+    both.trainer.finish()
+    assert not both.trainer.behind()
 
 
 def read_state(reader: DeviceReader, begin: int, size_bytes: int) -> set[int]:

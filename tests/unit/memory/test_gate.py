@@ -185,6 +185,48 @@ def test_the_trainer_waits_until_an_announced_boundary_was_served(
     assert page[Word.SEQ] == 1
 
 
+class Behind:
+    """A device that has work at the first looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+        self.noted = 0
+
+    def note_queued(self) -> None:
+        self.noted += 1
+
+    def behind(self) -> bool:
+        self.looks -= 1
+        return self.looks >= 0
+
+
+def test_while_the_device_has_work_the_wait_for_a_copy_is_no_stall(page: ControlPage) -> None:
+    device: Any = Behind(looks=20)
+    gate = TrainerGate(page, stall_budget_ns=0, device=device)
+    gate.begin_update()
+    assert device.noted == 0  # no copy, no wait
+    gate.settle(1, 0, proven=True)
+    page[Word.COPY_BEGUN] = 1
+    gate.begin_update()
+    assert device.noted == 1
+    assert device.looks == -1
+    assert page[Word.STALL_COUNT] == 1
+    assert page[Word.STALL_TOTAL_NS] < 20 * gate_module.POLL_S * 1e9
+
+
+def test_a_device_that_stays_behind_is_waited_for_a_bounded_time(
+    page: ControlPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate_module, "BEHIND_NS", 2_000_000)
+    device: Any = Behind(looks=1 << 30)
+    gate = TrainerGate(page, stall_budget_ns=0, device=device)
+    page[Word.COPY_BEGUN] = 1
+    for _ in range(3):
+        gate.begin_update()
+        gate.settle(1, 0, proven=True)
+    assert page[Word.STALL_COUNT] == 1  # not twice for the same copy
+
+
 class Written:
     """Words that note, after each store, what a reader would find."""
 

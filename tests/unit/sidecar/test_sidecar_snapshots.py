@@ -12,6 +12,8 @@ PAGE = 4096
 
 
 class FakeBlock:
+    lost = False
+
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = pages(size_bytes)
         self.buffer = memoryview(bytearray(self.size_bytes))

@@ -390,6 +390,7 @@ class Stages(Discovering):
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
             mirror=mirror,
             order=home.device.publish if home.device is not None else None,
+            device=home.device,
             settles=record.settle if record is not None else lambda _: None,
             always_strict=changes,
             after_edit=partial(partitions.refresh, model),

@@ -44,6 +44,7 @@ from paramd.trainer.boundary.signals import BackwardUpdate, replaced_for_a_call,
 from paramd.trainer.boundary.standins import CHANGED, StandIns
 
 if TYPE_CHECKING:
+    from paramd.memory.device_arena import TrainerDevice
     from paramd.trainer.boundary.edits import Editor
     from paramd.trainer.home.mirrored import MirroredHome
     from paramd.trainer.home.owned import ParameterStorage
@@ -111,12 +112,13 @@ class Boundary:
         stall_budget_ns: int,
         mirror: MirroredHome | None = None,
         order: Callable[[], None] | None = None,
+        device: TrainerDevice | None = None,
         always_strict: str = "",
         after_edit: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
-            order: as of `TrainerGate`.
+            order, device: as of `TrainerGate`.
             settles: called with the step at every proven boundary, while SEQ is odd; must not
                 raise.
             always_strict: the parts of the model that change parameters outside updates.
@@ -128,7 +130,11 @@ class Boundary:
         self._editor = editor
         self._settles = settles
         self._gate = TrainerGate(
-            page, stall_budget_ns=stall_budget_ns, mirrored=mirror is not None, order=order
+            page,
+            stall_budget_ns=stall_budget_ns,
+            mirrored=mirror is not None,
+            order=order,
+            device=device,
         )
         self._acting = BoundaryHandler(
             page,

@@ -134,6 +134,7 @@ class Capture:
         self._wanted_ns = 0
         self._quiet_seq, self._quiet_since_ns = -1, 0
         self._bytes_per_s = _ASSUMED_BYTES_PER_S
+        self._measured = False
         self.given_up_count = 0
 
     @property
@@ -297,7 +298,7 @@ class Capture:
         return end, state
 
     def _copy_job(self, job: CopyJob) -> CopyEnd:
-        begin_ns = self._clock_ns()
+        begin_ns, checks = self._clock_ns(), job.unseen is not None
         try:
             end, state = self._copy_for(job)
             if end is CopyEnd.UPDATING and self.rests() and job.prepare is None:
@@ -309,7 +310,8 @@ class Capture:
             return CopyEnd.UPDATING
         took_ns = self._clock_ns() - begin_ns
         if end is CopyEnd.DONE:
-            self._note_rate(job.size_bytes, took_ns)
+            if not checks:
+                self._note_rate(job.size_bytes, took_ns)
             self._jobs.remove(job)
             job.done(state)
         elif end in (CopyEnd.OVERTAKEN, CopyEnd.CHANGED):
@@ -436,6 +438,7 @@ class Capture:
         if size_bytes >= 1 << 20 and took_ns > 0:
             rate = size_bytes * 1e9 / took_ns
             self._bytes_per_s += _RATE_WEIGHT * (rate - self._bytes_per_s)
+            self._measured = True
 
     def copy_ns(self, size_bytes: int) -> int:
         """Expected duration of a copy of that size, from earlier copies."""
@@ -444,9 +447,9 @@ class Capture:
     def explain(self, size_bytes: int, longest_ns: int) -> str:
         """Why no copy fitted, with timings."""
         step_ms = self._words[Word.STEP_TIME_NS] / 1e6
-        needs_ms = max(self.copy_ns(size_bytes), longest_ns) / 1e6
+        needs_ms = max(self.copy_ns(size_bytes) if self._measured else 0, longest_ns) / 1e6
         return (
-            f"{self._what_overtook()} before {size_bytes:,} bytes were copied (needs about "
+            f"{self._what_overtook()} before {size_bytes:,} bytes were copied (needs at least "
             f"{needs_ms:.1f} ms, a whole step takes {step_ms:.1f} ms); ask for fewer "
             "tensors at once or raise the trainer's stall budget (PARAMD_STALL_BUDGET_MS)"
         )

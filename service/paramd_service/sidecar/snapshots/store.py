@@ -34,6 +34,7 @@ from paramd.errors import ConflictError, DeniedError, ExhaustedError, NotFoundEr
 from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
 from paramd.memory.descriptors import pages
+from paramd.memory.device_arena import DeviceReader
 from paramd.memory.gate import CopySpan
 from paramd.memory.gradient_program import Notes
 from paramd.state import StateName
@@ -55,9 +56,21 @@ class Block:
             raise
         self.buffer = self._arena.buffer
         self.address = self._arena.address
+        self._reader: DeviceReader | None = None
+
+    def lock(self, reader: DeviceReader) -> None:
+        """Have the device fill it by itself, if its driver allows that. Slow."""
+        self._reader = reader if reader.lock(self.address, self.size_bytes) else None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the device may still write to it, so that nobody may use it again."""
+        return self._reader is not None and self._reader.is_late(self.address)
 
     def close(self) -> None:
         """Unmap it here and close the descriptor; other processes' mappings remain."""
+        if self._reader is not None:
+            self._reader.unlock(self.address)
         self.buffer = memoryview(b"")
         self._arena.close()
         os.close(self.descriptor)
@@ -494,7 +507,7 @@ class SnapshotStore:
         if block is None:
             return
         # A client may still map it, and its view must never change.
-        if self._closed or snapshot.tainted or snapshot.map_count:
+        if self._closed or snapshot.tainted or snapshot.map_count or block.lost:
             snapshot.block = None
             self._blocks.dispose(block)
             return

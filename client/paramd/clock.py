@@ -108,7 +108,7 @@ class SteadyClock:
         try:
             with state_files.opened(path) as descriptor:
                 if os.fstat(descriptor).st_uid != os.geteuid():
-                    raise PermissionError(f"{path} is not a file of ours")
+                    raise PermissionError(f"{path} was not written by paramd; remove it")
                 found = json.loads(os.read(descriptor, _MAX_BYTES))
             boot = str(found["boot"])
             names = ("looked_s", "offset_s", "other_s", "other_since_s")

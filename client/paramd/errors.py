@@ -57,7 +57,7 @@ class UsageError(ParamdError, ValueError):
 
 
 class GoneError(UsageError, AttributeError):
-    """A name that an earlier release had; the text says what to use instead."""
+    """A name that is not, or no longer, there; the text says what to use instead."""
 
 
 class UnreachableError(ParamdError, ConnectionError):
@@ -153,11 +153,9 @@ def exhausted_of(error: BaseException) -> ExhaustedError | None:
     """The public, retryable error for running out of descriptors or memory; None for others."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
-        return ExhaustedError(
-            "no file descriptor is left; try again, or raise the limit (ulimit -n)"
-        )
+        return ExhaustedError("out of file descriptors; try again, or raise the limit (ulimit -n)")
     if number == errno.ENOMEM or isinstance(error, MemoryError):
-        return ExhaustedError("no memory is left; try again, or allow more of it")
+        return ExhaustedError("out of memory; try again, or raise the memory limit")
     return None
 
 

@@ -24,8 +24,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from paramd.errors import UsageError
@@ -127,6 +127,11 @@ class Filter:
     facts: tuple[Term, ...]
     statistics: tuple[Term, ...]
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Globs and terms, one by one, for `filter_of`."""
+        return (*self.patterns, *map(str, self.facts), *map(str, self.statistics))
+
     def matches(self, facts: Facts) -> bool:
         """Whether all terms about facts hold."""
         return all(_fact(term, facts) for term in self.facts)
@@ -165,6 +170,16 @@ def parse_filter(text: str) -> Filter:
         tuple(term for term in terms if term.key not in STATISTIC_KEYS),
         tuple(term for term in terms if term.key in STATISTIC_KEYS),
     )
+
+
+def filter_of(patterns: Iterable[str]) -> Filter:
+    """The filter of patterns given one by one: "numel > 1M" is a term, all else a glob."""
+    terms, globs = [], []
+    for pattern in patterns:
+        found = _TERM.match(pattern.replace(" ", ""))
+        (terms if found and found[1] in KEYS else globs).append(pattern)
+    chosen = parse_filter(" ".join(term.replace(" ", "") for term in terms))
+    return replace(chosen, patterns=tuple(globs) if globs else ("*",))
 
 
 def _words(text: str) -> list[tuple[int, str, bool]]:

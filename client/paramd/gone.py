@@ -42,6 +42,8 @@ GONE: tuple[Gone, ...] = (
     Gone("command", "log", "use `paramd track` (`paramd logs` shows what the ranks printed)"),
     Gone("command", "end", "use `paramd cleanup`"),
     Gone("flag", "track --looks", "use --samples"),
+    Gone("flag", "grads --every", "use --every-steps"),
+    Gone("flag", "follow --every", "use --every-steps"),
     Gone("flag", "summon --force", "use --overwrite"),
     Gone("flag", "summon --output", "use --file (-f)"),
     Gone("flag", "summon -o", "use -f FILE (-o is the output's format, in all commands)"),
@@ -107,8 +109,35 @@ RENAMED: Mapping[str, str] = {
 """Names that scripts have in their loops: for this release they work, with a warning."""
 
 
+_MEANT: Mapping[str, str] = {
+    "Mesh.keys": "mesh.names()",
+    "Mesh.items Mesh.values Mesh.parameters Mesh.named_parameters Mesh.read Mesh.get": (
+        "mesh.summon('*'), a dict of tensors by name"
+    ),
+    "Mesh.ranks": "mesh.status(), a row for each rank, or mesh.world_size",
+    "Mesh.stat": "mesh.stats()",
+    "Mesh.gradients": "mesh.grads('*')",
+    "Mesh.save Mesh.checkpoint Mesh.snapshot": (
+        "mesh.export('DEST/KEY'), mesh.download('FILE.safetensors') or mesh.mark('NAME')"
+    ),
+    "Mesh.set_lr": "mesh.set_hyperparameters(lr=...)",
+    "Mesh.stop Mesh.hold": "mesh.pause() (paramd never ends a training)",
+    "Mesh.unpause": "mesh.resume()",
+    "Summoned.to Summoned.cuda Summoned.half": "mesh.summon(..., device=..., dtype=...)",
+    "Summoned.diff Summoned.allclose": "found == other, or mesh.diff(found, other)",
+    "Summoned.to_pandas": "mesh.stats(...).to_pandas(), or found.numpy()",
+    "paramd.jobs paramd.list_jobs": "paramd.places.running_jobs(), or `paramd jobs`",
+    "paramd.Job paramd.summon paramd.status": "paramd.connect('JOB')",
+    "connect(context)": "url=, token= or job= (contexts are of the command line)",
+}
+"""What people try first that never was there, and what they mean."""
+
+
 def check(door: Door, name: str, shown: str) -> None:
-    """Raise GoneError, with the name as `shown`, for a name of an earlier release."""
+    """Raise GoneError, with the name as `shown`, for a name of an earlier release, or a guess."""
+    for guesses, meant in _MEANT.items() if door == "python" else ():
+        if name in guesses.split():
+            raise GoneError(f"there is no {shown}: use {meant}")
     for row in GONE:
         if (row.door, row.name) == (door, name):
             raise GoneError(_said(shown, row))

@@ -102,10 +102,10 @@ def read_reply(data: bytes, opening: bytes, secret: bytes) -> tuple[int, int]:
     """
     magic, status, size = _unpacked(_REPLY, data, "the reply to an opening")
     if magic != MAGIC or size > MAX_TEXT_BYTES or (not status and size):
-        raise DataLossError("what answers at the sidecar's stream port is no sidecar")
+        raise DataLossError("the process at the sidecar's stream port is not a sidecar")
     words, mac = data[: _REPLY.size], data[_REPLY.size : REPLY_BYTES]
     if not status and not hmac.compare_digest(mac, _mac(secret, b"reply", opening + words)):
-        raise DataLossError("what answers at the sidecar's stream port does not know the grant")
+        raise DataLossError("the process at the sidecar's stream port does not know the grant")
     return status, size
 
 

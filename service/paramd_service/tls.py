@@ -113,9 +113,9 @@ def check_exposure(host: str, *, option: str, tls: bool) -> None:
         return
     if not tls:
         raise UsageError(
-            f"{option}: {host!r} is no loopback address, and there is no TLS: tokens, tickets and "
-            "parameters would cross the network unencrypted. Give --tls-cert and --tls-key (try "
-            "paramd certs init), or listen on 127.0.0.1 and forward the port, for example: "
+            f"{option}: {host!r} is not a loopback address, and there is no TLS: tokens, tickets "
+            "and parameters would cross the network unencrypted. Give --tls-cert and --tls-key "
+            "(try paramd certs init), or listen on 127.0.0.1 and forward the port, for example: "
             "ssh -L 8470:127.0.0.1:8470 HOST"
         )
 
@@ -257,7 +257,7 @@ def _load(source: TlsSource) -> _Loaded:
     except (ValueError, TypeError) as error:
         # Not the error's text, which may quote the key.
         raise UsageError(
-            f"TLS: {source} is no PEM that can be read ({type(error).__name__}); keys must not "
+            f"TLS: {source} is not readable PEM ({type(error).__name__}); keys must not "
             "be encrypted"
         ) from None
     if not fits:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,12 +17,15 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.request import Request, urlopen
 
 import psutil
 import pytest
+import torch
 
 import paramd
+from paramd.cli.main import main
 from paramd.errors import NotFoundError
 from paramd.mesh.exports.calls import ExportState
 from paramd.places import read_endpoint
@@ -40,6 +45,12 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def the_live_job(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARAMD_STATE_DIR", str(state))
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(scope="module")
+def live_mesh(state: Path) -> Iterator[paramd.Mesh]:
+    with paramd.connect(job=JOB) as mesh:
+        yield mesh
 
 
 def begun(*arguments: str) -> subprocess.Popen[str]:
@@ -203,18 +214,107 @@ def test_a_pause_is_a_block_and_an_edit_is_undone_by_itself(
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_people_type_first_runs_or_names_what_does() -> None:
-    assert ran("jobs", "-o", "name")[0] == f"{JOB}\n"
-    for typed, meant in (
-        (("ls",), "paramd jobs"),
-        (("stop",), "paramd pause"),
-        (("status", "--json"), "-o json"),
-        (("status", JOB), f"--job {JOB}"),
-        (("edit", "x", "--scale", "2"), "--mul 2"),
-    ):
-        assert meant in ran(*typed, code=2)[1]
-    assert "LEASE" in ran("pause", "--lease", "1m")[0]
-    ran("resume")
+# What people type first (a command behind $), and a part of the answer or of the error.
+HABITS = (
+    ("paramd.connect('live')", "Mesh of job 'live'"),
+    ("paramd.connect('liev')", "jobs that run here: live"),
+    ("paramd.connect(context='lab')", "use url="),
+    ("paramd.list_jobs()", "running_jobs"),
+    ("paramd.Mesh, paramd.ParamdError", "ParamdError"),
+    ("len(mesh), bool(mesh)", "True"),
+    ("mesh.keys()", r"names\(\)"),
+    ("mesh.named_parameters()", "summon"),
+    ("mesh.ranks, mesh.world_size", "status"),
+    ("mesh.step", "bound method Mesh.step"),
+    ("mesh.undo()", r"Mesh.undo\(\) missing .*help"),
+    ("mesh.pause(10)", r"Mesh.pause\(\) takes"),
+    ("mesh.set_lr(1)", "set_hyperparameters"),
+    ("mesh.checkpoint('x')", "export"),
+    ("mesh.layout", "<Layout of"),
+    ("mesh.state_dict().keys()", "head.weight"),
+    ("mesh.summon('head')", r"write 'head\.\*'"),
+    ("mesh.summon('layers.0')", r"write 'layers\.0\.\*'"),
+    ("mesh.summon('head.bias[0]')", "one row is"),
+    ("mesh.summon('head.bias[::2]')", "not a slice"),
+    ("mesh.summon('head.{weight,bias}')", "globs"),
+    (r"mesh.summon('layers\\..*')", "globs"),
+    ("mesh.summon('numel>1000')", "params and stats"),
+    ("mesh.params('head.*', 'numel > 1K')", "head.weight"),
+    ("mesh.params('norm>1e9', 'numel>1')", "0 "),
+    ("mesh.stats('norm>0', 'numel>1000')", "head.weight"),
+    ("mesh.stats('numel>1e15')", "no tensor satisfies numel>1e15"),
+    ("mesh.stats()['head.weight'].norm", "[0-9]"),
+    ("sorted(mesh.stats(), key=lambda row: row.norm)[0]", "TensorStats"),
+    ("'head.weight' in mesh.params()", "True"),
+    ("mesh.stats()[:1]", "norm .*std"),
+    ("pickle.loads(pickle.dumps(mesh.stats())).step", "[0-9]"),
+    ("pickle.loads(pickle.dumps(mesh.status())).job", "live"),
+    ("torch_again(mesh.summon('head.bias'))", "head.bias"),
+    ("(found := mesh.summon('head.bias')) == found, found == {}", r"\(True, False\)"),
+    ("mesh.summon('head.bias').to('cpu')", "device="),
+    ("mesh.summon('head.bias').half()", "dtype="),
+    ("mesh.summon('head.bias').to_pandas()", "numpy"),
+    ("mesh.summon('head.bias').__enter__()", "writeback=True"),
+    ("mesh.summon('head.bias', device='cuda:99')", "device: 'cuda:99'"),
+    ("mesh.edit('head.bias', 0.0)", "set="),
+    ("mesh.edit('head.bias', set=0.0, dry_run=True)", "DRY RUN.* -> 0"),
+    ("mesh.edit('head.bias', set=list(range(3)), dry_run=True)", "shape"),
+    ("mesh.set_hyperparameters(0, lrr=1.0)", "it has lr"),
+    ("(edit := mesh.edit('head.bias', mul=1.0)).undo()", r"mesh.undo\(edit\)"),
+    ("mesh.undo(mesh.edit('head.bias', mul=1.0))", "undo"),
+    ("mesh.undo(mesh.edits())", "expected an edit"),
+    ("mesh.edits(state='applied')", "APPLIED"),
+    ("mesh.rollback(-10)", "expected a mark"),
+    ("mesh.rollback('nope')", "mark 'nope'|states"),
+    ("mesh.diff('nope')", "'mark:nope'"),
+    ("mesh.export('/tmp/x')", "download"),
+    ("mesh.exports().to_pandas().columns", "destination"),
+    ("mesh.destinations(), mesh.export_schedules()", "0 rows"),
+    ("mesh.lanes(), mesh.reaches()", "same-host"),
+    ("mesh.pause_state()", "PauseState running at step"),
+    ("mesh.spectrum('head.weight')", "Spectrum head.weight"),
+    ("mesh.logs(0)", "RankLog of rank 0"),
+    ("next(iter(mesh.grads('*')))", "GradFrame"),
+    ("mesh.grads()", "no pattern"),
+    ("$ jobs -o name", "live"),
+    ("$ ls", "paramd jobs"),
+    ("$ stop", "paramd pause"),
+    ("$ unpause", "paramd resume"),
+    ("$ checkpoint", "paramd export"),
+    ("$ read head.weight", "paramd summon"),
+    ("$ status --json", "-o json"),
+    ("$ status -o yaml", "ed value for '-o' / '--output': 'yaml'"),
+    ("$ status live", "--job live"),
+    ("$ status --every 9d", "0.2 s to 1 h"),
+    ("$ summon head.weight -o x.safetensors", "use -f FILE"),
+    ("$ stats 'norm>0' numel>1000", "head.weight"),
+    ("$ edit x --set 0", "--fill 0"),
+    ("$ edit x --scale 2", "--mul 2"),
+    ("$ undo last", "paramd edits"),
+    ("$ pause --lease 1m", "LEASE.*paramd resume"),
+    ("$ resume", "running"),
+)
+
+
+def torch_again(found: Any) -> Any:
+    """By torch's own file format, read as it reads strangers' files."""
+    torch.save(found, (file := io.BytesIO()))
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+@pytest.mark.parametrize(("typed", "part"), HABITS, ids=[typed for typed, _ in HABITS])
+def test_what_people_type_first_works_or_names_what_does(
+    typed: str, part: str, live_mesh: paramd.Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if typed.startswith("$ "):
+        main(shlex.split(typed[2:]))
+        told = "".join(capsys.readouterr())
+    else:
+        try:
+            told = repr(eval(typed, globals() | {"mesh": live_mesh}))  # noqa: S307
+        except paramd.ParamdError as error:
+            told = str(error)
+    assert re.search(part, told, re.DOTALL), told
 
 
 @pytest.mark.parametrize(

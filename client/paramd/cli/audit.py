@@ -96,9 +96,8 @@ def verify(target: Target, site: Own = False) -> None:
     """Check that no record was changed, and none removed before another.
 
     The client verifies the chain record by record; of a job that has ended,
-    in its store. Reports the first bad record and exits with code 1. Records
-    cut off at the end are missed only by who kept a hash: compare it with the
-    one printed.
+    in its store. Reports the first bad record and exits with code 1. To
+    notice records cut off at the end, keep the printed hash and compare it.
     """
     chain, found = asyncio.run(_verified(target, site))
     names = ("count", "hash", "good", "bad_seq", "reason")

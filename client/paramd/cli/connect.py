@@ -145,7 +145,7 @@ def _endpoint(ssh: list[str], host: str, remote: list[str], job: str | None) -> 
         check_job_name(found.job)
     except (ValueError, TypeError, IndexError):
         raise UsageError(
-            f"what paramd on {host} printed is no endpoint; install the same version of paramd "
+            f"paramd on {host} did not print an endpoint; install the same version of paramd "
             "there and here"
         ) from None
     if job not in (None, found.job):

@@ -317,6 +317,7 @@ def pause(
     with target.connect() as mesh:
         _show_pause(target, mesh.job, mesh.pause(lease_s=lease_s, renew=keep, timeout=timeout))
         if not keep:
+            say(f"training resumes by itself in {lease_s:.0f} s, or with: paramd resume")
             return
         say("training is paused; Ctrl-C resumes it")
         try:

@@ -170,8 +170,8 @@ def export(
         wrong = [option for option, is_given in given.items() if is_given]
         if wrong:
             raise UsageError(
-                f"{wrong[0]}: not with --to-client, which writes parameters and buffers to one "
-                "safetensors file"
+                f"{wrong[0]}: cannot be combined with --to-client, which writes parameters and "
+                "buffers to one safetensors file"
             )
         check_destination(to_client, overwrite=overwrite)
         with target.connect() as mesh:

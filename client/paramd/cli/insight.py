@@ -75,8 +75,8 @@ CHECK_COLUMNS = (
 def verify(
     target: Target,
     glob: AnyGlobs = None,
-    rank: Annotated[int, Option("--rank", min=0, help="Rank to check.")] = 0,
-    count_: Annotated[int, Option("-n", "--count", min=1, help="Number of updates to check.")] = 1,
+    rank: Annotated[int, Option("--rank", min=0, help="Rank to verify.")] = 0,
+    count_: Annotated[int, Option("-n", "--count", min=1, help="Number of updates to verify.")] = 1,
 ) -> None:
     """Recompute the next update of a rank, and compare the results bit by bit.
 

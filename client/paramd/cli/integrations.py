@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from paramd.cli.exports import NameMapFile, read_name_map
-from paramd.cli.options import Dtype, Followed, Target, with_output, with_target
+from paramd.cli.options import Dtype, Every, Followed, Target, with_output, with_target
 from paramd.cli.output import Format, seconds, size
 from paramd.cli.shell import say
 from paramd.cli.summon import load_torch
@@ -43,9 +43,7 @@ def track(
         list[str] | None,
         Option("--also", help="Log histograms, gradients or updates, too; repeatable."),
     ] = None,
-    every: Annotated[
-        float, Option("--every", min=0.2, max=3600.0, help="Seconds between two samples.")
-    ] = 10.0,
+    every: Every = 10.0,
     looks: Annotated[
         int, Option("-n", "--samples", min=0, help="Stop after N samples; 0: when the job ends.")
     ] = 0,
@@ -95,7 +93,7 @@ def follow(
         Path, Option("--dir", help="Directory that the engine reads under the same path.")
     ],
     glob: Followed = None,
-    every: Annotated[int, Option("--every", min=1, help="Publish every N updates.")] = 1,
+    every: Annotated[int, Option("--every-steps", min=1, help="Publish every N updates.")] = 1,
     updates: Annotated[
         int, Option("-n", "--updates", min=0, help="Stop after N versions; 0: when the job ends.")
     ] = 0,

@@ -74,8 +74,8 @@ def rollback(
 ) -> None:
     """Put a training back to a mark or a step, on all ranks or on none.
 
-    Restores parameters, optimizer state, hyper-parameters and everything in
-    keep. `paramd undo` goes forward again to the state that was left.
+    Restores parameters, optimizer state, hyper-parameters and extra_state.
+    `paramd undo` returns to the state before the rollback.
     """
     wanted: str | int = int(to) if to.isdigit() else to
     with target.connect() as mesh:
@@ -143,7 +143,7 @@ def _number(name: str, text: str) -> int | float:
     try:
         return float(text)
     except ValueError:
-        raise UsageError(f"{name}: {text[:40]!r} is no number") from None
+        raise UsageError(f"{name}: {text[:40]!r} is not a number") from None
 
 
 def _show(target: Target, job: str, found: Sequence[Mark]) -> None:

@@ -32,6 +32,14 @@ def duration(text: str) -> float:
     return seconds_of(text, "duration")
 
 
+def interval(text: str) -> float:
+    """As `duration`, from 0.2 s to an hour. Raises UsageError."""
+    found = duration(text)
+    if not 0.2 <= found <= 3600.0:
+        raise UsageError(f"{text}; expected 0.2 s to 1 h")
+    return found
+
+
 def completed(metavar: str, help: str, complete: completion.Complete) -> Any:
     """A positional argument that the shell completes."""
     return Argument(metavar=metavar, help=help, autocompletion=complete)
@@ -69,6 +77,9 @@ Output = Annotated[
     Option("-o", "--output", help="Output format; by default a table that fits the terminal. "
                  "\\[env: PARAMD_OUTPUT]", show_default=False),
 ]  # fmt: skip
+Every = Annotated[
+    float, Option("--every", metavar="S", parser=interval, help="Seconds between two samples.")
+]
 Buffers = Annotated[bool, Option("--buffers", help="Include buffers.")]
 Dtype = Annotated[
     str | None, Option("--dtype", metavar="NAME", help="Cast floats, e.g. to bfloat16.")

@@ -87,6 +87,9 @@ _MEANT = {
     "checkpoint": "paramd export DEST/KEY", "save": "paramd export DEST/KEY",
     "hold": "paramd pause", "stop": "paramd pause (paramd never ends a training)",
     "kill": "paramd cleanup JOB, which frees the memory of a dead training",
+    "read": "paramd summon NAME -f FILE", "tail": "paramd logs RANK", "watch": "paramd top",
+    "ckpt": "paramd export DEST/KEY", "unpause": "paramd resume", "continue": "paramd resume",
+    "snapshot": "paramd mark NAME, or paramd export DEST/KEY", "rm": "paramd unmark NAME",
     "version": "paramd --version", "-V": "paramd --version", "help": "paramd --help",
     "completion": "paramd --install-completion", "--json": "-o json",
     "-j": "--job NAME", "--set": "--fill 0, or --from FILE", "--scale": "--mul 2",
@@ -105,6 +108,7 @@ def _usage(error: Exception, message: str) -> str:
     job = re.match(r"Got unexpected extra argument\S* \(([\w.-]+)\)", message)
     if job and job[1] in known_jobs():
         return f"{message}; write --job {job[1]}"
+    message = message.replace("Value error, ", "")
     path = getattr(getattr(error, "ctx", None), "command_path", "paramd")
     return f"{message} (see: {path} --help)"
 

@@ -18,7 +18,7 @@ from typer import Option
 from paramd import places
 from paramd.cli import ended
 from paramd.cli.ended import Past
-from paramd.cli.options import Target, with_output
+from paramd.cli.options import Every, Target, with_output
 from paramd.cli.output import (
     Column,
     Format,
@@ -209,9 +209,7 @@ def _check_streamed(form: Format) -> None:
 def status(
     target: Target,
     watch: Annotated[bool, Option("-w", "--watch", help="Keep refreshing until Ctrl-C.")] = False,
-    every: Annotated[
-        float, Option("--every", min=0.2, max=3600.0, help="Seconds between refreshes.")
-    ] = 2.0,
+    every: Every = 2.0,
 ) -> None:
     """Show the state of every rank of a job.
 

@@ -13,7 +13,7 @@ from typer import Option
 from paramd.cli.options import Buffers, Dtype, Globs, Replica, Target, with_target
 from paramd.cli.output import seconds, size
 from paramd.cli.shell import say
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -153,19 +153,12 @@ def fetch(
 
 
 def check_destination(path: Path, *, overwrite: bool) -> None:
-    """Fail before the download, not after it.
+    """Fail before connecting. Raises as `PartialFile.check`, UsageError for a wrong suffix."""
+    from paramd.mesh.exports.download import PartialFile
 
-    Raises UsageError for a wrong suffix, a missing directory or a path that is a directory;
-    ConflictError if the file exists and `overwrite` is not set.
-    """
     if path.suffix != SUFFIX:
         raise UsageError(f"--file: {path} does not end in {SUFFIX}")
-    if not path.parent.is_dir():
-        raise UsageError(f"--file: there is no directory {path.parent}; create it first")
-    if path.is_dir():
-        raise UsageError(f"--file: {path} is a directory")
-    if path.exists() and not overwrite:
-        raise ConflictError(f"{path} exists; choose another name, or replace it with --overwrite")
+    PartialFile(path).check(overwrite=overwrite)
 
 
 def load_torch(dtype: str | None) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from paramd.cli import completion
-from paramd.cli.options import Buffers, Globs, Target, with_output
+from paramd.cli.options import AnyGlobs, Buffers, Globs, Target, with_output
 from paramd.cli.output import (
     Column,
     Format,
@@ -27,7 +27,7 @@ from paramd.cli.output import (
     table_lines,
 )
 from paramd.cli.shell import one_line, say
-from paramd.filters import Facts, parse_filter
+from paramd.filters import parse_filter
 from paramd.layout.stats import STATISTICS
 
 if TYPE_CHECKING:
@@ -79,24 +79,11 @@ def params(
     """
     chosen = parse_filter(" ".join(wanted if wanted is not None else ()))
     with target.connect() as mesh:
-        found = [
-            info
-            for info in mesh.params(*chosen.patterns, buffers=buffers, trainable=trainable)
-            if chosen.matches(_facts(info))
-        ]
+        found = mesh.params(*chosen.words, buffers=buffers, trainable=trainable)
         about: dict[str, Any] = {"job": mesh.job, "incarnation": mesh.incarnation}
-        if chosen.statistics and found:
-            stats = mesh.stats(*(info.name for info in found), buffers=buffers)
-            about |= {"incarnation": stats.incarnation, "step": stats.step}
-            pairs = zip(found, stats, strict=True)
-            found = [info for info, one in pairs if chosen.matches_numbers(one.summary)]
     rows = [param_row(info) for info in found]
     target.show("params", rows, PARAM_COLUMNS, **about)
     say(f"{len(rows):,} tensors, {sum(info.numel for info in found):,} elements")
-
-
-def _facts(info: ParamInfo) -> Facts:
-    return Facts(tensor=info, kind=info.kind.value, names=info.names, ranks=frozenset(info.ranks))
 
 
 def param_row(info: ParamInfo) -> dict[str, object]:
@@ -152,7 +139,7 @@ def bar(value: int, most: int) -> str:
 @with_output
 def stats(
     target: Target,
-    glob: Globs,
+    glob: AnyGlobs = None,
     with_histogram: Annotated[
         bool, Option("--histogram", help="Count elements by power of 2.")
     ] = False,
@@ -172,7 +159,9 @@ def stats(
     began_s = time.monotonic()
     with target.connect() as mesh:
         asked_s = time.monotonic()
-        found = mesh.stats(*glob, buffers=buffers, histogram=with_histogram, unsettled=unsettled)
+        found = mesh.stats(
+            *(glob or ()), buffers=buffers, histogram=with_histogram, unsettled=unsettled
+        )
     from paramd.mesh.results import unsettled_text
 
     age_s = time.monotonic() - asked_s
@@ -226,7 +215,9 @@ GRAD_COLUMNS = (Column("name", "NAME"), *NUMBERS, Column("none", "NONE", drop=7)
 def grads(
     target: Target,
     glob: Globs,
-    every: Annotated[int, Option("--every", min=1, help="Updates between frames.")] = 1,
+    every: Annotated[
+        int, Option("--every-steps", min=1, help="Updates from one frame to the next.")
+    ] = 1,
     frames: Annotated[
         int, Option("-n", "--frames", min=0, help="Stop after N frames; 0: when the job ends.")
     ] = 0,

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Annotated
-
-from typer import Option
 
 from paramd import extras
-from paramd.cli.options import Target, with_target
+from paramd.cli.options import Every, Target, with_target
 from paramd.cli.status import open_door, text_of
 
 
 @with_target
-def top(
-    target: Target,
-    every: Annotated[
-        float, Option("--every", min=0.2, max=60.0, help="Seconds between refreshes.")
-    ] = 1.0,
-) -> None:
+def top(target: Target, every: Every = 1.0) -> None:
     """Watch ranks and alerts on a full screen.
 
     Arrow keys scroll, / filters ranks by number, phase or note, Escape clears

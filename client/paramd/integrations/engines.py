@@ -56,7 +56,7 @@ class Engine:
         """No I/O yet. Raises UsageError."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise UsageError(f"engine: {url!r}; expected an URL such as http://127.0.0.1:8000")
+            raise UsageError(f"engine: {url!r}; expected a URL such as http://127.0.0.1:8000")
         if token and parts.scheme == "http" and not is_loopback(parts.hostname):
             raise UsageError(
                 f"engine: {url} would get its key (PARAMD_ENGINE_TOKEN) in the clear; use https"
@@ -217,7 +217,7 @@ class EngineFollower:
     def __post_init__(self) -> None:
         if not self.directory.is_dir():
             raise UsageError(
-                f"--dir: {self.directory} is no directory; make one that the engine can read too"
+                f"--dir: {self.directory} is not a directory; create one that the engine can read"
             )
         self.directory = self.directory.resolve()
         self._good: tuple[str, str] | None = None

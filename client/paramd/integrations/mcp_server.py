@@ -82,7 +82,7 @@ class Codes:
             )
         if told != what:
             raise UsageError(
-                "confirm: this code is of other arguments; call again without it to see what "
+                "confirm: this code belongs to other arguments; call again without it to see what "
                 "would happen"
             )
 

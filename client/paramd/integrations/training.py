@@ -132,8 +132,8 @@ def attach_partitioned(
     """
     if _chosen("resume", options) != "never" or _chosen("replicas", options):
         raise UsageError(
-            f"resume and replicas are not supported with {package}, whose optimizer has a state "
-            "of its own; resume from its checkpoint, then attach"
+            f"resume and replicas are not supported with {package}, whose optimizer keeps its "
+            "own state; resume from its checkpoint, then attach"
         )
     if module in declared:
         raise ConflictError("this model is already attached; detach it first")

@@ -636,6 +636,14 @@ def _slices_by_tensor(
     return chosen
 
 
+_OTHER_FORMS = (
+    (re.compile(r"\[-?\d+\]\Z"), "a slice has a colon: one row is [2:3]"),
+    (re.compile(r"[\\{}()|^$]"), "patterns are globs (* ? [abc]), and several may be given"),
+    (re.compile(r"[a-z] ?[<>=!~]"), "terms such as 'numel>1M' are for params and stats"),
+)
+"""What people write who know other patterns, and what to write here."""
+
+
 def _nothing(index: NameIndex, pattern: str, found: int) -> str:
     shown = repr(pattern if len(pattern) <= 100 else f"{pattern[:97]}...")
     if found:
@@ -645,4 +653,5 @@ def _nothing(index: NameIndex, pattern: str, found: int) -> str:
     wanted = split_slices(pattern)[0]
     if inside := index.columns.match(parse_glob(f"{literal(wanted)}.*")):
         return f"{shown} is a module, with {inside.bit_count()} tensors: write {wanted + '.*'!r}"
-    return f"no parameter matches {shown}{did_you_mean(index.names, index.columns, wanted)}"
+    hint = "".join(f"; {text}" for form, text in _OTHER_FORMS if form.search(pattern))
+    return f"no parameter matches {shown}{did_you_mean(index.names, index.columns, wanted)}{hint}"

@@ -100,7 +100,7 @@ class TensorLayout:
         return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Layout:
     """All tensors of all ranks. `arena_bytes[r]` is the size of rank r's arena."""
 
@@ -114,6 +114,9 @@ class Layout:
     """Entries of the model's state dict beside these tensors: extra or quantisation state."""
     hub_note: str = ""
     """Why `TensorLayout.hub` lacks the layout that transformers writes; empty: it has it."""
+
+    def __repr__(self) -> str:
+        return f"<Layout of {len(self.tensors)} tensors on {self.world_size} ranks>"
 
 
 def full_box(shape: Sequence[int]) -> Box:

@@ -100,8 +100,8 @@ class KeptSlots:
         """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ExhaustedError(
-                f"{len(payload):,} bytes are to be kept for a restarted trainer; at most "
-                f"{MAX_PAYLOAD_BYTES:,} fit, keep less"
+                f"the state for a restarted trainer has {len(payload):,} bytes; at most "
+                f"{MAX_PAYLOAD_BYTES:,} fit. Put less into extra_state"
             )
         number = self.number + 1
         slot = number % 2

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from paramd import gone
 from paramd.clock import seconds_of
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import ConflictError, NotFoundError, UsageError
+from paramd.filters import filter_of
 from paramd.layout.edits.ops import EditTerms, ops_of
 from paramd.layout.exports.settings import NameMap
-from paramd.layout.select import Pattern, select
+from paramd.layout.select import Pattern, each_pattern, select
 from paramd.layout.types import Layout
 from paramd.mesh.edits.calls import (
     Edit,
@@ -40,7 +42,14 @@ from paramd.mesh.edits.editing import (
     selected,
 )
 from paramd.mesh.edits.lending import Lender
-from paramd.mesh.exports.calls import AsyncExport, ExportCalls, ExportFiles, ExportInfo, export_body
+from paramd.mesh.exports.calls import (
+    AsyncExport,
+    ExportCalls,
+    ExportFiles,
+    ExportInfo,
+    Exports,
+    export_body,
+)
 from paramd.mesh.exports.calls import Progress as ExportProgress
 from paramd.mesh.exports.download import Content, Download, Downloaded, PartialFile
 from paramd.mesh.exports.pins import OptimizerRead, read_states
@@ -83,6 +92,7 @@ from paramd.mesh.results import (
     OptimizerState,
     ParamInfo,
     Params,
+    Records,
     StatsTable,
     Summoned,
     mesh_status,
@@ -277,8 +287,10 @@ class AsyncMesh:
     ) -> Params:
         """The parameters that match any pattern; all without patterns.
 
+            mesh.params("layers.*", "numel>1M", "norm>10")
+
         Args:
-            patterns: Globs over names.
+            patterns: Globs over names, and terms that must all hold, as of `paramd params`.
             buffers: List buffers too.
             trainable: True or False lists only the parameters that did or did not require a
                 gradient when the job was attached (`ParamInfo.trainable`), and no buffers.
@@ -287,13 +299,35 @@ class AsyncMesh:
             NotFoundError: a pattern matches nothing; the message suggests similar names.
         """
 
+        wanted, deadline_s = filter_of(each_pattern(patterns)), self._deadline(timeout)
+
         async def attempt(sidecars: Sidecars) -> Params:
             index = await self._reach.index(sidecars)
-            chosen = select(index, patterns or ("*",), with_buffers=buffers)
+            chosen = select(index, wanted.patterns, with_buffers=buffers)
             rows = (ParamInfo.of(item.tensor) for item in chosen)
-            return Params(row for row in rows if trainable is None or row.trainable is trainable)
+            right = (row for row in rows if wanted.matches(row.facts))
+            return Params(row for row in right if trainable is None or row.trainable is trainable)
 
-        return await self._reach.attempts(attempt, self._deadline(timeout))
+        found = await self._reach.attempts(attempt, deadline_s)
+        if not wanted.statistics or not found:
+            return found
+        names = (row.name for row in found)
+        numbers = await self._numbers(names, buffers=buffers, deadline_s=deadline_s)
+        pairs = zip(found, numbers, strict=True)
+        return Params(row for row, one in pairs if wanted.matches_numbers(one.summary))
+
+    async def _numbers(
+        self, patterns: Iterable[str], *, buffers: bool, deadline_s: float, histogram: bool = False,
+        unsettled: bool = False,
+    ) -> StatsTable:  # fmt: skip
+        return await while_pinned(
+            self._reach,
+            patterns,
+            partial(compute_stats, with_exponents=histogram),
+            deadline_s,
+            buffers=buffers,
+            unsettled=unsettled,
+        )
 
     async def stats(
         self,
@@ -306,22 +340,27 @@ class AsyncMesh:
         """Statistics of full tensors, computed by the sidecars; replicas count once.
 
         Args:
-            patterns: Globs over names, as in `summon`; none means all parameters.
+            patterns: Globs and terms, as in `params`; none means all parameters.
             buffers: Match buffers too.
             histogram: Also count binary exponents, at several times the cost of the rest.
             unsettled: As in `summon`.
 
         Raises: as `summon`.
         """
-
-        return await while_pinned(
-            self._reach,
-            patterns or ("*",),
-            partial(compute_stats, with_exponents=histogram),
-            self._deadline(timeout),
-            buffers=buffers,
-            unsettled=unsettled,
+        wanted, deadline_s = filter_of(each_pattern(patterns)), self._deadline(timeout)
+        names = wanted.patterns
+        if wanted.facts:
+            facts = (*names, *map(str, wanted.facts))
+            names = tuple(row.name for row in await self.params(*facts, buffers=buffers))
+            if not names:
+                raise NotFoundError(f"no tensor satisfies {' '.join(map(str, wanted.facts))}")
+        found = await self._numbers(
+            names, buffers=buffers, deadline_s=deadline_s, histogram=histogram, unsettled=unsettled
         )
+        if not wanted.statistics:
+            return found
+        right = (row for row in found if wanted.matches_numbers(row.summary))
+        return StatsTable(right, **vars(found))
 
     async def diff(
         self,
@@ -438,17 +477,17 @@ class AsyncMesh:
         """
         return await compute_replay(self._reach, rank, patterns or ("*",), self._deadline(timeout))
 
-    async def lanes(self) -> list[Lane]:
+    async def lanes(self) -> Records[Lane]:
         """How this process would read each rank with `transport="auto"`, and why not faster."""
-        return await find_lanes(await self._reach.sidecars())
+        return Records(await find_lanes(await self._reach.sidecars()))
 
-    async def reaches(self) -> list[Reach]:
+    async def reaches(self) -> Records[Reach]:
         """How the job's hosts reach each other and the control plane, and why not.
 
         One sidecar of each host tries one of each other host. None for a job on one host, but for
         the control plane.
         """
-        return await find_reaches(await self._reach.sidecars())
+        return Records(await find_reaches(await self._reach.sidecars()))
 
     async def summon(
         self,
@@ -506,7 +545,7 @@ class AsyncMesh:
         began_s = time.monotonic()
 
         if optimizer and unsettled:
-            raise UsageError("optimizer: not with unsettled; it is read with settled states alone")
+            raise UsageError("optimizer: cannot be combined with unsettled=True; give one of them")
 
         async def attempt(sidecars: Sidecars) -> Summoned:
             chosen = await choose(self._reach, sidecars, patterns, buffers=buffers, replica=replica)
@@ -753,6 +792,11 @@ class AsyncMesh:
             ConflictError: its pre-images are no longer kept, or later edits overlap.
         """
         deadline_s = self._deadline(timeout)
+        if not isinstance(edit_id, str | Edit):
+            raise UsageError(
+                f"edit_id: {type(edit_id).__name__}; expected an edit, such as a row of "
+                "mesh.edits(), or its id"
+            )
         edit_id = edit_id if isinstance(edit_id, str) else edit_id.id
         edit = await self._edits.undo(edit_id, force=force, deadline_s=deadline_s)
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
@@ -795,7 +839,7 @@ class AsyncMesh:
     async def mark(self, name: str, *, timeout: Timeout = UNSET) -> Mark:
         """Keep the complete state of the next common boundary of all ranks under a name.
 
-        Parameters, buffers, optimizer state and everything in `keep`, to go back to with
+        Parameters, buffers, optimizer state and everything in `extra_state`, to go back to with
         `rollback`. A mark is in the memory of the sidecars and ends with them; it is no checkpoint.
         Training is paused while it is copied. Needs `attach(..., resume="auto")`.
 
@@ -824,9 +868,9 @@ class AsyncMesh:
         """Put training back to a mark or a kept step, on all ranks or on none.
 
         Parameters, buffers, optimizer state, hyper-parameters, random states and everything in
-        `keep` get their earlier values, and training computes the same bits from there. The steps
-        made since are discarded, until `undo` of the result restores them. The script has
-        to be in a block of `attachment.rollback_scope()`.
+        `extra_state` get their earlier values, and training computes the same bits from there. The
+        steps made since are discarded, until `undo` of the result restores them. The script has to
+        be in a block of `attachment.rollback_scope()`.
 
         Args:
             to: A mark or its name, or a step of `marks`.
@@ -1070,6 +1114,11 @@ class AsyncMesh:
             NotFoundError: no such destination. DeniedError: the role does not suffice.
             ExhaustedError: too many exports are queued.
         """
+        if not re.fullmatch(r"[^/]+/.+", destination):
+            raise UsageError(
+                f"destination: {destination!r}; expected 'NAME/KEY', a name of mesh.destinations() "
+                "and a relative key; mesh.download('FILE.safetensors') writes a file here"
+            )
         body = export_body(
             destination, format, max_shard_size, dtype, include, tied, name_map, verify, names,
             replica,
@@ -1078,13 +1127,13 @@ class AsyncMesh:
             body["timeout_s"] = allowed_s(timeout)
         return AsyncExport(self._exports, await self._exports.create(body, assets))
 
-    async def exports(self, *, state: str | None = None, limit: int = 100) -> list[ExportInfo]:
+    async def exports(self, *, state: str | None = None, limit: int = 100) -> Exports:
         """The newest exports of the job, newest first; without their files.
 
         Raises:
             UsageError: there is no such state.
         """
-        return await self._exports.all(state=state, limit=limit)
+        return Exports(await self._exports.all(state=state, limit=limit))
 
     async def get_export(self, export_id: str) -> ExportInfo:
         """One export, with its files, by its id or its first characters.
@@ -1231,6 +1280,11 @@ class AsyncMesh:
         An export due while the previous one runs is skipped. Retention removes only
         exports of this schedule. Other Args, Raises: as `export`.
         """
+        if not re.fullmatch(r"[^/]+/.+", destination):
+            raise UsageError(
+                f"destination: {destination!r}; expected 'NAME/KEY', a name of mesh.destinations() "
+                "and a relative key; mesh.download('FILE.safetensors') writes a file here"
+            )
         body = export_body(
             destination, format, max_shard_size, dtype, include, tied, name_map, verify, names,
             replica,
@@ -1239,18 +1293,18 @@ class AsyncMesh:
         body |= {key: value for key, value in cadence.items() if value is not None}
         return await self._exports.create_schedule(body, assets)
 
-    async def export_schedules(self) -> list[dict[str, Any]]:
+    async def export_schedules(self) -> Records[dict[str, Any]]:
         """Active schedules, oldest first."""
-        return await self._exports.schedules()
+        return Records(await self._exports.schedules())
 
     async def delete_export_schedule(self, schedule_id: str) -> dict[str, Any]:
         """Delete a schedule; its exports stay. Raises NotFoundError."""
         return await self._exports.delete_schedule(schedule_id)
 
-    async def destinations(self) -> list[dict[str, Any]]:
+    async def destinations(self) -> Records[dict[str, Any]]:
         """Names and kinds of the configured export destinations."""
         found = await self._rest.send("GET", "/destinations")
-        return [dict(one) for one in found["destinations"]]
+        return Records(dict(one) for one in found["destinations"])
 
     def _deadline(self, timeout: Timeout) -> float:
         return deadline(timeout, self._timeout_s)

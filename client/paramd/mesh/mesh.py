@@ -208,6 +208,13 @@ class Mesh:
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def __bool__(self) -> bool:
+        # As of any object, without asking for names.
+        return True
+
     def __getitem__(self, name: str) -> Parameter:
         """One parameter; nothing is read yet."""
         return Parameter(self, name)

@@ -6,12 +6,16 @@ import asyncio
 import html
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import InitVar, asdict, dataclass, field, fields
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex, TypeVar, overload
 
+from paramd import gone
 from paramd.errors import NotFoundError, ParamdError, UsageError
+from paramd.filters import Facts
 from paramd.layout.stats import STATISTICS, Statistic, Summary
 from paramd.layout.types import TensorKind, TensorLayout, joined
 from paramd.mesh.peers.sidecars import Sidecars
@@ -61,6 +65,13 @@ class ParamInfo:
     trainable: bool | None = None
     """Whether it required a gradient, on some rank, when the job was attached; a script may
     freeze and unfreeze parameters later. None for buffers, and where it is not known."""
+
+    @property
+    def facts(self) -> Facts:
+        """For the terms of a filter."""
+        return Facts(
+            tensor=self, kind=self.kind.value, names=self.names, ranks=frozenset(self.ranks)
+        )
 
     @classmethod
     def of(cls, tensor: TensorLayout) -> ParamInfo:
@@ -142,7 +153,8 @@ class Table(tuple[Item, ...], Generic[Item]):
                 "run: pip install pandas"
             ) from error
         # By name: from no rows at all pandas would make no columns.
-        frame = pandas.DataFrame([self._record(row) for row in self], columns=list(self._names()))
+        rows = [self._record(row) for row in self]
+        frame = pandas.DataFrame(rows, columns=list(self._names()) or None)
         frame.attrs.update({name: getattr(self, name) for name in self.about})
         return frame
 
@@ -165,6 +177,28 @@ class Table(tuple[Item, ...], Generic[Item]):
     def _below(self) -> str:
         hidden = len(self) - SHOWN_ROWS
         return self.summary() + (f" ({hidden} not shown)" if hidden > 0 else "")
+
+
+class Records(Table[Item]):
+    """Dataclasses, or documents as REST sends them; each of their fields is a column."""
+
+    def __new__(cls, rows: Iterable[Item] = (), **about: Any) -> Self:
+        self = super().__new__(cls, rows, **about)
+        names = cls._record(self[0]) if self else ()
+        vars(self)["columns"] = [(name, partial(cls._cell, name)) for name in names]
+        return self
+
+    @classmethod
+    def _names(cls) -> Sequence[str]:
+        return ()
+
+    @classmethod
+    def _record(cls, row: Any) -> dict[str, Any]:
+        return dict(row) if isinstance(row, Mapping) else asdict(row)
+
+    @classmethod
+    def _cell(cls, name: str, row: Any) -> str:
+        return str(cls._record(row).get(name, ""))
 
 
 class Params(Table[ParamInfo]):
@@ -381,6 +415,7 @@ def _told(value: torch.Tensor | float) -> str:
     return f"{value:g}" if isinstance(value, int | float) else shape_text(value.shape)
 
 
+@gone.tells
 @dataclass(kw_only=True, eq=False, repr=False)
 class Summoned(_OneStep["torch.Tensor"]):
     """Full tensors by name, all at one step. Tied names are keys of the same tensor object."""
@@ -434,6 +469,19 @@ class Summoned(_OneStep["torch.Tensor"]):
         own = {name: tensor.detach().cpu().clone() for name, tensor in self.items()}
         about = {"job": self.job, "incarnation": str(self.incarnation), "step": str(self.step)}
         save_file(own, path, metadata=about)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether names and values are those of another mapping of tensors."""
+        same = isinstance(other, Mapping) and self.keys() == other.keys()
+        return same and all(one.equal(other[name]) for name, one in self.items())  # type: ignore[index]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        # With protocol 2 torch.save pickles, and torch.load by default takes no class of ours.
+        if protocol == 2:
+            return OrderedDict, (), None, None, iter(self.items())
+        return super().__reduce_ex__(protocol)
 
     def __enter__(self) -> NoReturn:
         raise UsageError(

@@ -152,7 +152,7 @@ def _authority(directory: Path) -> Signed:
             "directory"
         ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConflictError(f"{key_path} is not a key of ours; name another directory")
+        raise ConflictError(f"{key_path} was not made by paramd; name another directory")
     return key, certificate
 
 
@@ -234,7 +234,7 @@ def alternative(name: str) -> x509.GeneralName:
     try:
         return x509.DNSName(name)
     except ValueError as error:
-        raise UsageError(f"--name: {name!r} is no DNS name or IP address ({error})") from None
+        raise UsageError(f"--name: {name!r} is not a DNS name or IP address ({error})") from None
 
 
 def _save(directory: Path, stem: str, signed: Signed) -> None:

@@ -311,7 +311,7 @@ def pin_of(ca: bytes) -> str:
     try:
         key = x509.load_pem_x509_certificate(ca).public_key()
     except ValueError:
-        raise UsageError("tls: what should be a CA certificate is none") from None
+        raise UsageError("tls: the text of the CA is not a certificate") from None
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     return PIN + hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
 

@@ -294,7 +294,7 @@ class ControlPlane:
             tls=self._grpc_tls,
         )
         if bound != wanted:
-            raise UnreachableError(f"another process took {wanted}, which was to be gRPC's")
+            raise UnreachableError(f"another process has taken {wanted}, the address for gRPC")
 
     def _services(self, jobs: Jobs, records: Records, grpc_address: str) -> Services:
         assert self._edits is not None

@@ -64,7 +64,7 @@ def read(given: argparse.Namespace) -> dict[str, Any]:
     directory = directory_of(places.check_job_name(given.job))
     address = parse_store(os.environ.get("PARAMD_STORE_URL", ""), directory=directory)
     if address.path is not None and not address.path.exists():
-        raise NotFoundError(f"nothing is stored of job {given.job!r} in {directory}")
+        raise NotFoundError(f"no records of job {given.job!r} in {directory}")
     engine = make_engine(address)
     try:
         with store_errors(address), engine.connect() as connection:

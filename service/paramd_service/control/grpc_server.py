@@ -182,7 +182,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
 def _token_ended() -> TokenRevokedError:
     return TokenRevokedError(
         "the token that registered this job has been revoked or has expired, and its ranks' "
-        "tickets with it; training goes on, and joins again when started with another token"
+        "tickets with it; training continues unserved until it is started with another token"
     )
 
 

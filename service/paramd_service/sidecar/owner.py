@@ -63,8 +63,8 @@ class Mesh:
 
 
 NO_STATES = (
-    "this training keeps no states that could be gone back to; attach it with resume='auto', and "
-    "with what has a state in keep"
+    "this training keeps no states to roll back to; attach it with resume='auto', and with "
+    "schedulers and data loaders in extra_state"
 )
 
 

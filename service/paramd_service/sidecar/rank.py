@@ -305,7 +305,7 @@ class RankSidecar:
         if generation < self.control_generation:
             raise ConflictError(
                 f"a control plane of generation {self.control_generation} has taken over; "
-                f"generation {generation} is no longer obeyed"
+                f"generation {generation} is no longer accepted"
             )
         self.control_generation = generation
 

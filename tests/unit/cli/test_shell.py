@@ -37,7 +37,7 @@ def test_every_error_is_one_line_and_has_its_exit_code(
     [
         (["stat"], "Did you mean 'stats', 'status'?"),
         (["sumon", "*"], "Did you mean 'summon'?"),
-        (["stats"], "GLOB"),
+        (["grads"], "GLOB"),
         (["status", "--no-such"], "--no-such"),
         (["status", "-o", "yaml"], "'jsonl'"),
         (["summon", "*"], "--file"),

@@ -187,7 +187,7 @@ class Call:
         (KeyError("a secret"), grpc.StatusCode.INTERNAL,
          "internal error; see the control plane's log"),
         (OSError(errno.EMFILE, "a secret"), grpc.StatusCode.RESOURCE_EXHAUSTED,
-         "no file descriptor is left; try again, or raise the limit (ulimit -n)"),
+         "out of file descriptors; try again, or raise the limit (ulimit -n)"),
     ],
 )  # fmt: skip
 async def test_a_handlers_error_is_a_status_and_what_was_not_expected_stays_in_the_log(

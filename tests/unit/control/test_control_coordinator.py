@@ -41,7 +41,7 @@ def answer(rank: int, step: int = 5, **changed: object) -> RankAnswer:
         ([answer(0), answer(1, captured=False, reason="overtaken")], "rank 1: overtaken"),
         ([answer(0), answer(1, -1)], "rank 1: no reason given"),
         ([answer(0), answer(1, edits=1)], "different edits: rank 0 after 0 edits, 0 of"),
-        ([answer(0), answer(1, incarnation=2)], "ranks 1 answered for another incarnation than 1"),
+        ([answer(0), answer(1, incarnation=2)], "ranks 1 answered for another run than 1"),
         ([answer(0)], "ranks 1 have not answered"),
     ],
 )

@@ -117,8 +117,8 @@ async def test_wrong_tokens_are_limited_and_the_right_one_never_is() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "told"),
     [
-        (OSError(errno.EMFILE, "Too many open files"), 429, "no file descriptor is left"),
-        (MemoryError(), 429, "no memory is left"),
+        (OSError(errno.EMFILE, "Too many open files"), 429, "out of file descriptors"),
+        (MemoryError(), 429, "out of memory"),
         (OSError(errno.EIO, "secret/path"), 500, "internal error"),
     ],
 )

@@ -170,4 +170,4 @@ def test_torch_is_loaded_when_there_is_room_and_not_by_halves() -> None:
         [sys.executable, "-c", _LOADS], capture_output=True, text=True, check=False
     )
     assert done.stdout.splitlines()[1:] == ["loaded"], done
-    assert done.stdout.startswith("no file descriptor is left")
+    assert done.stdout.startswith("out of file descriptors")

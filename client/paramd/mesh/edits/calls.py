@@ -197,7 +197,7 @@ class PauseWord(StrEnum):
 
 
 @gone.tells
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PauseState(Document):
     """Whether training is paused at a boundary."""
 
@@ -213,6 +213,10 @@ class PauseState(Document):
     """While pausing: the rank whose boundary is waited for, and since when."""
     since_s: float | None = None
     """Seconds since the Unix epoch; None when unknown."""
+
+    def __repr__(self) -> str:
+        by = f" by {self.holder}, for {self.lease_left_s:.1f} s more" if self.holder else ""
+        return f"<paramd.{type(self).__name__} {self.state} at step {self.step}{by}>"
 
     @property
     def paused(self) -> bool:
@@ -293,7 +297,7 @@ class Edits(Table[Edit]):
 
     columns = (
         ("id", lambda row: row.id[:8]),
-        ("incarnation", lambda row: str(row.incarnation)),
+        ("run", lambda row: str(row.incarnation)),
         ("state", lambda row: row.shown_state),
         ("step", lambda row: str(row.step) if row.step >= 0 else ""),
         ("what", what_text),

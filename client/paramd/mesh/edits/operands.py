@@ -40,7 +40,7 @@ def tensor_of(given: Any) -> torch.Tensor:
         return torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"operand: {type(given).__name__} is no tensor of numbers: {error}"
+            f"operand: {type(given).__name__} is not a tensor of numbers: {error}"
         ) from error
 
 

@@ -33,6 +33,7 @@ from paramd.layout.exports.safetensors import MODEL_FILES, SAFETENSORS, SUFFIX
 from paramd.layout.types import Layout, TensorKind
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import JobRest, segment
+from paramd.mesh.results import Table
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +104,21 @@ class ExportInfo(Document):
     def ended(self) -> bool:
         """Whether the state is terminal."""
         return self.state in EXPORT_ENDS
+
+
+class Exports(Table[ExportInfo]):
+    """Exports, newest first."""
+
+    columns = (
+        ("id", lambda row: row.id[:8]),
+        ("step", lambda row: str(row.step) if row.step >= 0 else ""),
+        ("state", lambda row: row.state.value),
+        ("destination", lambda row: row.destination),
+        ("who", lambda row: row.actor),
+        ("reason", lambda row: row.reason),
+    )
+    row_type = ExportInfo
+    key = "id"
 
 
 Progress = Callable[["ExportInfo"], object]

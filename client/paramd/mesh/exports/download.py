@@ -81,10 +81,12 @@ class PartialFile:
     def check(self, *, overwrite: bool) -> None:
         """Fail early on what `publish` would refuse.
 
-        Raises UsageError if there is no such directory, ConflictError if the file exists.
+        Raises UsageError without such a directory, or for one, ConflictError if the file exists.
         """
         if not self.path.parent.is_dir():
             raise UsageError(f"{self.path}: there is no directory {self.path.parent}; create it")
+        if self.path.is_dir():
+            raise UsageError(f"{self.path} is a directory; expected a file")
         if not overwrite and os.path.lexists(self.path):
             raise self._taken()
 

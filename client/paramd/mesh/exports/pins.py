@@ -320,7 +320,7 @@ async def optimizer_groups(
     finally:
         sidecars.release(pin)
     if failure := found.get("failure"):
-        raise ConflictError(f"rank 0 cannot tell its hyper-parameters: {failure}")
+        raise ConflictError(f"rank 0 cannot report its hyper-parameters: {failure}")
     return int(found["step"]), found["groups"]
 
 
@@ -417,7 +417,7 @@ async def read_states(
     layout = replace(whole, tensors=tuple(one for one in whole.tensors if one.fqn in fqns))
     spans = {one.rank: one.spans for one in plan.ranks}
     if not spans:
-        raise UsageError("nothing that matches has elements, and so no optimizer state")
+        raise UsageError("all tensors that match are empty, so they have no optimizer state")
 
     def wanted(table: OptimizerTable) -> Mapping[str, Spans]:
         plans = {key: _plan_of(read.chosen, whole, table, key).plan for key in table.keys}

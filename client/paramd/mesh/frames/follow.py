@@ -205,7 +205,7 @@ class Mirrors:
             said = StateName.of(head.header)
             if said != pinned.state or len(head.parts) != len(items):
                 raise ConflictError(
-                    f"{sidecars.who(rank)} told of {len(head.parts)} changes of {said}; expected "
+                    f"{sidecars.who(rank)} reported {len(head.parts)} changes of {said}; expected "
                     f"{len(items)} of {pinned.state}"
                 )
             sent_bytes += received_bytes

@@ -115,7 +115,9 @@ def stored_state(path: Path, patterns: Sequence[Pattern]) -> State:
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
-        raise NotFoundError(f"{path}: there is no such file or directory")
+        raise NotFoundError(
+            f"{path}: there is no such file or directory (a mark is written '{MARK}{path}')"
+        )
     found = sorted(path.glob("*.safetensors"))[:MAX_FILES] if path.is_dir() else [path]
     if not found:
         raise UsageError(
@@ -221,7 +223,9 @@ def check_order(a: Source, b: Source) -> None:
                 "tensors or a mesh"
             )
         if is_mark(one) and not one.removeprefix(MARK):
-            raise UsageError(f"{name}: {one!r}; expected the name of a mark after {MARK!r}")
+            raise UsageError(
+                f"{name}: {one!r}; expected a mark that has a name (mesh.mark('NAME'))"
+            )
     same_kind = is_to_come(a) and is_to_come(b) and is_ahead(a) == is_ahead(b)
     if same_kind and int(a) >= int(b):
         raise UsageError(f"a, b: {a} and {b}; expected two steps to come, the earlier one first")

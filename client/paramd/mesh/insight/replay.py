@@ -146,7 +146,7 @@ async def _one(
         spans = spans_of(facts, rank, chosen)
         if not spans:
             raise UsageError(
-                f"rank {rank}: no optimizer that was given to attach has a part of what matches"
+                f"rank {rank}: no optimizer given to attach updates a parameter that matches"
             )
         step += ahead
         keys = ["", *facts.keys]

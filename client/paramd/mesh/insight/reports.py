@@ -259,7 +259,7 @@ class LogTail(Document):
     """Why there are none; empty when there are some."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RankLog(Document):
     """The end of one rank's logs at the time of the call. Prints as their lines."""
 
@@ -274,6 +274,10 @@ class RankLog(Document):
 
     def __str__(self) -> str:
         return "\n".join(self.text())
+
+    def __repr__(self) -> str:
+        found = ", ".join(f"{len(one.lines)} lines of its {one.source}" for one in self.logs)
+        return f"<paramd.RankLog of rank {self.rank}: {found}; print shows them>"
 
     def text(self) -> Iterator[str]:
         """The lines, each log under a heading."""

@@ -56,7 +56,7 @@ MAX_LISTED = 100
 _SEED = 20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Spectrum(Document):
     """Singular values of one weight at one step, and its rows and columns."""
 
@@ -96,6 +96,9 @@ class Spectrum(Document):
     """Share of elements that are zero."""
     nonfinite: int
     """Elements that are NaN or infinite."""
+
+    def __repr__(self) -> str:
+        return f"<paramd.Spectrum {self.summary()}>"
 
     def summary(self) -> str:
         """In one line."""

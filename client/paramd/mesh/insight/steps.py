@@ -53,7 +53,9 @@ class Facts:
                 *(found[name] for name in ("threads", "classes", "groups", "keys", "params"))
             )
         except (zlib.error, ValueError, KeyError, TypeError) as error:
-            raise DataLossError(f"a sidecar described its optimizer state badly: {error}") from None
+            raise DataLossError(
+                f"a sidecar sent a malformed table of its optimizer state: {error}"
+            ) from None
 
     def param_at(self, arena_byte: int) -> Mapping[str, Any] | None:
         """The optimizer's parameter that has this byte of the arena."""
@@ -144,8 +146,8 @@ async def _why_not_pinned(
     states, step = [answer.state for answer in found], wanted.step
     if any(answer.header.history != wanted.history for answer in found):
         return ConflictError(
-            f"the training was rolled back before step {step} came: it will be another one when it "
-            f"comes again; ask for a step of the present history ({error})"
+            f"training was rolled back before step {step}, which will be a different one when it "
+            f"comes; ask for a step of the present history ({error})"
         )
     at = max((state.step for state in states), default=-1)
     ended = isinstance(error, TrainingEndedError) or any(

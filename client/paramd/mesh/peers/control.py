@@ -404,7 +404,7 @@ def error_of_http(url: str, status: int, text: str, kind: str = "") -> ParamdErr
         )
     named = _BY_TYPE.get(kind)
     if named is not None and named is not ParamdError:
-        return named(f"{url}: {text}")
+        return named(text)
     by_status = _BY_STATUS.get(status)
     if by_status is not None:
         return by_status(f"{url}: {text}")

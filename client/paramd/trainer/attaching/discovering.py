@@ -337,12 +337,12 @@ def _check_resumable(
 ) -> None:
     """Raise UsageError if `resume` is requested and cannot work here."""
     if settings.resume == "never" and settings.replicas:
-        raise UsageError("replicas=1 needs resume='auto', which makes what is copied")
+        raise UsageError("replicas=1 needs resume='auto', whose snapshots it copies")
     if settings.resume == "never":
         return
     if home.mirrored:
         raise UsageError(
-            "resume='auto' needs the parameters to live in the arena, which those on devices or "
-            "with arena='mirror' do not; leave it out, or keep them in host memory"
+            "resume='auto' does not work with parameters on devices or with arena='mirror', which "
+            "are not in the arena; leave it out, or keep the parameters in host memory"
         )
     check_keep(keep)

@@ -282,7 +282,7 @@ class Editor:
             number = populate(self._edits.address + first, end - first)
             if number not in (0, errno.EINVAL):  # an older kernel pays at the first touch
                 raise ExhaustedError(
-                    f"{end - begin:,} bytes of staged data are not there (errno {number}); "
+                    f"{end - begin:,} bytes of staged data are missing (errno {number}); "
                     "stage the edit again"
                 )
         self._present = holes, joined([*known, *missing], mmap.PAGESIZE)

@@ -347,7 +347,7 @@ class _Ways:
         deltas = {d for r, d in self._near(memory) if r.begin < memory.end and memory.begin < r.end}
         if len(deltas) > 1:
             raise ConflictError(
-                "parameters that stood apart now share one flat tensor; detach and attach again"
+                "separate parameters now share one flat tensor; detach and attach again"
             )
         return deltas.pop() if deltas else None
 

@@ -286,7 +286,7 @@ class Keeper:
     def _complete(self, step: int) -> None:
         if len(self.followed) > self._given_count:
             raise ConflictError(
-                "an optimizer that was not given to attach updates the model; give it all of them"
+                "an optimizer that attach was not given updates the model; give attach all of them"
             )
         if time.monotonic() < self._retry_s:
             raise UnreachableError("the sidecar did not answer a moment ago")

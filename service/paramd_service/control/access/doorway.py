@@ -258,7 +258,7 @@ def check_job(principal: Principal, job: str | None, operation: str = "") -> Non
             f"job {job[:64]!r} is not one of those that your token is for ({principal.jobs})"
         )
     if job is None and principal.jobs is not None and operation not in OF_NO_JOB:
-        raise DeniedError(f"your token is for some jobs ({principal.jobs}); this is about all")
+        raise DeniedError(f"your token is for jobs {principal.jobs} alone; this concerns all")
 
 
 def principal_of(request: Request) -> Principal:

@@ -136,7 +136,7 @@ class Marks:
                 found = await on_all(view, lambda rank, at: make(rank, at, fill=True))
             (made,) = merged({rank: [one] for rank, one in found.items()}, len(view.ranks))[:1]
             if made.reason:
-                raise ConflictError(f"the ranks' copies do not belong together: {made.reason}")
+                raise ConflictError(f"the ranks' copies are of different states: {made.reason}")
         except BaseException:
             with suppress(Exception):
                 await asyncio.shield(self._forget(view, name))

@@ -525,7 +525,7 @@ class ExportRun(ExportJob):
             if not timer.expired():
                 raise
             raise DeadlineError(
-                f"it did not finish within {limit_s:g} s; raise timeout_s"
+                f"it did not finish within {limit_s:g} s; allow more (timeout=)"
             ) from None
 
     async def _stages(self) -> None:

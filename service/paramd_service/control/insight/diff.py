@@ -99,7 +99,7 @@ async def _asked(request: bytes) -> dict[str, Any]:
 def _too_long() -> ConflictError:
     # No server error: the request takes longer than REST waits.
     return ConflictError(
-        f"the states were not there and compared within {TIMEOUT_S:.0f} s: training is slow, "
+        f"the states could not be compared within {TIMEOUT_S:.0f} s: training is slow, "
         "paused or over, or there are too many parameters; ask for fewer of either, or use "
         "mesh.diff with a longer timeout"
     )

@@ -533,8 +533,8 @@ class Jobs:
             del self._current[idle[0].job]
             return
         raise ExhaustedError(
-            f"{len(known)} jobs are served already, of at most {MAX_JOBS}, of one token "
-            f"{JOBS_OF_TOKEN} with {MAX_WORLD_SIZE:,} ranks; try again when some have ended"
+            f"{len(known)} jobs are served; expected at most {MAX_JOBS}, and {JOBS_OF_TOKEN} with "
+            f"{MAX_WORLD_SIZE:,} ranks of one token. Try again when some have ended"
         )
 
     def _end(self, mesh: Incarnation, reason: ParamdError) -> None:

@@ -97,7 +97,7 @@ class HeldSnapshots:
         """The live snapshot of an id. Raises NotFoundError."""
         held = self._held.get(held_id)
         if held is None:
-            raise NotFoundError("snapshot: none of that id; its lease has ended, pin it again")
+            raise NotFoundError("snapshot: none has that id, or its lease has ended; pin it again")
         return held
 
     async def pin(self, pin: Pin, *, filter_text: str, lease_s: float) -> LeasedSnapshot:

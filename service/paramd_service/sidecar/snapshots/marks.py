@@ -276,7 +276,7 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
     ctypes.memmove(block.address + label.size_bytes - len(rest), rest, len(rest))
     # SEQ is odd whenever anything of this changes, and never takes an even value twice.
     if page[Word.SEQ] != seq:
-        raise ConflictError("training went on while the mark was made; try again")
+        raise ConflictError("training continued while the mark was made; try again")
     return label
 
 

@@ -163,7 +163,7 @@ async def _registered(
         for first in range(0, mine.world_size, MINTED_AT_ONCE):
             await asyncio.sleep(0)
             if leaving.done() or mesh.over is not None:
-                raise UnreachableError(f"who registered job {mine.job!r} left, or it began again")
+                raise UnreachableError(f"the client registering job {mine.job!r} has left")
             ranks = range(first, min(first + MINTED_AT_ONCE, mine.world_size))
             tickets += minted(Role.SIDECAR, ranks)
             copy_tickets += minted(Role.COPIER, ranks)

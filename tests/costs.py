@@ -41,7 +41,7 @@ LINES = {
     "soak/": 2305,
     "soak/inject/": 54,
     "unit/": 2208,
-    "unit/cli/": 671,
+    "unit/cli/": 690,
     "unit/control/": 4195,
     "unit/exports/": 254,
     "unit/layout/": 1735,

@@ -7,6 +7,7 @@ import type { ExportInfo } from "../api/schema";
 import { bytes, clock, count, duration } from "../lib/format";
 import { Badge, Bar, Empty, Line, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared, useWhyNot } from "../ui/context";
+import { useSending } from "../ui/form";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
 import { textOf } from "../ui/problems";
 import { save } from "../ui/save";
@@ -88,16 +89,12 @@ function One(props: { one: ExportInfo; roots: Roots; mayExport: boolean; onChang
   const { one, mayExport, onChanged } = props;
   const { job } = useShared();
   const now = useNow();
-  const [problem, setProblem] = useState("");
+  const { problem, send } = useSending();
   const [open, setOpen] = useQuery("export");
   const working = UNDER_WAY.has(one.state);
   const took = (one.ended_s ?? now / 1000) - one.created_s;
   const share = one.size_bytes > 0 ? one.written_bytes / one.size_bytes : working ? 0 : 1;
-  const cancel = (): void => {
-    del("/api/v1/jobs/{job}/exports/{export}", { path: { job, export: one.id } })
-      .then(onChanged)
-      .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)));
-  };
+  const cancel = (): void => send(del("/api/v1/jobs/{job}/exports/{export}", { path: { job, export: one.id } }), onChanged);
   return (
     <li className="alert" data-export={one.id}>
       <div className="bar-row">
@@ -223,7 +220,7 @@ function Files(props: { id: string; everyMs: number; done: boolean; destination:
 
 function Schedules(props: { mayExport: boolean }): ReactNode {
   const { job, live } = useShared();
-  const [problem, setProblem] = useState("");
+  const { problem, send } = useSending();
   const found = usePoll(
     `${job} schedules`,
     (signal) => get("/api/v1/jobs/{job}/export-schedules", { path: { job }, signal }),
@@ -231,11 +228,7 @@ function Schedules(props: { mayExport: boolean }): ReactNode {
     live.changes["export"] ?? 0,
   );
   const rows = found.data?.schedules ?? [];
-  const remove = (id: string): void => {
-    del("/api/v1/jobs/{job}/export-schedules/{schedule}", { path: { job, schedule: id } })
-      .then(found.refresh)
-      .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)));
-  };
+  const remove = (id: string): void => send(del("/api/v1/jobs/{job}/export-schedules/{schedule}", { path: { job, schedule: id } }), found.refresh);
   return (
     <Panel title="Schedules" source={<Source what={`/jobs/${job}/export-schedules`} at={found.at} error={found.error} busy={found.busy} refresh={found.refresh} />}>
       {found.error && <Trouble>{found.error}</Trouble>}

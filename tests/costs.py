@@ -41,8 +41,8 @@ LINES = {
     "soak/": 2305,
     "soak/inject/": 54,
     "unit/": 2208,
-    "unit/cli/": 671,
-    "unit/control/": 3971,
+    "unit/cli/": 690,
+    "unit/control/": 4195,
     "unit/exports/": 254,
     "unit/layout/": 1735,
     "unit/memory/": 977,
@@ -51,7 +51,7 @@ LINES = {
     "unit/trainer/": 4126,
     "walks/": 144,
     "walks/inject/": 52,
-    "web/": 924,
+    "web/": 1095,
 }
 """At most, by folder."""
 FILE_LINES = 700

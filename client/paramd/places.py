@@ -109,13 +109,13 @@ class StartingError(UnreachableError):
     """The job is starting: its control plane is not there yet."""
 
 
-def write_endpoint(endpoint: Endpoint) -> Path:
-    """Replace the job's endpoint.json atomically.
+def write_endpoint(endpoint: Endpoint, *, past: bool = False) -> Path:
+    """Replace the job's endpoint.json atomically, or with `past` its past.json.
 
     Raises UsageError or ConflictError as `job_dir`; ConflictError if a newer incarnation of the job
     is running, or a job of another host would replace a local one.
     """
-    path = job_dir(endpoint.job) / ENDPOINT_FILE
+    path = job_dir(endpoint.job) / (PAST_FILE if past else ENDPOINT_FILE)
     # Locked from check to replace: a control plane that starts late must not hide a newer one.
     with state_dir_errors(), locked(path.parent):
         found = _load(path)
@@ -136,15 +136,15 @@ def write_endpoint(endpoint: Endpoint) -> Path:
 
 
 def remove_endpoint(endpoint: Endpoint) -> bool:
-    """Remove the job's endpoint.json if it is still this one; return whether it did."""
-    path = state_dir() / check_job_name(endpoint.job) / ENDPOINT_FILE
+    """Remove the job's endpoint.json, or past.json, if it is still this one; return whether."""
+    directory = state_dir() / check_job_name(endpoint.job)
     try:
-        with locked(path.parent):
+        with locked(directory):
             # A later incarnation may have written its own meanwhile.
-            if _load(path) != endpoint:
-                return False
-            path.unlink()
-            return True
+            mine = [n for n in (ENDPOINT_FILE, PAST_FILE) if _load(directory / n) == endpoint]
+            for name in mine:
+                (directory / name).unlink()
+            return bool(mine)
     except OSError:
         return False
 

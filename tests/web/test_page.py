@@ -94,26 +94,9 @@ def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     tab.page.get_by_role("button", name="Placement", exact=True).click()
     pieces = tab.page.get_by_role("table", name="Pieces")
     wait_for("the pieces", lambda: "20:40, 0:48" in pieces.inner_text())
-    tab.page.click("text=Heat map")
-    heatmap = tab.page.locator(".heat canvas")
-    heatmap.wait_for()
-    box = heatmap.bounding_box()
-    assert box is not None
-    # Cells are elements here: from the middle of one to that of another.
-    across, down = box["width"] / 48, box["height"] / 40
-    tab.page.mouse.move(box["x"] + 8.5 * across, box["y"] + 4.5 * down)
-    tab.page.mouse.down()
-    tab.page.mouse.move(box["x"] + 15.5 * across, box["y"] + 11.5 * down)
-    tab.page.mouse.up()
-    tab.see("shown 8 \u00d7 8, [4:12, 8:16]")
-    part = door.get("params/heatmap", name="still.weight[4:12, 8:16]")["values"]
-    box = heatmap.bounding_box()
-    assert box is not None
-    tab.page.mouse.move(box["x"] + box["width"] / 16, box["y"] + box["height"] / 16)
-    tab.see(f"row 4, column 8: {part[0]:.5g}")
 
 
-def test_tokens_are_made_shown_once_and_revoked(browser: Browser, tab: Tab, door: Door) -> None:
+def test_tokens_are_made_shown_once_and_revoked(tab: Tab, door: Door) -> None:
     page = tab.page
     tab.open("system")
     page.fill("input[name=token-name]", "on-call")
@@ -126,12 +109,6 @@ def test_tokens_are_made_shown_once_and_revoked(browser: Browser, tab: Tab, door
         return httpx2.get(f"{door.url}/api/v1/jobs", headers=offered, trust_env=False).status_code
 
     assert status() == 200
-    page.get_by_role("button", name="Make an invitation link").click()
-    link = page.locator(".line code", has_text="/sign-in/").inner_text()
-    assert secret not in link
-    with Tab(browser, door) as guest:
-        guest.page.goto(link)
-        guest.see("on-call", within=".side")
     page.get_by_role("button", name="Done").click()
     assert secret not in page.content()
     row = page.get_by_role("row", name="on-call")

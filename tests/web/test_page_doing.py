@@ -58,24 +58,6 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
     page.locator(f"tr[data-edit='{undo}']").get_by_text(f"undoes {told['id'][:8]}").wait_for()
 
 
-def test_a_learning_rate_is_seen_set_and_undone(tab: Tab, door: Door) -> None:
-    def rate() -> float:
-        return float(door.get("hyperparameters")["groups"][0]["values"]["lr"])
-
-    before = rate()
-    tab.open("edits")
-    groups = tab.page.get_by_role("table", name="Parameter groups")
-    groups.get_by_text(f"{before:g}", exact=True).wait_for()
-    groups.get_by_role("button", name="Set").click()
-    tab.page.fill("input[name=rate]", "2e-4")
-    tab.page.get_by_role("button", name="Set lr").click()
-    groups.get_by_text("0.0002", exact=True).wait_for()
-    assert rate() == 2e-4
-    tab.page.get_by_role("row", name="sets lr").get_by_role("button", name="Undo").click()
-    tab.page.click("text=Undo: restore the values")
-    wait_for("the undo", lambda: rate() == before)
-
-
 def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) -> None:
     tab.open("params")  # as in the header of every view
     tab.page.get_by_role("button", name="Restore point …").click()
@@ -109,27 +91,6 @@ def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) 
     row.get_by_role("button", name="Forget …").click()
     tab.page.get_by_role("dialog").get_by_role("button", name="Forget it").click()
     wait_for("the mark is gone", lambda: not any(m["name"] for m in door.get("marks")["marks"]))
-
-
-def test_training_is_paused_stepped_and_resumed_with_the_lease_in_sight(
-    tab: Tab, door: Door
-) -> None:
-    page = tab.page
-    tab.open("params", lease="60")  # as in the header of every view
-    page.get_by_role("button", name="Pause").click()
-    lease = page.get_by_test_id("lease")
-    lease.wait_for()
-    wait_for("the pause", lambda: door.get("pause")["state"] == "paused")
-    held = door.get("pause")
-    left = int(lease.inner_text().split()[0])
-    assert 0 < left <= 60
-    wait_for("the countdown", lambda: int(lease.inner_text().split()[0]) < left)
-    page.get_by_label("Steps").fill("2")
-    page.get_by_role("button", name="Step", exact=True).click()
-    wait_for("two steps", lambda: door.get("pause")["step"] == held["step"] + 2)
-    page.get_by_role("button", name="Resume").click()
-    page.get_by_role("button", name="Pause").wait_for()
-    assert door.get("pause")["state"] == "running"
 
 
 def test_an_export_is_started_followed_and_verified(tab: Tab, door: Door, exports: Path) -> None:

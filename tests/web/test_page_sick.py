@@ -136,18 +136,3 @@ def test_a_control_plane_that_does_not_answer_is_not_taken_for_alive(tab: Tab, d
         os.kill(pid, signal.SIGCONT)
     wait_for("the answer", lambda: "not finite" in verdict.inner_text())
     tab.messages.clear()  # requests that were given up
-
-
-def test_a_killed_rank_shows_with_the_reason(tab: Tab, door: Door) -> None:
-    """The last test: the training does not go on."""
-    tab.open("mesh")
-    tile = tab.page.locator(".tile").nth(1)
-    tile.wait_for()
-    os.kill(door.get("ranks")["ranks"][1]["trainer_pid"], signal.SIGKILL)
-    wait_for("the loss", lambda: "trainer" in door.get("ranks")["ranks"][1]["reason"])
-    wait_for("the tile", lambda: "trainer" in tile.inner_text())
-    told = door.get("ranks")["ranks"][1]
-    assert told["state"] != "ok"
-    assert told["state"] in tile.inner_text()
-    assert told["reason"] in tile.inner_text()
-    assert tab.page.locator(".tile.ok", has_text="rank 1").count() == 0

@@ -1,7 +1,8 @@
 """A real training for the browser: two ranks, FSDP2, names like attacks, and NaN when told.
 
 Files beside `--stop` tell it, each for as long as it is there: `nan` puts NaN into the first
-element of `--nan-name`, and `explode` has the gradients of the last layer grow 10,000 times.
+element of `--nan-name`, `explode` has the gradients of the last layer grow 10,000 times, and
+`slow` has rank 1 sleep in each step.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def main() -> None:
 
     def train() -> None:
         optimizer.zero_grad()
+        if dist.get_rank() == 1 and arguments.stop.with_name("slow").exists():
+            time.sleep(0.3)
         loss = model(torch.randn(4, 32)).square().mean()
         loss.backward()
         if _all(arguments.stop.with_name("explode")):

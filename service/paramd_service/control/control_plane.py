@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 from paramd import places
 from paramd.errors import UnreachableError
+from paramd.places import IncarnationRecord
 from paramd_service.control.access.authority import Tokens
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
@@ -91,6 +93,9 @@ class ControlPlane:
         self._watchers: Watchers | None = None
         self._exports: ExportService | None = None
         self._token = ""
+        self._past: IncarnationRecord | None = None
+        """The incarnation whose records are shown, and nothing else."""
+        self._parent = os.getppid()
 
     @property
     def asked_to_stop(self) -> bool:
@@ -137,8 +142,11 @@ class ControlPlane:
             told="exports are disabled, the destinations are invalid",
         )
         self._exports = ExportService(self._records, destinations, publish=self._events.publish)
-        # 3. Serve gRPC.
-        await self._start_grpc(jobs, self._records)
+        # 3. Serve gRPC, unless there are only records.
+        if self._past is None:
+            await self._start_grpc(jobs, self._records)
+        else:
+            self._claim.give_grpc()
         self._grpc_target = where.grpc_address
         # 4. Serve REST. A training that resumes is running already, and clients ask for it at once.
         if self._bootstrap is not None and self._bootstrap.resumes:
@@ -148,8 +156,9 @@ class ControlPlane:
         await self._http.start(build_app(services), self._claim.listener, tls=self._tls)
         # 5. Start watching; resume exports.
         self._watchers.pause = self._edits.pause_for if self._edits is not None else None
-        self._watchers.start(jobs)
-        self._exports.start(jobs)
+        if self._past is None:
+            self._watchers.start(jobs)
+            self._exports.start(jobs)
         # 6. Announce the address to the job's programs, now that all of it works.
         if self._bootstrap is not None:
             self._claim.announce(self._bootstrap)
@@ -232,6 +241,8 @@ class ControlPlane:
         if mine is None:
             site = open_site(read_token(self._config.token_file))
             generation = next_generation(site_dir())
+        elif mine.ended:
+            self._past, generation = places.incarnations(mine.job)[-1], 0
         else:
             generation = next_generation(places.job_dir(mine.job))
         self._token = mine.token if mine is not None else site.token if site is not None else ""
@@ -250,7 +261,7 @@ class ControlPlane:
             publish=self._events.publish,
             has_ended=self._revocations.has_ended,
         )
-        for noted in (jobs.on_begin, jobs.on_end):
+        for noted in (jobs.on_begin, jobs.on_end) if self._past is None else ():
             noted.append(lambda mesh: self._incarnations.note(mesh.job, mesh.record()))
         jobs.on_begin.append(records.incarnation_began)
         jobs.on_end.append(records.incarnation_ended)
@@ -266,13 +277,19 @@ class ControlPlane:
         jobs.on_view.extend((edits.tick, records.tick))
         self._incarnations.start()
         if mine is not None:
-            jobs.open(mine)
+            jobs.open(mine, past=self._past)
         return jobs
 
     def _why_end(self, jobs: Jobs) -> str | None:
         """Why to stop, or None. Only an embedded control plane ends by itself."""
         if self._bootstrap is None or self._claim.endpoint is None:
             return None
+        if self._past is not None:
+            job, last = self._bootstrap.job, self._past.incarnation
+            if os.getppid() != self._parent:
+                return "the process that started it has left"
+            begins = places.is_starting(job) or places.incarnations(job)[-1].incarnation > last
+            return "the job begins again" if begins else None
         newer = successor(self._claim.endpoint)
         if newer is not None:
             # It waits for the store, and its callers for it.
@@ -304,6 +321,10 @@ class ControlPlane:
             config=self._config,
             listen_host=self._claim.http.host,
             grpc_address=grpc_address,
+            refusal=f"job {self._bootstrap.job!r} {places.end_text(self._past)}: only its records "
+            "are shown here, and this needs its ranks or changes something; start the job again"
+            if self._bootstrap is not None and self._past is not None
+            else "",
             tls=self._tls,
             ca=self._bootstrap.certificates.authority.pem
             if self._bootstrap is not None and self._claim.of_job

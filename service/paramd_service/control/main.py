@@ -71,13 +71,8 @@ def _tell(where: Whereabouts) -> None:
 async def _run(config: ControlConfig, bootstrap: Bootstrap | None, claim: Claim) -> None:
     # Imported here, with gRPC, FastAPI and SQLAlchemy: the imports above take a tenth of the time.
     from paramd_service.control.control_plane import ControlPlane
-    from paramd_service.control.past import PastControlPlane
 
-    control: ControlPlane | PastControlPlane
-    if bootstrap is not None and bootstrap.ended:
-        control = PastControlPlane(config, bootstrap, claim)
-    else:
-        control = ControlPlane(config, bootstrap, claim)
+    control = ControlPlane(config, bootstrap, claim)
     _handle_signals(control)
     try:
         where = await control.start()

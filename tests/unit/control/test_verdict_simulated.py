@@ -35,9 +35,9 @@ from tests.unit.control.reports import report, view
 RANKS = 64
 STEP_S = 0.5
 ODD = 37
-LAYERS = 24
-LAYER = "layers.11.weight"
-PLANTED_S = 420.0
+LAYERS = 6
+LAYER = "layers.3.weight"
+PLANTED_S = 330.0
 TOLD_S = 30.0
 LAYOUT = Layout(
     world_size=RANKS,
@@ -73,7 +73,6 @@ class Training:
         self.selector, self.trouble = selector, trouble
         self.random = random.Random(7)
         self.reports: dict[int, Report] = {}
-        self.logged = 0
 
     @property
     def at_s(self) -> float:
@@ -88,9 +87,7 @@ class Training:
     @property
     def away_s(self) -> float:
         """For how long no rank has passed a boundary: in an evaluation or a checkpoint."""
-        if self.has("stuck collective"):
-            return self.at_s - PLANTED_S
-        if self.has("dead rank"):
+        if self.has("stuck collective") or self.has("dead rank"):
             return self.at_s - PLANTED_S
         for every_s, long_s in ((900.0, 40.0), (600.0, 20.0)):
             if self.at_s >= every_s and self.at_s % every_s < long_s:
@@ -105,6 +102,7 @@ class Training:
         return self.random.lognormvariate(0.0, sigma)
 
     def view(self) -> MeshView:
+        away_s, step = self.away_s, self.step
         slow = 3.0 if self.has("slow rank") or self.has("slow data") else 1.0
         slow *= 4.0 if self.at_s < 60 else 1.0  # compiles, fills caches
         for rank in range(RANKS):
@@ -117,16 +115,16 @@ class Training:
             self.reports[rank] = report(
                 rank,
                 changed_s=self.at_s,
-                step=self.step,
+                step=step,
                 phase=common_pb2.PHASE_ORPHANED if dead else common_pb2.PHASE_CONSTANT,
                 phase_reason="its trainer was ended by signal 9" if dead else "",
                 trainer_ended_ms=int(1e3 * ended_s) + 1 if dead else 0,
                 step_time_ns=int(1e9 * STEP_S * slow * self.noise(0.03)),
-                boundary_age_ns=int(1e9 * (self.away_s + STEP_S * self.random.random())),
-                stall_count=self.step // 20,
-                stall_total_ns=int(2e6) * (self.step // 20),
+                boundary_age_ns=int(1e9 * (away_s + STEP_S * self.random.random())),
+                stall_count=step // 20,
+                stall_total_ns=int(2e6) * (step // 20),
                 stall_max_ns=int(3e6),
-                logged_count=self.logged if rank == 0 else 0,
+                logged_count=step if rank == 0 else 0,
             )
         return view(*self.reports.values(), world_size=RANKS, now_s=self.at_s)
 
@@ -179,12 +177,11 @@ class Training:
         return DigestRound(step=self.step, differences=found, places={})
 
     async def ask_logged(self, _: Report, request: pb.GetLoggedRequest) -> pb.GetLoggedResponse:
-        self.logged = self.step
         spike = 3.0 if self.random.random() < 0.02 else 1.0
         loss = float("nan") if self.has("NaN") else 4.0 * spike * self.noise(0.1)
-        entry = pb.LoggedEntry(number=self.logged, step=self.step, time_s=self.clock())
+        entry = pb.LoggedEntry(number=self.step, step=self.step, time_s=self.clock())
         entry.values["loss"] = loss
-        return pb.GetLoggedResponse(count=self.logged, entries=[entry])
+        return pb.GetLoggedResponse(count=self.step, entries=[entry])
 
     async def look(self) -> list[Evidence]:
         # Of a step that takes three times as long, the others wait for two thirds.

@@ -33,7 +33,7 @@ export interface paths {
         };
         /**
          * List Destinations
-         * @description Names and kinds of the configured destinations, without their paths or URLs.
+         * @description Names and kinds of the configured destinations; for admins their paths or URLs, too.
          */
         get: operations["list_destinations"];
         put?: never;
@@ -1455,10 +1455,16 @@ export interface components {
             kind: string;
             /** Name */
             name: string;
+            /**
+             * Root
+             * @description Its path or URL, for admins; empty for others
+             * @default
+             */
+            root: string;
         };
         /**
          * DestinationList
-         * @description Destinations configured by the operator, without their paths or URLs.
+         * @description Destinations configured by the operator; their paths or URLs are for admins.
          */
         DestinationList: {
             /** Destinations */

@@ -136,3 +136,10 @@ export function discardedOf(all: readonly Past[]): ReadonlySet<string> {
 export function leaseLeft(leaseLeftS: number | null | undefined, answeredAtMs: number, nowMs: number): number {
   return Math.max(0, (leaseLeftS ?? 0) - Math.max(0, nowMs - answeredAtMs) / 1000);
 }
+
+/** What is to be said of an edit that was sent: nothing once it is applied, when `done` is called. */
+export function endOf(edit: Edit, done: () => void): string {
+  if (edit.state !== "APPLIED") return edit.reason || `It is ${edit.state}; the log below tells how it ends.`;
+  done();
+  return "";
+}

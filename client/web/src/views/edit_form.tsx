@@ -6,8 +6,9 @@ import { post } from "../api/client";
 import type { Edit, ValueRange } from "../api/schema";
 import { bodyOf, type Draft, EMPTY, FIELDS, MEANING, newId, type Op, OPS } from "../lib/edits";
 import { count, number } from "../lib/format";
-import { Badge, Dialog, Panel, Source, Trouble } from "../ui/bits";
+import { Badge, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
+import { Question, Select, Text, Tick } from "../ui/form";
 import { useQuery } from "../ui/hooks";
 import { Names, sizeText } from "./edits";
 
@@ -68,44 +69,15 @@ export function EditForm(): ReactNode {
       source={tried && <Source what="dry run" at={tried.at} step={tried.edit.step} incarnation={tried.edit.incarnation} />}
     >
       <form className="form" onSubmit={dry} aria-label="Edit">
-        <label className="field full">
-          Parameters (names or globs, optionally with a slice)
-          <input type="text" className="mono" name="pattern" spellCheck={false} placeholder="layers.0.up.weight[0:4]" value={pattern} onChange={(event) => { setPattern(event.target.value); setTried(null); }} />
-        </label>
-        <label className="field broad">
-          Operation
-          <select name="op" value={draft.op} onChange={(event) => set({ op: event.target.value as Op })}>
-            {OPS.map((op) => (
-              <option key={op} value={op}>
-                {op}: {MEANING[op]}
-              </option>
-            ))}
-          </select>
-        </label>
+        <Text label="Parameters (names or globs, optionally with a slice)" wide="full" name="pattern" mono placeholder="layers.0.up.weight[0:4]" value={pattern} onChange={(value) => { setPattern(value); setTried(null); }} />
+        <Select label="Operation" name="op" wide="broad" value={draft.op} options={OPS.map((op) => [op, `${op}: ${MEANING[op]}`] as const)} onChange={(op) => set({ op: op as Op })} />
         {FIELDS[draft.op].map((field) => (
-          <label className="field" key={field}>
-            {field}
-            <input type="text" inputMode="decimal" name={field} value={draft[field]} onChange={(event) => set({ [field]: event.target.value })} />
-          </label>
+          <Text key={field} label={field} name={field} numeric value={draft[field]} onChange={(value) => set({ [field]: value })} />
         ))}
-        <label className="field">
-          Only at step
-          <input type="text" inputMode="numeric" placeholder="any" name="if_step" value={draft.ifStep} onChange={(event) => set({ ifStep: event.target.value })} />
-        </label>
-        <label className="field">
-          Note for the log
-          <input type="text" name="note" maxLength={200} value={draft.note} onChange={(event) => set({ note: event.target.value })} />
-        </label>
-        <label className="tick">
-          <input type="checkbox" checked={draft.resetMoments} onChange={(event) => set({ resetMoments: event.target.checked })} />
-          reset the optimizer's moments of these elements
-        </label>
-        {admin && (
-          <label className="tick">
-            <input type="checkbox" checked={draft.allowNonfinite} onChange={(event) => set({ allowNonfinite: event.target.checked })} />
-            allow NaN and Inf
-          </label>
-        )}
+        <Text label="Only at step" name="if_step" numeric placeholder="any" value={draft.ifStep} onChange={(ifStep) => set({ ifStep })} />
+        <Text label="Note for the log" name="note" max={200} value={draft.note} onChange={(note) => set({ note })} />
+        <Tick label="reset the optimizer's moments of these elements" checked={draft.resetMoments} onChange={(resetMoments) => set({ resetMoments })} />
+        {admin && <Tick label="allow NaN and Inf" checked={draft.allowNonfinite} onChange={(allowNonfinite) => set({ allowNonfinite })} />}
         <div className="actions full">
           <button type="submit" className={tried ? "" : "main"} disabled={busy}>
             Dry run
@@ -129,20 +101,11 @@ export function EditForm(): ReactNode {
         </p>
       )}
       {asking && tried && (
-        <Dialog title="Change these parameters of the running training?" onClose={() => setAsking(false)}>
+        <Question title="Change these parameters of the running training?" action={`Change ${sizeText(tried.edit)}`} danger sending={{ busy, problem }} onGo={apply} onClose={() => setAsking(false)}>
           <Names edit={tried.edit} />
           <BeforeAfter before={tried.edit.before} after={tried.edit.after} />
           <p className="faint">Before and after are from the dry run{tried.edit.step >= 0 ? `, at step ${count(tried.edit.step)}` : ""}; values change while training runs.</p>
-          {problem && <Trouble>{problem}</Trouble>}
-          <div className="foot">
-            <button type="button" onClick={() => setAsking(false)}>
-              Cancel
-            </button>
-            <button type="button" className="danger" disabled={busy} onClick={apply}>
-              Change {sizeText(tried.edit)}
-            </button>
-          </div>
-        </Dialog>
+        </Question>
       )}
     </Panel>
   );

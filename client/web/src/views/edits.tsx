@@ -1,6 +1,6 @@
 /** Edits: the log, a form with dry run, undo; and pausing training. */
 
-import { type ReactNode, useMemo, useState } from "react";
+import { type ReactNode, useMemo } from "react";
 
 import { get, post } from "../api/client";
 import type { Edit } from "../api/schema";
@@ -9,8 +9,8 @@ import { clock, count, duration, plural } from "../lib/format";
 import { editText, sizeOf } from "../lib/timeline";
 import { Badge, Dialog, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useShared, useWhyNot } from "../ui/context";
+import { Question, useSending } from "../ui/form";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
-import { textOf } from "../ui/problems";
 import { BeforeAfter, EditForm } from "./edit_form";
 import { Marks } from "./marks";
 import { Rates } from "./rates";
@@ -188,23 +188,16 @@ function laterThan(edit: Edit, all: readonly Edit[]): Edit[] {
 function Undo(props: { edit: Edit; later: readonly Edit[]; onClose: () => void; onChanged: () => void }): ReactNode {
   const { edit, later, onClose, onChanged } = props;
   const { job, live } = useShared();
-  const [problem, setProblem] = useState("");
-  const [busy, setBusy] = useState(false);
+  const sending = useSending();
   const steps = live.incarnation === edit.incarnation ? Math.max(0, live.step - edit.step) : -1;
-  const undo = (): void => {
-    setBusy(true);
-    post("/api/v1/jobs/{job}/edits/{edit}/undo", { path: { job, edit: edit.id }, body: { id: newId(), force: false, wait_s: 30 } })
-      .then(() => {
-        onChanged();
-        onClose();
-      })
-      .catch((error: unknown) => {
-        setProblem(textOf(error));
-        setBusy(false);
-      });
-  };
+  const undo = (): void =>
+    sending.send(post("/api/v1/jobs/{job}/edits/{edit}/undo", { path: { job, edit: edit.id }, body: { id: newId(), force: false, wait_s: 30 } }), () => {
+      onChanged();
+      onClose();
+    });
+  const action = edit.rollback ? `Undo: go forward to step ${count(edit.step)}` : edit.hyperparameters ? "Undo: restore the values" : `Undo: restore ${plural(sizeOf(edit).elements, "element")}`;
   return (
-    <Dialog title={`Undo edit ${edit.id.slice(0, 8)} by ${edit.actor}?`} onClose={onClose}>
+    <Question title={`Undo edit ${edit.id.slice(0, 8)} by ${edit.actor}?`} action={action} danger sending={sending} onGo={undo} onClose={onClose}>
       <Names edit={edit} />
       {edit.rollback ? (
         <p>
@@ -226,16 +219,7 @@ function Undo(props: { edit: Edit; later: readonly Edit[]; onClose: () => void; 
           Later edits of the same tensors: {later.map((other) => `${other.id.slice(0, 8)} by ${other.actor} (${editText(other)})`).join("; ")}. If they overlap, undo those first.
         </p>
       )}
-      {problem && <Trouble>{problem}</Trouble>}
-      <div className="foot">
-        <button type="button" onClick={onClose} autoFocus>
-          Cancel
-        </button>
-        <button type="button" className="danger" disabled={busy} onClick={undo}>
-          {edit.rollback ? `Undo: go forward to step ${count(edit.step)}` : edit.hyperparameters ? "Undo: restore the values" : `Undo: restore ${plural(sizeOf(edit).elements, "element")}`}
-        </button>
-      </div>
-    </Dialog>
+    </Question>
   );
 }
 

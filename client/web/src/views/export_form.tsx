@@ -6,11 +6,12 @@ import { post } from "../api/client";
 import type { DestinationDocument, ExportRequest, ScheduleRequest } from "../api/schema";
 import { Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
+import { Select, Text, Tick, useSending } from "../ui/form";
 
 type ExportOptions = Omit<ExportRequest, "id" | "overwrite">;
 type When = "now" | "steps";
 
-interface Draft {
+export interface Draft {
   name: string;
   key: string;
   format: "safetensors" | "dcp";
@@ -27,7 +28,7 @@ interface Draft {
 
 const TIMEOUT_S = 3600;
 
-const EMPTY: Draft = {
+export const EMPTY: Draft = {
   name: "",
   key: "",
   format: "safetensors",
@@ -61,7 +62,7 @@ function optionsOf(draft: Draft, name: string): ExportOptions {
   };
 }
 
-function requestOf(draft: Draft, name: string): ExportRequest {
+export function requestOf(draft: Draft, name: string): ExportRequest {
   return { ...optionsOf(draft, name), overwrite: draft.overwrite };
 }
 
@@ -81,23 +82,14 @@ export function ExportForm(props: {
   const { destinations, at, onStarted } = props;
   const { job } = useShared();
   const [draft, setDraft] = useState<Draft>(EMPTY);
-  const [problem, setProblem] = useState("");
-  const [busy, setBusy] = useState(false);
+  const { busy, problem, send } = useSending();
   const set = (patch: Partial<Draft>): void => setDraft({ ...draft, ...patch });
   const name = draft.name || destinations[0]?.name || "";
   const later = draft.when !== "now";
   const submit = (event: FormEvent): void => {
     event.preventDefault();
-    setBusy(true);
-    setProblem("");
     const path = { job };
-    const sent: Promise<unknown> = later
-      ? post("/api/v1/jobs/{job}/export-schedules", { path, body: scheduleOf(draft, name) })
-      : post("/api/v1/jobs/{job}/exports", { path, body: requestOf(draft, name) });
-    sent
-      .then(onStarted)
-      .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)))
-      .finally(() => setBusy(false));
+    send<unknown>(later ? post("/api/v1/jobs/{job}/export-schedules", { path, body: scheduleOf(draft, name) }) : post("/api/v1/jobs/{job}/exports", { path, body: requestOf(draft, name) }), onStarted);
   };
   if (at === 0) {
     return (
@@ -111,76 +103,23 @@ export function ExportForm(props: {
   if (destinations.length === 0) {
     return (
       <Panel title="Export">
-        <Empty>
-          No destination is configured: set <code>[destinations]</code> in <code>paramd.toml</code>, or PARAMD_DESTINATIONS.
-        </Empty>
+        <NoDestination />
       </Panel>
     );
   }
   return (
     <Panel title="Export" source={<Source what="/destinations" at={at} />}>
       <form className="form" onSubmit={submit} aria-label="Export">
-        <label className="field broad">
-          Destination
-          <select name="destination" value={name} onChange={(event) => set({ name: event.target.value })}>
-            {destinations.map((one) => (
-              <option key={one.name} value={one.name}>
-                {one.name} ({one.kind})
-              </option>
-            ))}
-          </select>
-        </label>
-        <label className="field">
-          Folder name
-          <input type="text" className="mono" name="key" required spellCheck={false} placeholder="run-7/step-1000" value={draft.key} onChange={(event) => set({ key: event.target.value })} />
-        </label>
-        <label className="field">
-          Format
-          <select name="format" value={draft.format} onChange={(event) => set({ format: event.target.value as Draft["format"] })}>
-            <option value="safetensors">safetensors</option>
-            <option value="dcp">dcp (torch.distributed.checkpoint)</option>
-          </select>
-        </label>
-        {draft.format === "safetensors" && (
-          <label className="field">
-            Largest file
-            <input type="text" name="shard" value={draft.shard} onChange={(event) => set({ shard: event.target.value })} />
-          </label>
-        )}
-        <label className="field">
-          dtype
-          <select name="dtype" value={draft.dtype} onChange={(event) => set({ dtype: event.target.value as Draft["dtype"] })}>
-            <option value="">unchanged</option>
-            {["float32", "bfloat16", "float16"].map((one) => (
-              <option key={one}>{one}</option>
-            ))}
-          </select>
-        </label>
-        <label className="field">
-          When
-          <select name="when" value={draft.when} onChange={(event) => set({ when: event.target.value as When })}>
-            <option value="now">now, once</option>
-            <option value="steps">every n steps</option>
-          </select>
-        </label>
-        {later && (
-          <>
-            <label className="field">
-              Every
-              <input type="number" min={1} name="every" value={draft.every} onChange={(event) => set({ every: event.target.value })} />
-            </label>
-            <label className="field">
-              Keep the last
-              <input type="number" min={1} name="keep" value={draft.keep} onChange={(event) => set({ keep: event.target.value })} />
-            </label>
-          </>
-        )}
+        <Target all={destinations} name={name} draft={draft} onChange={setDraft} />
+        <Select label="Format" name="format" value={draft.format} options={FORMATS} onChange={(format) => set({ format: format as Draft["format"] })} />
+        {draft.format === "safetensors" && <Text label="Largest file" name="shard" value={draft.shard} onChange={(shard) => set({ shard })} />}
+        <Select label="dtype" name="dtype" value={draft.dtype} options={DTYPES} onChange={(dtype) => set({ dtype: dtype as Draft["dtype"] })} />
+        <Select label="When" name="when" value={draft.when} options={WHENS} onChange={(when) => set({ when: when as When })} />
+        {later && <Text label="Every" name="every" numeric value={draft.every} onChange={(every) => set({ every })} />}
+        {later && <Text label="Keep the last" name="keep" numeric value={draft.keep} onChange={(keep) => set({ keep })} />}
         <div className="actions full">
           {(["buffers", "optimizer", "overwrite", "verify"] as const).map((each) => (
-            <label className="tick" key={each}>
-              <input type="checkbox" checked={draft[each]} onChange={(event) => set({ [each]: event.target.checked })} />
-              {{ buffers: "buffers", optimizer: "optimizer", overwrite: "overwrite", verify: "verify" }[each]}
-            </label>
+            <Tick key={each} label={each} checked={draft[each]} onChange={(checked) => set({ [each]: checked })} />
           ))}
           <button type="submit" className="main" disabled={busy || !draft.key.trim()}>
             {later ? "Schedule" : "Export"}
@@ -190,5 +129,28 @@ export function ExportForm(props: {
       </form>
       {problem && <Trouble>{problem}</Trouble>}
     </Panel>
+  );
+}
+
+const FORMATS = [["safetensors", "safetensors"], ["dcp", "dcp (torch.distributed.checkpoint)"]] as const;
+const DTYPES = [["", "unchanged"], ["float32", "float32"], ["bfloat16", "bfloat16"], ["float16", "float16"]] as const;
+const WHENS = [["now", "now, once"], ["steps", "every n steps"]] as const;
+
+export function NoDestination(): ReactNode {
+  return (
+    <Empty>
+      No destination is configured: set <code>[destinations]</code> in <code>paramd.toml</code>, or PARAMD_DESTINATIONS.
+    </Empty>
+  );
+}
+
+/** Where an export goes. */
+export function Target(props: { all: readonly DestinationDocument[]; name: string; draft: Draft; onChange: (draft: Draft) => void }): ReactNode {
+  const { all, name, draft, onChange } = props;
+  return (
+    <>
+      <Select label="Destination" name="destination" wide="broad" value={name} options={all.map((one) => [one.name, `${one.name} (${one.kind})`] as const)} onChange={(chosen) => onChange({ ...draft, name: chosen })} />
+      <Text label="Folder name" name="key" mono required placeholder="run-7/step-1000" value={draft.key} onChange={(key) => onChange({ ...draft, key })} />
+    </>
   );
 }

@@ -7,6 +7,7 @@ import type { ExportInfo } from "../api/schema";
 import { bytes, clock, count, duration } from "../lib/format";
 import { Badge, Bar, Empty, Line, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared, useWhyNot } from "../ui/context";
+import { useSending } from "../ui/form";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
 import { textOf } from "../ui/problems";
 import { save } from "../ui/save";
@@ -18,11 +19,8 @@ export default function Exports(): ReactNode {
   const { job, live } = useShared();
   const whyNot = useWhyNot("export");
   const mayExport = whyNot === "";
-  const destinations = usePoll(
-    mayExport ? "destinations" : null,
-    (signal) => get("/api/v1/destinations", { signal }),
-    0,
-  );
+  const destinations = usePoll("destinations", (signal) => get("/api/v1/destinations", { signal }), 0);
+  const roots = new Map((destinations.data?.destinations ?? []).map((one) => [one.name, one.root]));
   const [fast, setFast] = useState(false);
   const [started, setStarted] = useState(0);
   const exports = usePoll(
@@ -47,14 +45,17 @@ export default function Exports(): ReactNode {
       </div>
       {mayExport && destinations.error && <Trouble>{destinations.error}</Trouble>}
       {mayExport && <ExportForm destinations={destinations.data?.destinations ?? []} at={destinations.at} onStarted={onStarted} />}
-      <List exports={exports.data?.exports ?? []} mayExport={mayExport} onChanged={exports.refresh} source={<Source what={`/jobs/${job}/exports`} at={exports.at} error={exports.error} busy={exports.busy} refresh={exports.refresh} />} error={exports.error} asked={exports.at > 0} />
+      <List exports={exports.data?.exports ?? []} roots={roots} mayExport={mayExport} onChanged={exports.refresh} source={<Source what={`/jobs/${job}/exports`} at={exports.at} error={exports.error} busy={exports.busy} refresh={exports.refresh} />} error={exports.error} asked={exports.at > 0} />
       <Schedules key={started} mayExport={mayExport} />
     </>
   );
 }
 
+type Roots = ReadonlyMap<string, string>;
+
 function List(props: {
   exports: readonly ExportInfo[];
+  roots: Roots;
   mayExport: boolean;
   onChanged: () => void;
   source: ReactNode;
@@ -77,27 +78,23 @@ function List(props: {
       {asked && shown.length === 0 && <Empty>{filter ? "No export matches the filter." : "No exports yet."}</Empty>}
       <ul className="bare">
         {shown.map((one) => (
-          <One key={one.id} one={one} mayExport={mayExport} onChanged={onChanged} />
+          <One key={one.id} one={one} roots={props.roots} mayExport={mayExport} onChanged={onChanged} />
         ))}
       </ul>
     </Panel>
   );
 }
 
-function One(props: { one: ExportInfo; mayExport: boolean; onChanged: () => void }): ReactNode {
+function One(props: { one: ExportInfo; roots: Roots; mayExport: boolean; onChanged: () => void }): ReactNode {
   const { one, mayExport, onChanged } = props;
   const { job } = useShared();
   const now = useNow();
-  const [problem, setProblem] = useState("");
+  const { problem, send } = useSending();
   const [open, setOpen] = useQuery("export");
   const working = UNDER_WAY.has(one.state);
   const took = (one.ended_s ?? now / 1000) - one.created_s;
   const share = one.size_bytes > 0 ? one.written_bytes / one.size_bytes : working ? 0 : 1;
-  const cancel = (): void => {
-    del("/api/v1/jobs/{job}/exports/{export}", { path: { job, export: one.id } })
-      .then(onChanged)
-      .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)));
-  };
+  const cancel = (): void => send(del("/api/v1/jobs/{job}/exports/{export}", { path: { job, export: one.id } }), onChanged);
   return (
     <li className="alert" data-export={one.id}>
       <div className="bar-row">
@@ -130,9 +127,10 @@ function One(props: { one: ExportInfo; mayExport: boolean; onChanged: () => void
       {one.state === "DONE" && !one.removed && (
         <>
           <p className="faint wrap">
-            {bytes(one.size_bytes)} in the folder <code>{folderOf(one)}</code> of the destination <code>{one.destination.split("/")[0]}</code>, whose place the control plane's settings name. To load it there, or back into a training (to download it, see Files):
+            {bytes(one.size_bytes)} in <code>{placeOf(one, props.roots)}</code>
+            {props.roots.get(nameOf(one)) ? "" : ", where DIR is the place of the destination, which admins see"}. To load it there, or back into a training (to download it, see Files):
           </p>
-          <Line>{loadLine(one)}</Line>
+          <Line>{loadLine(one, placeOf(one, props.roots))}</Line>
           {one.format === "safetensors" && <Line>{`paramd restore ${one.destination} --job ${job}`}</Line>}
         </>
       )}
@@ -141,14 +139,17 @@ function One(props: { one: ExportInfo; mayExport: boolean; onChanged: () => void
   );
 }
 
-function folderOf(one: ExportInfo): string {
-  return one.destination.split("/").slice(1).join("/");
+const nameOf = (one: ExportInfo): string => one.destination.split("/")[0] ?? "";
+
+/** Where its files are; DIR stands for what this role is not told. */
+function placeOf(one: ExportInfo, roots: Roots): string {
+  return `${roots.get(nameOf(one))?.replace(/\/$/, "") || "DIR"}/${one.destination.split("/").slice(1).join("/")}`;
 }
 
-/** The line that loads a checkpoint; DIR is where the destination leads. */
-function loadLine(one: ExportInfo): string {
-  const folder = `DIR/${folderOf(one)}`;
-  return one.format === "dcp" ? `dcp.load(state, checkpoint_id="${folder}")` : `for file in Path("${folder}").glob("*.safetensors"): model.load_state_dict(load_file(file), strict=False)`;
+/** The line that loads a checkpoint. */
+function loadLine(one: ExportInfo, place: string): string {
+  if (place.startsWith("s3://")) return `aws s3 cp --recursive ${place} ${place.split("/").at(-1)}`;
+  return one.format === "dcp" ? `dcp.load(state, checkpoint_id="${place}")` : `for file in Path("${place}").glob("*.safetensors"): model.load_state_dict(load_file(file), strict=False)`;
 }
 
 /** A browser holds a download in memory until it is whole. */
@@ -219,7 +220,7 @@ function Files(props: { id: string; everyMs: number; done: boolean; destination:
 
 function Schedules(props: { mayExport: boolean }): ReactNode {
   const { job, live } = useShared();
-  const [problem, setProblem] = useState("");
+  const { problem, send } = useSending();
   const found = usePoll(
     `${job} schedules`,
     (signal) => get("/api/v1/jobs/{job}/export-schedules", { path: { job }, signal }),
@@ -227,11 +228,7 @@ function Schedules(props: { mayExport: boolean }): ReactNode {
     live.changes["export"] ?? 0,
   );
   const rows = found.data?.schedules ?? [];
-  const remove = (id: string): void => {
-    del("/api/v1/jobs/{job}/export-schedules/{schedule}", { path: { job, schedule: id } })
-      .then(found.refresh)
-      .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)));
-  };
+  const remove = (id: string): void => send(del("/api/v1/jobs/{job}/export-schedules/{schedule}", { path: { job, schedule: id } }), found.refresh);
   return (
     <Panel title="Schedules" source={<Source what={`/jobs/${job}/export-schedules`} at={found.at} error={found.error} busy={found.busy} refresh={found.refresh} />}>
       {found.error && <Trouble>{found.error}</Trouble>}

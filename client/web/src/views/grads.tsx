@@ -15,7 +15,7 @@ import { axis, Chart } from "../ui/chart";
 import { useShared } from "../ui/context";
 import { usePoll, useQuery, useSettled } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
-import { ModeControls, SeriesChart } from "../ui/series";
+import { ChartSpace, ModeControls, SeriesChart } from "../ui/series";
 
 const TONES: Record<Mark, Tone> = {
   "": "ok",
@@ -75,7 +75,7 @@ export default function Gradients(): ReactNode {
       {problem && <Trouble>{problem}</Trouble>}
       {wrong.length > 0 && <Broken rows={wrong} />}
       <Panel title="All gradients" actions={<ModeControls />} source={<span className="source">{count(grads.frames)} frames, {count(grads.dropped)} dropped</span>}>
-        {grads.total === null && <Empty>{problem ? "No frame received; see the reason above." : "Waiting for the next update …"}</Empty>}
+        {grads.total === null && (problem ? <Empty>No frame received; see the reason above.</Empty> : <ChartSpace height={330}>Waiting for the next update …</ChartSpace>)}
         {grads.total && (
           <Facts
             rows={[

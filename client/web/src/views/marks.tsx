@@ -4,12 +4,12 @@ import { type ReactNode, useState } from "react";
 
 import { del, get, post } from "../api/client";
 import type { Mark } from "../api/schema";
-import { newId } from "../lib/edits";
+import { endOf, newId } from "../lib/edits";
 import { bytes, clock, count, plural } from "../lib/format";
-import { Dialog, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
+import { Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
+import { Question, useSending } from "../ui/form";
 import { usePoll } from "../ui/hooks";
-import { textOf } from "../ui/problems";
 import { whyNoMark } from "./keep";
 
 /** A mark's own key; standing snapshots have no name. */
@@ -18,8 +18,7 @@ const keyOf = (mark: Mark): string => `${mark.name} ${mark.step}`;
 export function Marks(props: { mayEdit: boolean }): ReactNode {
   const { job, live } = useShared();
   const [name, setName] = useState("");
-  const [busy, setBusy] = useState(false);
-  const [problem, setProblem] = useState("");
+  const { busy, problem, send } = useSending();
   const [going, setGoing] = useState("");
   const [forgetting, setForgetting] = useState("");
   const path = { job };
@@ -29,17 +28,11 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
     10_000,
     (live.changes["mark"] ?? 0) + (live.changes["edit"] ?? 0),
   );
-  const act = (sent: Promise<unknown>): void => {
-    setBusy(true);
-    setProblem("");
-    sent
-      .then(() => setName(""))
-      .catch((error: unknown) => setProblem(textOf(error)))
-      .finally(() => {
-        setBusy(false);
-        marks.refresh();
-      });
-  };
+  const act = (sent: Promise<unknown>): void =>
+    send(
+      sent.finally(marks.refresh),
+      () => setName(""),
+    );
   const all = marks.data?.marks ?? [];
   const why = whyNoMark(marks.data?.marks ?? null);
   const chosen = all.find((mark) => keyOf(mark) === going);
@@ -116,27 +109,21 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
       )}
       {chosen && <RollBack mark={chosen} onClose={() => setGoing("")} onDone={marks.refresh} />}
       {leaving && (
-        <Dialog title={`Forget restore point ${leaving.name}?`} onClose={() => setForgetting("")}>
+        <Question
+          title={`Forget restore point ${leaving.name}?`}
+          action="Forget it"
+          danger
+          sending={{ busy, problem: "" }}
+          onClose={() => setForgetting("")}
+          onGo={() => {
+            setForgetting("");
+            act(del("/api/v1/jobs/{job}/marks/{mark}", { path: { job, mark: leaving.name } }));
+          }}
+        >
           <p>
             Its {bytes(leaving.size_bytes)} of memory are given back, and training cannot go back to step {count(leaving.step)} by it any more.
           </p>
-          <div className="foot">
-            <button type="button" onClick={() => setForgetting("")} autoFocus>
-              Cancel
-            </button>
-            <button
-              type="button"
-              className="danger"
-              disabled={busy}
-              onClick={() => {
-                setForgetting("");
-                act(del("/api/v1/jobs/{job}/marks/{mark}", { path: { job, mark: leaving.name } }));
-              }}
-            >
-              Forget it
-            </button>
-          </div>
-        </Dialog>
+        </Question>
       )}
     </Panel>
   );
@@ -146,28 +133,17 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
 function RollBack(props: { mark: Mark; onClose: () => void; onDone: () => void }): ReactNode {
   const { mark, onClose, onDone } = props;
   const { job, live } = useShared();
-  const [problem, setProblem] = useState("");
-  const [busy, setBusy] = useState(false);
+  const sending = useSending();
   const [note, setNote] = useState("");
   const steps = Math.max(0, live.step - mark.step);
   const target = mark.name ? { mark: mark.name } : { step: mark.step };
-  const go = (): void => {
-    setBusy(true);
-    setProblem("");
-    post("/api/v1/jobs/{job}/rollback", { path: { job }, body: { id: newId(), ...target, note, wait_s: 60 } })
-      .then((edit) => {
-        onDone();
-        if (edit.state === "APPLIED") return onClose();
-        setProblem(edit.reason || `It is ${edit.state}; the log below tells how it ends.`);
-        setBusy(false);
-      })
-      .catch((error: unknown) => {
-        setProblem(textOf(error));
-        setBusy(false);
-      });
-  };
+  const go = (): void =>
+    sending.send(post("/api/v1/jobs/{job}/rollback", { path: { job }, body: { id: newId(), ...target, note, wait_s: 60 } }), (edit) => {
+      onDone();
+      return endOf(edit, onClose);
+    });
   return (
-    <Dialog title={`Put training back to step ${count(mark.step)}?`} onClose={onClose}>
+    <Question title={`Put training back to step ${count(mark.step)}?`} action={`Roll back to step ${count(mark.step)}`} danger sending={sending} onGo={go} onClose={onClose}>
       <p>
         Parameters, optimizer state, hyper-parameters and everything in keep become what they were
         {mark.name ? ` at restore point ${mark.name}` : ""}, on all ranks or on none.{" "}
@@ -179,15 +155,6 @@ function RollBack(props: { mark: Mark; onClose: () => void; onDone: () => void }
       <label>
         note <input aria-label="Note" maxLength={1000} value={note} onChange={(event) => setNote(event.target.value)} />
       </label>
-      {problem && <Trouble>{problem}</Trouble>}
-      <div className="foot">
-        <button type="button" onClick={onClose} autoFocus>
-          Cancel
-        </button>
-        <button type="button" className="danger" disabled={busy} onClick={go}>
-          Roll back to step {count(mark.step)}
-        </button>
-      </div>
-    </Dialog>
+    </Question>
   );
 }

@@ -8,6 +8,7 @@ import { leaseLeft } from "../lib/edits";
 import { count, holderText, plural } from "../lib/format";
 import { Badge, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
+import { useSending } from "../ui/form";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
 import { Checkpoint, RestorePoint } from "./keep";
 
@@ -23,8 +24,6 @@ export function Pause(): ReactNode {
   const [lease, setLease] = useQuery("lease", "30");
   const [steps, setSteps] = useState("1");
   const [keeping, setKeeping] = useState<"" | "checkpoint" | "point">("");
-  const [busy, setBusy] = useState(false);
-  const [problem, setProblem] = useState("");
   const pause = usePoll(
     summary && summary.state !== "ended" ? `${job} pause` : null,
     (signal) => get("/api/v1/jobs/{job}/pause", { path: { job }, signal }),
@@ -34,16 +33,8 @@ export function Pause(): ReactNode {
   );
   const path = { job };
   const body = { lease_s: Number(lease), holder: MINE };
-  const act = (sent: Promise<PauseState>): void => {
-    setBusy(true);
-    setProblem("");
-    sent
-      .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)))
-      .finally(() => {
-        setBusy(false);
-        pause.refresh();
-      });
-  };
+  const { busy, problem, send } = useSending();
+  const act = (sent: Promise<PauseState>): void => send(sent.finally(pause.refresh));
   const found = pause.data;
   if (!summary || summary.state === "ended") return null;
   const paused = found !== null && found.state !== "running";

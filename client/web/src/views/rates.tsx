@@ -4,12 +4,12 @@ import { type ReactNode, useState } from "react";
 
 import { get, post } from "../api/client";
 import type { GroupDocument } from "../api/schema";
-import { newId } from "../lib/edits";
+import { endOf, newId } from "../lib/edits";
 import { words } from "../lib/format";
-import { Dialog, Empty, Panel, Source, Trouble } from "../ui/bits";
+import { Empty, Panel, Source } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
+import { Question, Select, Text, useSending } from "../ui/form";
 import { usePoll } from "../ui/hooks";
-import { textOf } from "../ui/problems";
 
 const FIRST = ["lr", "weight_decay", "betas", "momentum", "eps"];
 
@@ -92,65 +92,37 @@ function Setting(props: { group: GroupDocument; onClose: () => void; onDone: () 
   const [name, setName] = useState(shown[0]?.[0] ?? "lr");
   const [text, setText] = useState(shown[0]?.[1] ?? "");
   const [note, setNote] = useState("");
-  const [busy, setBusy] = useState(false);
-  const [problem, setProblem] = useState("");
-  const before = shown.find(([one]) => one === name)?.[1] ?? "";
+  const sending = useSending();
+  const textFor = (wanted: string): string => shown.find(([one]) => one === wanted)?.[1] ?? "";
+  const before = textFor(name);
   const value = valueOf(text);
   const apply = (): void => {
     if (value === null) return;
-    setBusy(true);
-    setProblem("");
-    post("/api/v1/jobs/{job}/hyperparameters", { path: { job }, body: { id: newId(), optimizer: group.optimizer, group: group.group, values: { [name]: value }, note, wait_s: 30 } })
-      .then((edit) => {
-        onDone();
-        if (edit.state === "APPLIED") return onClose();
-        setProblem(edit.reason || `It is ${edit.state}; the log below tells how it ends.`);
-        setBusy(false);
-      })
-      .catch((error: unknown) => {
-        setProblem(textOf(error));
-        setBusy(false);
-      });
+    const body = { id: newId(), optimizer: group.optimizer, group: group.group, values: { [name]: value }, note, wait_s: 30 };
+    sending.send(post("/api/v1/jobs/{job}/hyperparameters", { path: { job }, body }), (edit) => {
+      onDone();
+      return endOf(edit, onClose);
+    });
   };
   return (
-    <Dialog title={`Set a value of group ${group.group}?`} onClose={onClose}>
+    <Question title={`Set a value of group ${group.group}?`} action={`Set ${name}`} sending={sending} disabled={value === null || text === before} onGo={apply} onClose={onClose}>
       <div className="form">
-        <label className="field">
-          Name
-          <select
-            value={name}
-            onChange={(event) => {
-              setName(event.target.value);
-              setText(shown.find(([one]) => one === event.target.value)?.[1] ?? "");
-            }}
-          >
-            {shown.map(([one]) => (
-              <option key={one}>{one}</option>
-            ))}
-          </select>
-        </label>
-        <label className="field">
-          Value
-          <input type="text" name="rate" inputMode="decimal" value={text} onChange={(event) => setText(event.target.value)} />
-        </label>
-        <label className="field full">
-          Note for the log
-          <input type="text" maxLength={1000} value={note} onChange={(event) => setNote(event.target.value)} />
-        </label>
+        <Select
+          label="Name"
+          value={name}
+          options={shown.map(([one]) => [one, one] as const)}
+          onChange={(wanted) => {
+            setName(wanted);
+            setText(textFor(wanted));
+          }}
+        />
+        <Text label="Value" name="rate" numeric value={text} onChange={setText} />
+        <Text label="Note for the log" wide="full" max={1000} value={note} onChange={setNote} />
       </div>
       <p>
         {name}: {before} → <strong>{value === null ? "?" : words(value)}</strong>, on all ranks at one step. A scheduler of the script may set it again. It can be undone.
       </p>
       {value === null && <p className="faint">Expected a number, or numbers with commas.</p>}
-      {problem && <Trouble>{problem}</Trouble>}
-      <div className="foot">
-        <button type="button" onClick={onClose}>
-          Cancel
-        </button>
-        <button type="button" className="danger" disabled={busy || value === null || text === before} onClick={apply}>
-          Set {name}
-        </button>
-      </div>
-    </Dialog>
+    </Question>
   );
 }

@@ -7,8 +7,8 @@ import type { NewToken, TokenDocument, TokenRequest } from "../api/schema";
 import { clock } from "../lib/format";
 import { Badge, Dialog, Empty, Line, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
+import { Question, Select, Text, useSending } from "../ui/form";
 import { useNow, usePoll } from "../ui/hooks";
-import { textOf } from "../ui/problems";
 
 const ROLES: readonly (readonly [TokenRequest["role"], string])[] = [
   ["viewer", "see jobs, names, alerts and statistics"],
@@ -89,46 +89,19 @@ function Create(props: { onMade: (token: NewToken) => void }): ReactNode {
   const [role, setRole] = useState<TokenRequest["role"]>("viewer");
   const [name, setName] = useState("");
   const [ttl, setTtl] = useState<string>("86400");
-  const [busy, setBusy] = useState(false);
-  const [problem, setProblem] = useState("");
+  const { busy, problem, send } = useSending();
   const submit = (event: FormEvent): void => {
     event.preventDefault();
-    setBusy(true);
-    setProblem("");
-    post("/api/v1/tokens", { body: { role, ttl_s: Number(ttl), name: name.trim() || null } })
-      .then((token) => {
-        setName("");
-        props.onMade(token);
-      })
-      .catch((error: unknown) => setProblem(textOf(error)))
-      .finally(() => setBusy(false));
+    send(post("/api/v1/tokens", { body: { role, ttl_s: Number(ttl), name: name.trim() || null } }), (token) => {
+      setName("");
+      props.onMade(token);
+    });
   };
   return (
     <form className="form" aria-label="New token" onSubmit={submit}>
-      <label className="field">
-        Name of its owner or purpose
-        <input type="text" name="token-name" maxLength={64} placeholder="optional" value={name} onChange={(event) => setName(event.target.value)} />
-      </label>
-      <label className="field broad">
-        Role
-        <select name="role" value={role} onChange={(event) => setRole(event.target.value as TokenRequest["role"])}>
-          {ROLES.map(([each, what]) => (
-            <option key={each} value={each}>
-              {each}: {what}
-            </option>
-          ))}
-        </select>
-      </label>
-      <label className="field">
-        Valid for
-        <select name="ttl" value={ttl} onChange={(event) => setTtl(event.target.value)}>
-          {LIFETIMES.map(([seconds, text]) => (
-            <option key={seconds} value={seconds}>
-              {text}
-            </option>
-          ))}
-        </select>
-      </label>
+      <Text label="Name of its owner or purpose" name="token-name" max={64} placeholder="optional" value={name} onChange={setName} />
+      <Select label="Role" name="role" wide="broad" value={role} options={ROLES.map(([each, what]) => [each, `${each}: ${what}`] as const)} onChange={(each) => setRole(each as TokenRequest["role"])} />
+      <Select label="Valid for" name="ttl" value={ttl} options={LIFETIMES} onChange={setTtl} />
       <div className="actions">
         <button type="submit" disabled={busy}>
           Make a token
@@ -144,12 +117,8 @@ function Secret(props: { token: NewToken; onClose: () => void }): ReactNode {
   const { job } = useShared();
   const [copied, setCopied] = useState(false);
   const [link, setLink] = useState("");
-  const [problem, setProblem] = useState("");
-  const invite = (): void => {
-    invitationFor(token.token)
-      .then((code) => setLink(`${window.location.origin}/#/sign-in/${code}/${encodeURIComponent(job)}`))
-      .catch((error: unknown) => setProblem(textOf(error)));
-  };
+  const { problem, send } = useSending();
+  const invite = (): void => send(invitationFor(token.token), (code) => setLink(`${window.location.origin}/#/sign-in/${code}/${encodeURIComponent(job)}`));
   return (
     <Dialog title={`Token ${token.name}`} onClose={onClose}>
       <p>This is the only time that it is shown. Its role is {token.role}.</p>
@@ -183,27 +152,15 @@ function Secret(props: { token: NewToken; onClose: () => void }): ReactNode {
 
 function Revoke(props: { token: TokenDocument; onClose: () => void; onDone: () => void }): ReactNode {
   const { token, onClose, onDone } = props;
-  const [problem, setProblem] = useState("");
-  const revoke = (): void => {
-    del("/api/v1/tokens/{name}", { path: { name: token.name } })
-      .then(() => {
-        onDone();
-        onClose();
-      })
-      .catch((error: unknown) => setProblem(textOf(error)));
-  };
+  const sending = useSending();
+  const revoke = (): void =>
+    sending.send(del("/api/v1/tokens/{name}", { path: { name: token.name } }), () => {
+      onDone();
+      onClose();
+    });
   return (
-    <Dialog title={`Revoke token ${token.name}?`} onClose={onClose}>
+    <Question title={`Revoke token ${token.name}?`} action="Revoke" danger sending={sending} onGo={revoke} onClose={onClose}>
       <p>Whoever uses it is refused at once, their open pages are signed out, and its name is never given again. This cannot be undone.</p>
-      {problem && <Trouble>{problem}</Trouble>}
-      <div className="foot">
-        <button type="button" autoFocus onClick={onClose}>
-          Cancel
-        </button>
-        <button type="button" className="danger" onClick={revoke}>
-          Revoke
-        </button>
-      </div>
-    </Dialog>
+    </Question>
   );
 }

@@ -180,16 +180,7 @@ def announce(
         ConflictError: a newer incarnation of the job is already running.
         UsageError: the state dir cannot be used.
     """
-    endpoint = endpoint_of(bootstrap, url, grpc_address, with_ca=with_ca)
-    places.write_endpoint(endpoint)
-    return endpoint
-
-
-def endpoint_of(
-    bootstrap: Bootstrap, url: str, grpc_address: str, *, with_ca: bool = False
-) -> Endpoint:
-    """How to reach this process; `with_ca` as in `announce`."""
-    return Endpoint(
+    endpoint = Endpoint(
         url=url,
         token=bootstrap.token,
         pid=os.getpid(),
@@ -201,6 +192,8 @@ def endpoint_of(
         ca=bootstrap.certificates.authority.pem.decode() if with_ca else "",
         ca_pin=bootstrap.certificates.authority.pin if with_ca else "",
     )
+    places.write_endpoint(endpoint, past=bootstrap.ended)
+    return endpoint
 
 
 def _port_file(bootstrap: Bootstrap) -> Path:

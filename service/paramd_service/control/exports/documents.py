@@ -358,10 +358,11 @@ class DestinationDocument(BaseModel):
 
     name: str
     kind: str = Field(description='"directory" or "s3"')
+    root: str = Field("", description="Its path or URL, for admins; empty for others")
 
 
 class DestinationList(BaseModel):
-    """Destinations configured by the operator, without their paths or URLs."""
+    """Destinations configured by the operator; their paths or URLs are for admins."""
 
     destinations: list[DestinationDocument]
 

@@ -60,9 +60,9 @@ class Comparisons:
             found = await _asked(json.dumps(asked).encode())
         if "error" in found:
             kind = getattr(errors, str(found["error"]), ParamdError)
-            if kind is DeadlineError:
-                raise _too_long()
             message = str(found["message"])
+            if kind is DeadlineError:
+                raise _too_long(message)
             for state in (a, b):
                 # Callers know destinations by name, never their paths.
                 if "path" in state:
@@ -85,7 +85,7 @@ async def _asked(request: bytes) -> dict[str, Any]:
         async with asyncio.timeout(TIMEOUT_S + START_S):
             answer, complaint = await process.communicate(request)
     except TimeoutError as error:
-        raise _too_long() from error
+        raise _too_long("training is slow, paused or over, or the model is large") from error
     finally:
         if process.returncode is None:
             process.kill()
@@ -96,12 +96,11 @@ async def _asked(request: bytes) -> dict[str, Any]:
     return dict(json.loads(answer))
 
 
-def _too_long() -> ConflictError:
+def _too_long(why: str) -> ConflictError:
     # No server error: the request takes longer than REST waits.
     return ConflictError(
-        f"the states could not be compared within {TIMEOUT_S:.0f} s: training is slow, "
-        "paused or over, or there are too many parameters; ask for fewer of either, or use "
-        "mesh.diff with a longer timeout"
+        f"the states were not there and compared within {TIMEOUT_S:.0f} s: {why}; ask for fewer "
+        "parameters or steps, or use mesh.diff with a longer timeout"
     )
 
 

@@ -158,7 +158,7 @@ class Incarnation:
     def recall(self, record: IncarnationRecord) -> None:
         """Be an incarnation that ended in an earlier process, as it was noted then."""
         killed = "its control plane was killed, and nobody noted when"
-        self.over = ConflictError(record.reason or killed)
+        self.over = ConflictError(record.reason.removesuffix("; attach again") or killed)
         self.began_s, self.last_step = record.began_s, record.step
         self.ended_s = record.ended_s if record.ended_s is not None else record.began_s
         self.registry.is_past = True
@@ -302,8 +302,15 @@ class Jobs:
             raise NotFoundError(f"job {job[:64]!r} is not served here; {known}")
         return found
 
-    def open(self, bootstrap: Bootstrap, owner: str | None = None) -> Incarnation:
-        """Begin an incarnation that this token owns, and end the job's older one.
+    def open(
+        self,
+        bootstrap: Bootstrap,
+        owner: str | None = None,
+        *,
+        past: IncarnationRecord | None = None,
+    ) -> Incarnation:
+        """Begin an incarnation that this token owns, and end the job's older one; or show one that
+        is `past`.
 
         Raises:
             ConflictError: the job is already in this incarnation or a later one.
@@ -317,6 +324,8 @@ class Jobs:
         while (crowd := self._crowd(owner, bootstrap)) is not None:
             self._evict_one(crowd)
         mesh = Incarnation(bootstrap, self.terms, publish=self._publish, owner=owner)
+        if past is not None:
+            mesh.recall(past)
         if older is not None:
             self._end(older, ConflictError(f"run {bootstrap.incarnation} has begun; attach again"))
         self._current[bootstrap.job] = mesh

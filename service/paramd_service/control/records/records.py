@@ -16,7 +16,7 @@ from paramd.version import __version__
 from paramd_service.aio import kept
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.base.config import Bootstrap, ControlConfig
-from paramd_service.control.base.site import site_dir
+from paramd_service.control.base.site import directory_of, site_dir
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.records.audit import Action, Audit, Denials, Entry
@@ -76,10 +76,6 @@ class Records:
         self._started = True
         detail = {"settings": dict(settings), "store": str(self.store.address)}
         await self.audit.event(self._action(SELF, "", "control.start", detail))
-
-    async def start_reading(self) -> None:
-        """Open the store only to be read; nothing is recorded. Raises as `Store.start_reading`."""
-        await self.store.start_reading()
 
     async def stop(self) -> None:
         """Record the stop, flush and close. Idempotent; safe after a failed start."""
@@ -169,12 +165,19 @@ class Records:
 async def open_records(config: ControlConfig, mine: Bootstrap | None) -> Records:
     """Make and start a control plane's records; `mine` is the job of an embedded one. Raises as
     `Records.start`."""
+    if mine is None:
+        directory = site_dir()
+    else:
+        directory = directory_of(mine.job) if mine.ended else places.job_dir(mine.job)
     records = Records(
         config.store,
-        places.job_dir(mine.job) if mine is not None else site_dir(),
+        directory,
         chain=mine.job if mine is not None else "",
         incarnation=mine.incarnation if mine is not None else 0,
     )
+    if mine is not None and mine.ended:
+        await records.store.start_reading()
+        return records
     settings = {item.name: getattr(config, item.name) for item in fields(config) if item.repr}
     try:
         await records.start({**settings, "version": __version__})

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from paramd.mesh.exports.calls import ExportInfo
 from paramd_service.control.access.doorway import principal_of
+from paramd_service.control.access.roles import Action
 from paramd_service.control.api.routes.paging import PageToken, begin_of, make_token
 from paramd_service.control.api.services import Services
 from paramd_service.control.exports.documents import (
@@ -68,11 +69,17 @@ def router(services: Services) -> APIRouter:
         return Response(data, media_type="application/octet-stream", headers=headers)
 
     @routes.get("/destinations")
-    async def list_destinations() -> DestinationList:
-        """Names and kinds of the configured destinations, without their paths or URLs."""
+    async def list_destinations(request: Request) -> DestinationList:
+        """Names and kinds of the configured destinations; for admins their paths or URLs, too."""
+        shows = principal_of(request).may(Action.ADMINISTER)
         found = sorted(services.exports.destinations.values(), key=lambda one: one.name)
         return DestinationList(
-            destinations=[DestinationDocument(name=one.name, kind=one.kind.value) for one in found]
+            destinations=[
+                DestinationDocument(
+                    name=one.name, kind=one.kind.value, root=one.root if shows else ""
+                )
+                for one in found
+            ]
         )
 
     return routes

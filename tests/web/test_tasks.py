@@ -139,17 +139,17 @@ def test_pause_three_steps_and_resume(tab: Tab, door: Door) -> None:
         task.press("Pause", exact=True)
         lease = task.page.get_by_test_id("lease")
         lease.wait_for()
-        held = wait_for("the hold", lambda: (h := door.get("hold"))["state"] == "held" and h)
+        held = wait_for("the pause", lambda: (h := door.get("pause"))["state"] == "paused" and h)
         left = int(lease.inner_text().split()[0])
         assert 0 < left <= 30
         wait_for("the countdown", lambda: int(lease.inner_text().split()[0]) < left)
         task.page.get_by_label("Steps").fill("3")
         header = task.page.get_by_label("Training", exact=True)
         task.click(header.get_by_role("button", name="Step", exact=True))
-        wait_for("three steps", lambda: door.get("hold")["step"] == held["step"] + 3)
+        wait_for("three steps", lambda: door.get("pause")["step"] == held["step"] + 3)
         task.press("Resume")
         task.page.get_by_role("button", name="Pause", exact=True).wait_for()
-        assert door.get("hold")["state"] == "running"
+        assert door.get("pause")["state"] == "running"
 
 
 def test_compared_with_an_earlier_step(tab: Tab, door: Door) -> None:

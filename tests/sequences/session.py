@@ -62,7 +62,7 @@ SHORT = {
     "PARAMD_EDIT_EXPIRY_S": "2",
     "PARAMD_GRACE_S": "0.5",
     "PARAMD_STANDING_EVERY": "10",
-    "PARAMD_LINGER_S": "30",
+    "PARAMD_LINGER_S": "120",
 }
 """Every time that can be set, so that each way to release or expire is walked again and again."""
 

@@ -174,12 +174,16 @@ def parse_filter(text: str) -> Filter:
 
 def filter_of(patterns: Iterable[str]) -> Filter:
     """The filter of patterns given one by one: "numel > 1M" is a term, all else a glob."""
-    terms, globs = [], []
+    terms: list[str] = []
+    globs: list[str] = []
     for pattern in patterns:
-        found = _TERM.match(pattern.replace(" ", ""))
-        (terms if found and found[1] in KEYS else globs).append(pattern)
-    chosen = parse_filter(" ".join(term.replace(" ", "") for term in terms))
-    return replace(chosen, patterns=tuple(globs) if globs else ("*",))
+        word = pattern.replace(" ", "")
+        found = _TERM.match(word)
+        if found and found[1] in KEYS:
+            terms.append(word)
+        else:
+            globs.append(pattern)
+    return replace(parse_filter(" ".join(terms)), patterns=tuple(globs) if globs else ("*",))
 
 
 def _words(text: str) -> list[tuple[int, str, bool]]:

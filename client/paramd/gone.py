@@ -52,18 +52,12 @@ GONE: tuple[Gone, ...] = (
     Gone("rest", "POST /jobs/{}/hold/renew", "use /pause/renew"),
     Gone("rest", "POST /jobs/{}/hold/step", "use /pause/step"),
     Gone("rest", "DELETE /jobs/{}/hold", "use /pause"),
-    Gone("python", "Mesh.hold_state", "use pause_state()"),
-    Gone("python", "Mesh.writeback(hold)", "use pause="),
-    Gone("python", "PauseState.held", "use .paused"),
     Gone("setting", "alerts.hold", "use pause"),
     Gone("python", "Mesh.download(moved)", "use progress="),
     Gone("python", "Mesh.download(said)", "use on_message="),
     Gone("python", "Mesh.download(replace)", "use overwrite="),
     Gone("python", "Mesh.restore(moved)", "use progress="),
     Gone("python", "Attachment.keeping", "use resume_cost()"),
-    Gone("python", "attach(keep)", "use extra_state="),
-    Gone("python", "connect(timeout_s)", "use timeout="),
-    Gone("python", "Mesh.export(timeout_s)", "use timeout="),
     Gone(
         "flag",
         "export-schedule create --every",
@@ -105,6 +99,12 @@ RENAMED: Mapping[str, str] = {
     "Attachment.goes_on": "begin_iteration",
     "Attachment.rewindable": "rollback_scope",
     "Attachment.not_training_weights": "swapped_weights",
+    "Mesh.hold_state": "pause_state",
+    "Mesh.writeback(hold)": "pause",
+    "PauseState.held": "paused",
+    "attach(keep)": "extra_state",
+    "connect(timeout_s)": "timeout",
+    "Mesh.export(timeout_s)": "timeout",
 }
 """Names that scripts have in their loops: for this release they work, with a warning."""
 
@@ -188,7 +188,10 @@ def keywords(of: str) -> Callable[[_Function], _Function]:
     def decorated(function: _Function) -> _Function:
         @functools.wraps(function)
         def checked(*args: Any, **named: Any) -> Any:
-            for keyword in named:
+            for keyword in list(named):
+                if new := RENAMED.get(f"{of}({keyword})"):
+                    warnings.warn(f"{of}({keyword}=) is now {new}=", FutureWarning, stacklevel=2)
+                    named[new] = named.pop(keyword)
                 check("python", f"{of}({keyword})", f"{of}({keyword}=...)")
                 if of == "attach":
                     check("setting", keyword, f"{of}({keyword}=...)")
@@ -212,7 +215,8 @@ def tells(kind: _Class) -> _Class:
         return object.__getattribute__(self, name)
 
     kind.__getattr__ = missing  # type: ignore[attr-defined]
-    for method in {row.name.partition("(")[0] for row in GONE if "(" in row.name}:
+    gone = (*(row.name for row in GONE), *RENAMED)
+    for method in {name.partition("(")[0] for name in gone if "(" in name}:
         owner, _, name = method.partition(".")
         if owner == of and name in vars(kind):
             setattr(kind, name, keywords(method)(vars(kind)[name]))

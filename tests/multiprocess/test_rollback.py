@@ -306,7 +306,7 @@ def test_a_training_that_cannot_be_put_back_says_why_up_front(
     ranks, mesh = begun(stack, tmp_path, "plain", "--no-block")
     wait_for(lambda: at(tmp_path) >= 3, ranks)
     mesh.mark("safe")
-    with pytest.raises(ConflictError, match=r"no block of attachment.rollback_scope\(\)"):
+    with pytest.raises(ConflictError, match=r"not in a block of attachment.rollback_scope\(\)"):
         mesh.rollback("safe")
     assert mesh.pause_state().state == "running"
     kill(ranks)

@@ -15,7 +15,7 @@ from paramd.cli.settings import read_file
 from paramd.errors import GoneError, UsageError
 from paramd.gone import GONE, Door, Gone
 from paramd.mesh.amesh import AsyncMesh
-from paramd.mesh.edits.calls import PauseState
+from paramd.mesh.edits.calls import PauseState, PauseWord
 from paramd.mesh.mesh import Mesh
 from paramd.trainer.attaching.attach import attach
 from paramd.trainer.attaching.attachment import Attachment
@@ -147,7 +147,15 @@ def test_a_python_name_says_what_replaces_it(row: Gone) -> None:
 
 @pytest.mark.parametrize("old", gone.RENAMED)
 def test_a_name_from_users_loops_works_with_a_warning(old: str) -> None:
+    new = gone.RENAMED[old]
+    if "(" in old:
+        of, _, keyword = old.rstrip(")").partition("(")
+        taking = gone.keywords(of)(lambda **named: named)
+        with pytest.warns(FutureWarning, match=f"{keyword}=\\) is now {new}="):
+            assert taking(**{keyword: 3}) == {new: 3}
+        return
     owner, _, name = old.partition(".")
-    holder = object.__new__(KINDS[owner])
-    with pytest.warns(FutureWarning, match=f"{old} is now {owner}.{gone.RENAMED[old]}"):
-        assert getattr(holder, name) == getattr(holder, gone.RENAMED[old])
+    paused = PauseState(state=PauseWord.PAUSED)
+    holder = paused if owner == "PauseState" else object.__new__(KINDS[owner])
+    with pytest.warns(FutureWarning, match=f"{old} is now {owner}.{new}"):
+        assert getattr(holder, name) == getattr(holder, new)

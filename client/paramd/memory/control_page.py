@@ -252,7 +252,7 @@ class Stand(IntEnum):
     EDIT = 0  # an edit, a rollback or new hyper-parameters are applied
     STATE = 1  # buffers, optimizer state or mirrored parameters are copied for a reader
     ROUND = 2  # the last round is collected, which takes long when another rank is late
-    HOLD = 3  # training is held on request
+    PAUSE = 3  # training is paused on request
 
 
 _FIRST_STAND_WORD = 449

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -311,13 +311,13 @@ class AsyncMesh:
         found = await self._reach.attempts(attempt, deadline_s)
         if not wanted.statistics or not found:
             return found
-        names = (row.name for row in found)
+        names = [row.name for row in found]
         numbers = await self._numbers(names, buffers=buffers, deadline_s=deadline_s)
         pairs = zip(found, numbers, strict=True)
         return Params(row for row, one in pairs if wanted.matches_numbers(one.summary))
 
     async def _numbers(
-        self, patterns: Iterable[str], *, buffers: bool, deadline_s: float, histogram: bool = False,
+        self, patterns: Sequence[str], *, buffers: bool, deadline_s: float, histogram: bool = False,
         unsettled: bool = False,
     ) -> StatsTable:  # fmt: skip
         return await while_pinned(

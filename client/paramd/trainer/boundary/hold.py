@@ -256,7 +256,7 @@ class BoundaryHandler:
             raise
         # The pause must not count as step time.
         words[Word.BOUNDARY_NS] = time.monotonic_ns()
-        note_stand(self._page, Stand.HOLD, words[Word.BOUNDARY_NS] - begin_ns)
+        note_stand(self._page, Stand.PAUSE, words[Word.BOUNDARY_NS] - begin_ns)
 
     def _exchange(self, agreement: Agreement, at_home: bool) -> Round:
         request = self._request(at_home, now=True)

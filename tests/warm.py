@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 WARM = {
     "paramd_service.control": "service",
+    "paramd_service.control.ended": "service",
     "paramd_service.sidecar": "service",
     "tests.integration.fake_trainer": "service",
     "paramd.cli": "ranks",
@@ -244,6 +245,8 @@ def start_children_with(service: Forker, ranks: Forker) -> None:
         if forker is None or not (forker.is_ours and forker.is_ready):
             _cold_start(self, *values)
             return
+        if "-P" in asked["args"][1:3]:
+            environment = {**environment, "PYTHONSAFEPATH": "1"}
         asked_for = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
         self.pid = forker.fork(
             arguments,
@@ -271,7 +274,7 @@ def _of_python(command: Any) -> tuple[list[str], int]:
     if words[0] != sys.executable:
         return [], host
     # As unbuffered as all that start warm.
-    options = [word for word in words[1:3] if word == "-u"]
+    options = [word for word in words[1:3] if word in ("-u", "-P")]
     rest = words[1 + len(options) :]
     return (rest[1:] if rest[:1] == ["-m"] else rest), host
 

@@ -105,6 +105,7 @@ def main() -> None:
     if tasks != 1:
         raise RuntimeError(f"{tasks} threads: what they hold would be held for ever in a fork")
     # Or a first collection, and attach(), which looks at all objects, write to all shared pages.
+    # Whose parameters something holds in C++ alone has to unfreeze first.
     gc.collect()
     gc.freeze()
     with suppress(BrokenPipeError):  # closed meanwhile, as `serve` sees

@@ -19,7 +19,7 @@ from tests.ending import end
 from tests.gloo import all_see
 from tests.multiprocess import kinds
 
-UPDATE_S, GAP_S = 0.0005, 0.003
+UPDATE_S, GAP_S = 0.0005, 0.01
 """How long an update takes, and what is between two."""
 
 

@@ -6,6 +6,7 @@ trainer_killed --folder F [--at STEP]
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 from pathlib import Path
@@ -32,6 +33,8 @@ class Killer(TrainerCallback):
 
 
 def main() -> None:
+    # A framework may hold parameters where attach() then does not see it, and refuses.
+    gc.unfreeze()
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--at", type=int, default=-1)

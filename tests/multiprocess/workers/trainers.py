@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import os
 import re
@@ -504,6 +505,8 @@ class Titan:
 def main() -> None:
     import tests.multiprocess.workers.trainers_lightning  # noqa: F401
 
+    # A framework may hold parameters where attach() then does not see it, and refuses.
+    gc.unfreeze()
     parser = argparse.ArgumentParser()
     parser.add_argument("case", choices=sorted(CASES))
     parser.add_argument("--folder", type=Path, required=True)

@@ -51,7 +51,7 @@ LINES = {
     "unit/trainer/": 4126,
     "walks/": 144,
     "walks/inject/": 52,
-    "web/": 1095,
+    "web/": 1110,
 }
 """At most, by folder."""
 FILE_LINES = 700

@@ -54,6 +54,9 @@ class Door:
     def post(self, path: str, body: object) -> Any:
         return self._ask("POST", path, json=body)
 
+    def delete(self, path: str) -> Any:
+        return self._ask("DELETE", f"/jobs/{JOB}/{path}")
+
     def as_holder(self, token: str) -> Door:
         """The same, asked with another token."""
         other = copy.copy(self)

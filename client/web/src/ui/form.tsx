@@ -82,6 +82,7 @@ export function Question(props: {
   danger?: boolean;
   disabled?: boolean;
   why?: string;
+  leave?: string;
   beside?: ReactNode;
   children: ReactNode;
 }): ReactNode {
@@ -93,7 +94,7 @@ export function Question(props: {
       <div className="foot">
         {props.beside}
         <button type="button" onClick={props.onClose} autoFocus={danger}>
-          Cancel
+          {props.leave ?? "Cancel"}
         </button>
         <button type="button" className={danger ? "danger" : "main"} title={props.why} disabled={sending.busy || props.disabled} onClick={props.onGo}>
           {props.action}

@@ -28,7 +28,7 @@ export function RestorePoint(props: { onClose: () => void }): ReactNode {
   const create = (): void => sending.send(post("/api/v1/jobs/{job}/marks", { path: { job }, body: { name: name.trim() } }), setMade);
   const all = <Elsewhere view="edits" onClose={props.onClose}>All restore points</Elsewhere>;
   return (
-    <Question title="Create a restore point?" action={made ? "Created" : "Create it"} sending={sending} why={why} disabled={made !== null || why !== "" || !name.trim()} onGo={create} onClose={props.onClose} beside={all}>
+    <Question title="Create a restore point?" action={made ? "Created" : "Create it"} leave={made ? "Close" : "Cancel"} sending={sending} why={why} disabled={made !== null || why !== "" || !name.trim()} onGo={create} onClose={props.onClose} beside={all}>
       <p>The complete state of the next step (parameters, optimizer, random states) is kept in memory under a name. Training pauses while it is copied, and can be rolled back to it.</p>
       <Text label="Name" max={64} value={name} onChange={setName} />
       {why && <p className="faint">{why}</p>}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 from benchmarks.report import Report, Table
-from tests.integration.control_process import control_plane
+from tests.integration.control_process import TOKEN, control_plane
 from tests.integration.control_process import ticket as control_ticket
 from tests.integration.fake_trainer import TrainerSettings, attach
 from tests.integration.sidecar_process import sidecar, ticket
@@ -81,7 +82,10 @@ def _of_control_plane(seconds: float) -> list[Flooded]:
         assert rest is not None
 
         def get() -> None:
-            assert control.get("/api/v1/jobs/run").status_code == 200
+            with closing(HTTPConnection("127.0.0.1", rest)) as connection:
+                headers = {"authorization": f"Bearer {TOKEN}"}
+                connection.request("GET", "/api/v1/jobs/run", headers=headers)
+                assert connection.getresponse().status == 200
 
         ((_, shown),) = control_ticket()
         path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

@@ -22,6 +22,8 @@ from tests.integration.fake_trainer import SIGNER, TrainerSettings, attach
 from tests.integration.sidecar_process import sidecar, ticket, wait_until
 from tests.orders import bound, ordered
 
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
+
 MOST_BYTES = 64 << 20
 """What a server may grow by; twice that while it parses, which is given back."""
 MESSAGE_BYTES = 4 << 20

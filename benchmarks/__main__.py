@@ -36,6 +36,7 @@ NAMES = (
     "hosts",
     "control_scale",
     "control_requests",
+    "flood",
     "dashboard",
     "gpu",
 )

@@ -274,6 +274,13 @@ BUGS = (
         tests=("integration/test_identity.py",),
     ),
     Bug(
+        name="a request's parts are not counted before they are parsed",
+        file="service/paramd_service/admission.py",
+        old="MAX_PARTS: Final = 1 << 17\n",
+        new="MAX_PARTS: Final = 1 << 30\n",
+        tests=("integration/test_bounds.py",),
+    ),
+    Bug(
         name="the signature is not looked at",
         file=CLIENT + "security/tickets.py",
         old="            self._jws.decode(ticket, self._key, [_ALGORITHM])\n",

@@ -9,7 +9,6 @@ connection with a good token. A request is authenticated before any of its body 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -76,26 +75,36 @@ class Doorway:
 
     def __init__(self, *, places: int = MAX_STRANGERS) -> None:
         self._places = places
-        self._strangers: dict[Connection, None] = {}
+        self._strangers: dict[str, dict[Connection, None]] = {}
+        """By address; an address without any is absent."""
+        self._count = 0
         self.tunnels: set[Connection] = set()
         """Connections upgraded from HTTP."""
 
     def opened(self, door: Connection) -> None:
         """Add a new connection, as a stranger."""
-        self._strangers[door] = None
-        if len(self._strangers) > self._places:
+        self._strangers.setdefault(door.host, {})[door] = None
+        self._count += 1
+        if self._count > self._places:
             # From the address with the most, so that one address cannot push out the rest.
-            ((crowd, _),) = Counter(one.host for one in self._strangers).most_common(1)
-            next(one for one in self._strangers if one.host == crowd).shut()
+            next(iter(max(self._strangers.values(), key=len))).shut()
 
     def shown(self, door: Connection) -> None:
         """Record that the connection has shown a good token: no stranger takes its place now."""
-        self._strangers.pop(door, None)
+        self._forget(door)
 
     def closed(self, door: Connection) -> None:
         """Forget a connection that has ended. Idempotent."""
-        self._strangers.pop(door, None)
+        self._forget(door)
         self.tunnels.discard(door)
+
+    def _forget(self, door: Connection) -> None:
+        strangers = self._strangers.get(door.host, {})
+        if door in strangers:
+            del strangers[door]
+            self._count -= 1
+            if not strangers:
+                del self._strangers[door.host]
 
 
 async def run_until(

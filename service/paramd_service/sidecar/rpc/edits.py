@@ -17,6 +17,7 @@ from paramd.memory.edit_program import Record, parse_program
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk, parse_chunk
+from paramd_service.admission import check_parts
 from paramd_service.sidecar.edits.entry import Entry, Phase
 from paramd_service.sidecar.edits.memory import Range, Ranges
 from paramd_service.sidecar.edits.receive import copy_of
@@ -177,7 +178,10 @@ def _header(rank: RankSidecar, entry: Entry) -> common_pb2.Header:
 def _part(message: bytes) -> pb.StageEditRequest | Chunk:
     """A manifest, or a chunk of data that refers to the message's bytes, to save a copy."""
     try:
-        request = None if message[:1] == _DATA_TAG else pb.StageEditRequest.FromString(message)
+        request = None
+        if message[:1] != _DATA_TAG:
+            check_parts(pb.StageEditRequest.DESCRIPTOR, message)
+            request = pb.StageEditRequest.FromString(message)
         if request is None or not request.HasField("manifest"):
             return parse_chunk(message)
     except DecodeError:

@@ -37,7 +37,7 @@ from paramd.state_files import resident_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service import admission
-from paramd_service.admission import Shares, TokenRevokedError
+from paramd_service.admission import Shares, TokenRevokedError, check_parts
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import auth, copies, deltas, edits, insight, late, messages, pins
 from paramd_service.sidecar.rpc.auth import (
@@ -472,6 +472,7 @@ _ON_THREAD: dict[str, SnapshotWork] = {
 
 
 def _parse(request_type: type[Message], data: bytes) -> Message:
+    check_parts(request_type.DESCRIPTOR, data)
     try:
         return request_type.FromString(data)
     except DecodeError:

@@ -34,6 +34,7 @@ from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.mirrored import MirroredHome
 from paramd.trainer.model import partitions
+from paramd.trainer.model.extra_state import ExtraState, names_of
 from paramd.trainer.resume.exported import Exported, Offered, opened
 from paramd.trainer.resume.keeper import Keeper
 from paramd.trainer.resume.optimizer_home import OptimizerHome
@@ -367,6 +368,7 @@ class Stages(Discovering):
         else:
             locator = mirror.locator if mirror is not None else None
             record = CopiedState(records, optimizer_memory, page, home, locator=locator)
+        extra = ExtraState(records, page.words, model, lambda: names_of(home.local_layout(0)))
         edits = SparseMemory(shared.edits)
         editor = Editor(
             page, arena, edits, at_point=self._at_point, mirror=mirror, finish=home.finish
@@ -385,6 +387,7 @@ class Stages(Discovering):
             agreement,
             editor=editor,
             copy_state=record.copy_for if record is not None else lambda _: None,
+            note_extra=extra.note_for,
             hold_cap_s=cap_s(collective_timeout_s()),
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
             mirror=mirror,

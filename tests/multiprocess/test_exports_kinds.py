@@ -106,6 +106,7 @@ def exported(ranks: Ranks, folder: Path) -> None:
     assert manifest["missing"] == {
         "opaque._extra_state": "it is a tuple that is neither a tensor nor JSON"
     }
+    assert manifest["extra_state"] == ["noted._extra_state", "told._extra_state"]
     noted = {"step": step, "of": [step / 3, None, "ä"]}
     assert json.loads((hub / "extra_state.json").read_text()) == {"noted._extra_state": noted}
     told = load_file(hub / "model.safetensors")["told._extra_state"]

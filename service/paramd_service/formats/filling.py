@@ -51,7 +51,7 @@ def manifest(
         "renamed": {old: new for old, new in plan.names.items() if old != new},
         "parts": plan.parts,
         "missing": plan.missing,
-        "extra_state": sorted(plan.extra.values) if plan.extra is not None else [],
+        "extra_state": sorted(plan.names[name] for name in plan.extra.kept) if plan.extra else [],
         "layout_note": plan.layout.hub_note if settings.format == "safetensors" else "",
         "tensor_bytes": sum(entry.data_bytes for file in plan.files for entry in file.entries),
         "files": [

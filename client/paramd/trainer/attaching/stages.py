@@ -239,6 +239,13 @@ class Stages(Discovering):
             without.append("optimizer state")
         if missing := self._exported.missing_buffers():
             without.append(f"{missing} buffers")
+        if names := self._exported.extra_state:
+            log.warning(
+                "paramd: the export has extra state that is not loaded (%s%s); give it to "
+                "set_extra_state",
+                ", ".join(names[:4]),
+                " ..." * (len(names) > 4),
+            )
         without += ["random states", "hyper-parameters", *(f"keep[{n!r}]" for n in self._keep)]
         return (
             f"continues from its export of {self._exported.offered}, since nothing is left in "

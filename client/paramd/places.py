@@ -226,14 +226,20 @@ def is_known(job: str) -> bool:
 
 
 def is_starting(job: str) -> bool:
-    """Whether a training has just taken an incarnation whose control plane has not begun here."""
+    """Whether a training has just taken an incarnation whose control plane was never here."""
     path = state_dir() / check_job_name(job) / INCARNATION_FILE
     try:
         age_s, taken = time.time() - path.stat().st_mtime, _counted(path)
     except (OSError, ConflictError):
         return False
-    past = incarnations(job)
-    return age_s < STARTING_S and taken > (past[-1].incarnation if past else 0)
+    past, found = incarnations(job), _load(path.parent / ENDPOINT_FILE)
+    last = past[-1] if past else None
+    if last is not None and last.incarnation == taken:
+        # It notes that it begins before it says where it is.
+        begins = last.ended_s is None and (found is None or found.incarnation < taken)
+    else:
+        begins = last is None or taken > last.incarnation
+    return age_s < STARTING_S and begins
 
 
 def end_text(last: IncarnationRecord) -> str:

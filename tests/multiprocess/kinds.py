@@ -158,8 +158,8 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
         options = StateDictOptions(full_state_dict=True)
         state = get_model_state_dict(model, options=options)
-    buffers = set(_buffer_names(model))
-    return {k: v.detach().clone() for k, v in state.items() if k not in buffers}
+    others = {*_buffer_names(model), *(k for k in state if k.endswith("_extra_state"))}
+    return {k: v.detach().clone() for k, v in state.items() if k not in others}
 
 
 def _buffer_names(model: nn.Module) -> Iterator[str]:

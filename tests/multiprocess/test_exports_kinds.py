@@ -99,5 +99,16 @@ def exported(ranks: Ranks, folder: Path) -> None:
     with connect_to(ranks.state_dir, "resume") as mesh:
         wait_until(lambda: mesh.status().step >= 2, "it trains")
         include = ["parameters", "buffers", "optimizer"]
-        done = mesh.export("here/ckpt", format="dcp", include=include)
-        done.wait(timeout=90)
+        done = mesh.export("here/ckpt", format="dcp", include=include).wait(timeout=90)
+        assert done.missing == ("opaque._extra_state",)
+        done = mesh.export("here/hub", dtype="float16").wait(timeout=90)
+    hub = folder / "out" / "hub"
+    step, manifest = done.step, json.loads((hub / "paramd-export.json").read_text())
+    assert manifest["missing"] == {
+        "opaque._extra_state": "it is a tuple that is neither a tensor nor JSON"
+    }
+    assert manifest["extra_state"] == ["noted._extra_state", "told._extra_state"]
+    noted = {"step": step, "of": [step / 3, None, "ä"]}
+    assert json.loads((hub / "extra_state.json").read_text()) == {"noted._extra_state": noted}
+    told = load_file(hub / "model.safetensors")["told._extra_state"]
+    assert torch.equal(told, torch.full((step % 3,), float(step), dtype=torch.float64))

@@ -104,7 +104,7 @@ def test_from_pretrained_reads_what_was_exported(name: str, way: str, tmp_path: 
         key: raw(one) for key, one in theirs.items()
     }
     manifest = json.loads((root / "hf" / "paramd-export.json").read_text())
-    assert (manifest["missing"], manifest["layout_note"]) == ([], "")
+    assert (manifest["missing"], manifest["layout_note"]) == ({}, "")
     restored = values_of(layout, joined_parts(layout, ours, manifest["parts"]), manifest["renamed"])
     assert {key: raw(one) for key, one in restored.items()} == {
         key: raw(one) for key, one in tensors.items()

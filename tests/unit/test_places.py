@@ -129,10 +129,12 @@ def test_a_job_is_starting_until_its_control_plane_has_begun(
     ended_pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places.write_endpoint(endpoint("old", pid=ended_pid))
-    places.next_incarnation("old")
-    for named in ("old", None):
-        with pytest.raises(places.StartingError, match="starting"):
-            places.read_endpoint(named)
+    taken = places.next_incarnation("old", above=1)
+    for began in (b"", b'{"incarnation": %d, "world_size": 1, "began_s": 1.0}\n' % taken):
+        (places.job_dir("old") / places.HISTORY_FILE).write_bytes(began)
+        for named in ("old", None):
+            with pytest.raises(places.StartingError, match="starting"):
+                places.read_endpoint(named)
     begins = threading.Timer(0.3, lambda: places.write_endpoint(endpoint("old", token="begun")))
     begins.start()
 

@@ -232,6 +232,9 @@ def _follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
         f"{len(found.files)} files, {seconds(took_s)}"
         f"{differ_text(found.replicas_differ)}"
     )
+    if found.missing:
+        names = ", ".join(found.missing[:4]) + " ..." * (len(found.missing) > 4)
+        say(f"not in it, for the reasons in its manifest: {names}")
     return found
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 from urllib.parse import quote
@@ -72,17 +72,29 @@ def jobs(
     all_: Annotated[bool, Option("--all", help="Also those that do not run.")] = False,
 ) -> None:
     """List the jobs on this host, of this user."""
-    running = {one.job: one.url for one in places.running_jobs()}
+    running = {one.job: one for one in places.running_jobs()}
     rows = []
     for job in places.known_jobs():
         if all_ or job in running:
             last = places.incarnations(job)[-1:]
             found = asdict(last[0]) if last else {}
-            state = "running" if job in running else "not running"
-            rows.append({"job": job, "state": state, "url": running.get(job, ""), **{
+            here = running.get(job)
+            state = _state_of(target, here) if here is not None else "not running"
+            rows.append({"job": job, "state": state, "url": here.url if here else "", **{
                 name: found.get(name) for name in ("incarnation", "world_size", "began_s")
             }})  # fmt: skip
     target.show("jobs", rows, JOB_COLUMNS, id_key="job")
+
+
+def _state_of(target: Target, here: places.Endpoint) -> str:
+    """Whether a job with a control plane runs: its trainers may all have ended."""
+    phases: set[str] = set()
+    named = replace(target.settings, job=here.job, url=here.url, token=here.token)
+    with suppress(ParamdError), Target(named).connect() as mesh:
+        phases = {row.phase for row in mesh.status()}
+    if not phases or phases - {"orphaned", "torn"}:
+        return "running"
+    return "torn" if "torn" in phases else "orphaned"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.types import Region, TensorLayout
+from paramd.layout.types import Region, TensorLayout, joined, offsets_in
 
 SAMPLE_BYTES = 4 << 20
 """Most bytes of one rank that are sampled, but for 64 of each piece."""
@@ -91,9 +91,23 @@ def places_on(samples: Iterable[Sample], rank: int) -> list[tuple[int, int]]:
     ]
 
 
+def sample_spans(samples: Sequence[Sample]) -> dict[int, list[tuple[int, int]]]:
+    """What to read of each rank for samples."""
+    ranks = {rank for one in samples for rank in one.begins}
+    return {rank: joined(places_on(samples, rank), 0) for rank in sorted(ranks)}
+
+
+def ranges_in(
+    samples: Iterable[Sample], rank: int, spans: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The `places_on` a rank, within its spans one after the other."""
+    offset_of = offsets_in(spans)
+    return [(offset_of(b), offset_of(b) + e - b) for b, e in places_on(samples, rank)]
+
+
 def differing(samples: Iterable[Sample], seen: Mapping[int, Sequence[bytes]]) -> tuple[str, ...]:
-    """The tensors of which not all ranks hold the same; `seen` has a digest of each of the
-    `places_on` them."""
+    """The tensors of which not all ranks hold the same; `seen` has the bytes, or a digest, of each
+    of the `places_on` them."""
     left = {rank: iter(digests) for rank, digests in seen.items()}
     found: dict[str, None] = {}
     for one in samples:

@@ -1,6 +1,7 @@
 """Memory for resuming beside the arena: the record of a boundary, and the table of state.
 
-The continuation memory has two slots for the record and two for the table, written in turn: a
+The continuation memory has two slots for the record and two for the table (and two for extra
+state, trainer/model/extra_state.py), written in turn: a
 process killed at any moment leaves the previous one intact. A slot is a header and its payload. The
 header has a number, the payload's size and XXH3, and for a record the number of its table; the
 number is 0 while the slot is written. Of the intact slots the highest number counts.
@@ -31,8 +32,8 @@ from paramd.errors import ExhaustedError
 from paramd.memory.descriptors import PAGE, SparseMemory, pages
 from paramd.memory.handover import CONTINUATION_SLOT_BYTES
 
-RECORD, TABLE = 0, 2 * CONTINUATION_SLOT_BYTES
-"""First byte of the record's slots, and of the table's."""
+RECORD, TABLE, EXTRA = (pair * 2 * CONTINUATION_SLOT_BYTES for pair in range(3))
+"""First byte of the record's slots, the table's, and those of extra state."""
 
 MAX_PAYLOAD_BYTES = CONTINUATION_SLOT_BYTES - PAGE
 

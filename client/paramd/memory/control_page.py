@@ -207,6 +207,7 @@ class Word(IntEnum):
     HIGHEST = 74  # highest request this rank was ever ready for in this incarnation
     HOLD_UNTIL_NS = 75  # end of the pause's lease
     MOMENTS_WANTED = 76  # request with optimizer state that the trainer copies, or waits for
+    EXTRA_WANTED = 77  # request that needs the model's extra state
     ARM_STEP = 80  # announce the boundary of this step; 0 none
     ARM_SLOT0 = 81  # update (`in_time`) whose gradients are wanted in slot 0; 0 none
     ARM_SLOT1 = 82
@@ -239,6 +240,7 @@ class Word(IntEnum):
         107  # the device's number behind all work of the published state (device_arena.py)
     )
     STATE_BYTES = 108  # bytes of the optimizer's state on the device
+    EXTRA_FOR = 109  # request that extra state was last noted for; 0 while being written
 
     # Words 112 to 127 are the trainer's: SEQs of settled states that have strayed.
     # Words 128 to 191 are the trainer's: the last requests agreed.

@@ -71,8 +71,8 @@ def optimizer_bytes(arena_bytes: int) -> int:
 
 
 def continuation_bytes() -> int:
-    """Size of the continuation memory: two slots for the record, two for the table."""
-    return 4 * CONTINUATION_SLOT_BYTES
+    """Size of the continuation memory: two slots each for record, table and extra state."""
+    return 6 * CONTINUATION_SLOT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,20 +282,31 @@ def pack_table(table: Mapping[str, Any]) -> bytes:
     if len(data) > TABLE_BYTES - _LENGTH.size:
         failure = f"its table takes {len(data):,} bytes, more than there is space for"
         data = table_text({**table, "keys": [], "params": [], "groups": [], "failure": failure})
-    return _LENGTH.pack(len(data)) + data
+    return with_length(data)
+
+
+def with_length(text: bytes) -> bytes:
+    """A table of its text."""
+    return _LENGTH.pack(len(text)) + text
 
 
 def parse_table(memory: memoryview | bytes) -> dict[str, Any]:
     """Parse a table and ignore bytes after it; UsageError if there is none."""
-    inflater = zlib.decompressobj()
     try:
         (length,) = _LENGTH.unpack_from(memory, 0)
         if not 0 <= length <= TABLE_BYTES - _LENGTH.size:
             raise ValueError(f"it says that it has {length} bytes")
-        end = _LENGTH.size + length
-        found = json.loads(inflater.decompress(memory[_LENGTH.size : end], _MAX_TEXT_BYTES))
-    except (struct.error, zlib.error, ValueError, RecursionError) as error:
-        raise UsageError(f"the table of optimizer state cannot be read: {error}") from None
+    except (struct.error, ValueError) as error:
+        raise UsageError(f"the table of state cannot be read: {error}") from None
+    return parse_text(memory[_LENGTH.size : _LENGTH.size + length])
+
+
+def parse_text(text: memoryview | bytes) -> dict[str, Any]:
+    """The inverse of `table_text`; UsageError if malformed."""
+    try:
+        found = json.loads(zlib.decompressobj().decompress(text, _MAX_TEXT_BYTES))
+    except (zlib.error, ValueError, RecursionError) as error:
+        raise UsageError(f"the table of state cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise UsageError("the table of optimizer state is no object")
+        raise UsageError("the table of state is no object")
     return found

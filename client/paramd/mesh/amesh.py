@@ -560,8 +560,11 @@ class AsyncMesh:
                 held, moments = await read_states(read, self._transfer, targets)
                 state = held.state
             elif not unsettled:
-                state = await self._transfer.read_live(sidecars, chosen, targets, transport)
-                differ = await compared(sidecars, Pinned(state, {}), samples) if state else None
+                live = await self._transfer.read_live(sidecars, chosen, targets, transport, samples)
+                if live is not None:
+                    state, differ = live
+                    if differ is None:
+                        differ = await compared(sidecars, Pinned(state, {}), samples)
             if state is None:
                 async with pinned(
                     self._reach, sidecars, chosen, deadline_s, unsettled=unsettled, samples=samples

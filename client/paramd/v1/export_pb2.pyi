@@ -148,6 +148,7 @@ class ExportPlan(google.protobuf.message.Message):
     REPLICA_FIELD_NUMBER: builtins.int
     REPLICAS_DIFFER_FIELD_NUMBER: builtins.int
     REPLICAS_COMPARED_FIELD_NUMBER: builtins.int
+    EXTRA_STATE_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     layout_digest: builtins.str
     step: builtins.int
@@ -164,6 +165,7 @@ class ExportPlan(google.protobuf.message.Message):
     history: builtins.int
     replica: builtins.int
     replicas_compared: builtins.bool
+    extra_state: builtins.bytes
     @property
     def patterns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -198,8 +200,9 @@ class ExportPlan(google.protobuf.message.Message):
         replica: builtins.int = ...,
         replicas_differ: collections.abc.Iterable[builtins.str] | None = ...,
         replicas_compared: builtins.bool = ...,
+        extra_state: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "missing", b"missing", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "patterns", b"patterns", "pins", b"pins", "replica", b"replica", "replicas_compared", b"replicas_compared", "replicas_differ", b"replicas_differ", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "extra_state", b"extra_state", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "missing", b"missing", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "patterns", b"patterns", "pins", b"pins", "replica", b"replica", "replicas_compared", b"replicas_compared", "replicas_differ", b"replicas_differ", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___ExportPlan = ExportPlan
 

@@ -30,12 +30,14 @@ class _SourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     SOURCE_UNSPECIFIED: _Source.ValueType  # 0
     SOURCE_GRADIENTS: _Source.ValueType  # 1
     SOURCE_MOMENTS: _Source.ValueType  # 2
+    SOURCE_EXTRA_STATE: _Source.ValueType  # 3
 
 class Source(_Source, metaclass=_SourceEnumTypeWrapper): ...
 
 SOURCE_UNSPECIFIED: Source.ValueType  # 0
 SOURCE_GRADIENTS: Source.ValueType  # 1
 SOURCE_MOMENTS: Source.ValueType  # 2
+SOURCE_EXTRA_STATE: Source.ValueType  # 3
 global___Source = Source
 
 class _NoGradient:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,21 +28,25 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 METADATA_FILE = ".metadata"
 
+_Path = tuple[str | int, ...]
+
 
 def main() -> None:
     told = json.load(sys.stdin)
-    results, data = _objects(told["objects"], told["objects_file"])
+    objects = [(tuple(one["path"]), _restored(one["value"])) for one in told["objects"]]
+    flat, places = flatten_state_dict(told["extra"])
+    objects += [(places[name], value) for name, value in flat.items()]
+    results, data = _objects(objects, told["objects_file"])
     tensors: dict[str, Any] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
+    paths: dict[str, _Path] = {}
     for name, facts in told["tensors"].items():
         tensors[name] = _tensor(facts)
         paths[name] = tuple(facts["path"])
         results += _chunks(name, facts)
-    for one in told["objects"]:
-        name = _key(one)
-        tensors[name] = BytesStorageMetadata()
-        paths[name] = tuple(one["path"])
-    files = {told["objects_file"]: data} if told["objects"] else {}
+    for path, _ in objects:
+        tensors[_key(path)] = BytesStorageMetadata()
+        paths[_key(path)] = path
+    files = {told["objects_file"]: data} if objects else {}
     files[METADATA_FILE] = _written(Metadata(tensors, planner_data=paths), results)
     sizes = [[name, len(content)] for name, content in files.items()]
     sys.stdout.buffer.write(json.dumps(sizes).encode() + b"\n" + b"".join(files.values()))
@@ -67,23 +72,23 @@ def _chunks(name: str, facts: dict[str, Any]) -> list[WriteResult]:
     ]
 
 
-def _objects(items: list[dict[str, Any]], file: str) -> tuple[list[WriteResult], bytes]:
+def _objects(items: list[tuple[_Path, Any]], file: str) -> tuple[list[WriteResult], bytes]:
     """Non-tensor state: the objects' records, and their bytes end to end."""
     data = io.BytesIO()
     results = []
-    for one in items:
+    for path, value in items:
         begin = data.tell()
         content = io.BytesIO()
-        torch.save(_restored(one["value"]), content)
+        torch.save(value, content)
         data.write(content.getbuffer())
         length = data.tell() - begin
         info = _StorageInfo(file, begin, length)
-        results.append(WriteResult(MetadataIndex(_key(one)), length, info))
+        results.append(WriteResult(MetadataIndex(_key(path)), length, info))
     return results, data.getvalue()
 
 
-def _key(one: dict[str, Any]) -> str:
-    return ".".join(map(str, one["path"]))
+def _key(path: _Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _restored(value: Any) -> Any:

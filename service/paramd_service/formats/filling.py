@@ -50,7 +50,8 @@ def manifest(
         "replicas_differ": list(message.replicas_differ) if message.replicas_compared else None,
         "renamed": {old: new for old, new in plan.names.items() if old != new},
         "parts": plan.parts,
-        "missing": plan.layout.missing,
+        "missing": plan.missing,
+        "extra_state": sorted(plan.names[name] for name in plan.extra.kept) if plan.extra else [],
         "layout_note": plan.layout.hub_note if settings.format == "safetensors" else "",
         "tensor_bytes": sum(entry.data_bytes for file in plan.files for entry in file.entries),
         "files": [

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.arena import is_mirror, pack_wanted
@@ -24,7 +25,7 @@ from paramd_service.sidecar.copying.page_requests import (
 )
 from paramd_service.sidecar.edits.manager import Edits
 from paramd_service.sidecar.owner import AttachedMemory
-from paramd_service.sidecar.snapshots.moments import Moments, is_moments, is_table
+from paramd_service.sidecar.snapshots.moments import Moments, is_extra, is_moments, is_table
 from paramd_service.sidecar.snapshots.store import Fill, Snapshot, SnapshotStore, copy_spans
 
 WITHDRAW_S = 0.010
@@ -185,8 +186,10 @@ class Boundaries:
                 raise ConflictError("a snapshot was not pinned with at_boundary; pin it that way")
             if snapshot.fill is Fill.PENDING or snapshot.map_count or snapshot.tainted:
                 raise ConflictError("a snapshot is in use by another request; pin another one")
-        if self.moments is None and any(is_moments(snapshot.key) for snapshot in snapshots):
-            raise ConflictError("this sidecar does not serve optimizer state")
+        if self.moments is None and any(
+            is_moments(one.key) or is_table(one.key) for one in snapshots
+        ):
+            raise ConflictError("this sidecar does not serve optimizer state or extra state")
         argument = self._argument(reach, snapshots)
         asked = _Asked(reach, self._loop.create_future())
         self._asked[reach.number] = asked
@@ -212,6 +215,7 @@ class Boundaries:
     ) -> Boundary:
         arena_address, moments = self._attached.arena.address, self.moments
         states = [snapshot for snapshot in snapshots if is_moments(snapshot.key)]
+        extra = [snapshot for snapshot in snapshots if is_extra(snapshot.key)]
         with_state = moments if states else None
 
         def ended(outcome: Outcome) -> None:
@@ -224,13 +228,14 @@ class Boundaries:
             [
                 span
                 for one in snapshots
-                if one not in states
+                if one not in states and one not in extra
                 for span in copy_spans(one, arena_address)
             ],
             any(snapshot.with_buffers for snapshot in snapshots),
             ended,
             with_moments=with_state is not None and with_state.needs_trainer(),
             state=with_state.filling(states) if with_state is not None else None,
+            fill_extra=partial(moments.fill_extra, extra) if moments and extra else None,
             token=reach.token,
             action=reach.action,
             argument=argument,

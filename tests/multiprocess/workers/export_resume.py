@@ -1,6 +1,7 @@
 """Trains until told to stop, then resumes from a checkpoint that was exported meanwhile.
 
-Every step's parameters are remembered by a digest. After `--stop` exists, a fresh model and
+Every step's parameters are remembered by a digest; modules beside them note in their extra state
+which step it is. After `--stop` exists, a fresh model and
 optimizer load the checkpoint at `--checkpoint` with torch.distributed.checkpoint, train on
 from its step, and must come to the very same parameters.
 """
@@ -12,6 +13,7 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     kind = kinds.named(arguments.kind)
     built, optimizer = make(kind, seed=0)
+    built.model.add_module("opaque", Opaque())
     attachment = paramd.attach(built.model, optimizer, job=JOB)
     digests = {}
     stop_at = None
@@ -45,6 +48,7 @@ def main() -> None:
     while stop_at is None or step < stop_at:
         train(built, optimizer, step)
         step += 1
+        note(built.model, step)
         digests[step] = digest(built.model)
         if stop_at is None and all_see(folder / "stop"):
             # What was exported may be of the step just made.
@@ -56,8 +60,47 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+class Noted(nn.Module):
+    """Extra state that is JSON."""
+
+    step = 0
+
+    def get_extra_state(self) -> Any:
+        return {"step": self.step, "of": [self.step / 3, None, "ä"]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.step = state["step"]
+        assert state == self.get_extra_state()
+
+
+class Told(Noted):
+    """A tensor, whose shape changes."""
+
+    def get_extra_state(self) -> Any:
+        return torch.full((self.step % 3,), float(self.step), dtype=torch.float64)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.step = int(state[0]) if len(state) else self.step
+        assert torch.equal(state, self.get_extra_state())
+
+
+class Opaque(Noted):
+    """Neither."""
+
+    def get_extra_state(self) -> Any:
+        return 1, self.step
+
+
+def note(model: nn.Module, step: int) -> None:
+    for module in model.modules():
+        if isinstance(module, Noted):
+            module.step = step
+
+
 def make(kind: kinds.Kind, *, seed: int) -> tuple[kinds.Built, torch.optim.Optimizer]:
     built = kind.build(seed)
+    built.model.add_module("noted", Noted())
+    built.model.add_module("told", Told())
     wanted = [param for param in built.model.parameters() if param.requires_grad]
     return built, torch.optim.AdamW(wanted, lr=0.01, weight_decay=0.1)
 
@@ -79,6 +122,9 @@ def digest(model: nn.Module) -> str:
 
 def check_resumed(kind: kinds.Kind, checkpoint: Path, digests: dict[int, str]) -> None:
     built, optimizer = make(kind, seed=1)
+    step = json.loads((checkpoint / "paramd-export.json").read_text())["step"]
+    # A tensor is loaded into one of its shape.
+    built.model.told.step = step % 3
     # Adam has no state before its first step; torch makes it so that it can be loaded.
     model_state, optimizer_state = get_state_dict(built.model, optimizer)
     state = {"model": model_state, "optim": optimizer_state}
@@ -86,7 +132,8 @@ def check_resumed(kind: kinds.Kind, checkpoint: Path, digests: dict[int, str]) -
     set_state_dict(
         built.model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
     )
-    step = json.loads((checkpoint / "paramd-export.json").read_text())["step"]
+    assert built.model.noted.step == step
+    assert not step % 3 or built.model.told.step == step
     assert digest(built.model) == digests[step], f"loaded another state than step {step} had"
     for number in range(step, step + STEPS_AFTER):
         train(built, optimizer, number)

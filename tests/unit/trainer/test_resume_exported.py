@@ -104,10 +104,11 @@ def test_state_of_a_local_parameter_that_ddp_made_of_a_dtensor(tmp_path: Path) -
     offered = made(
         tmp_path,
         {
-            "model.safetensors": {"weight": WEIGHT, "bias": BIAS},
+            "model.safetensors": {"weight": WEIGHT, "bias": BIAS, "told._extra_state": MEAN},
             "optimizer.safetensors": {"weight.momentum_buffer": momentum},
             exported.OPTIMIZER_GROUPS: json.dumps({"groups": groups}).encode(),
         },
+        extra_state=["told._extra_state"],
     )
     found, told = opened(offered, layout(), 1, [optimizer], (0, 1))
     assert told["why"] == ""

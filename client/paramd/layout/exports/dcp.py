@@ -229,6 +229,9 @@ def rank_files(
         chosen = reads.model[tensor.fqn]
         name = f"{MODEL_KEY}.{names[tensor.fqn]}"
         _append(writing, tensor, name, chosen, ("", number), settings.dtype_of(tensor.dtype))
+    for fqn, one in reads.constants.items():
+        name, whole = f"{MODEL_KEY}.{names[fqn]}", full_box(one.layout.shape)
+        writing.append(0, name, ("", -1), whole, one.layout.dtype, one.data)
     if optimizer is not None:
         _append_states(writing, tensors, names, reads.states, optimizer)
     return [
@@ -316,11 +319,17 @@ def _description(plan: ExportPlan) -> dict[str, Any]:
         name = plan.names[alias]
         tensors[f"{MODEL_KEY}.{name}"] = {**kept, "path": [MODEL_KEY, name]}
     objects_file = f"__{plan.layout.world_size}_0.distcp"
-    return {"tensors": tensors, "objects": _objects(plan), "objects_file": objects_file}
+    values = plan.extra.values if plan.extra is not None else {}
+    return {
+        "tensors": tensors,
+        "objects": _objects(plan),
+        "extra": {MODEL_KEY: {plan.names[name]: value for name, value in values.items()}},
+        "objects_file": objects_file,
+    }
 
 
 def _facts(plan: ExportPlan, entry: Entry) -> dict[str, Any]:
-    shape: tuple[int, ...] = ()
+    shape = entry.box.sizes
     if entry.tensor >= 0:
         shape = plan.sources[entry.state_key].tensors[entry.tensor].shape
     if not entry.state_key:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from paramd.layout.types import (
 
 if TYPE_CHECKING:
     from paramd.layout.exports.dcp import TorchArchive
+    from paramd.layout.exports.extra import Constant
     from paramd.layout.exports.optimizer import OptimizerTable, StateScalar
     from paramd.layout.exports.plan import ExportPlan
     from paramd.layout.exports.settings import ExportSettings
@@ -178,6 +179,8 @@ class Reads:
     model: Mapping[str, Sequence[Piece]]
     states: Mapping[str, Sequence[Piece]]
     """The parameter's optimizer state, which another replica may hold."""
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    """Tensors of extra state."""
 
 
 Names = Mapping[str, str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -68,8 +69,8 @@ class OptimizerTable:
         )
 
     def to_json(self) -> bytes:
-        """The table as JSON; equal tables give equal bytes."""
-        return json.dumps(
+        """The table as JSON, compressed to travel in one message; equal tables, equal bytes."""
+        text = json.dumps(
             {
                 "states": {key: dict(names) for key, names in self.states.items()},
                 "scalars": {
@@ -80,15 +81,17 @@ class OptimizerTable:
                 "replicas": dict(self.replicas),
             },
             separators=(",", ":"),
-        ).encode()
+        )
+        return zlib.compress(text.encode(), 1)
 
     @classmethod
     def from_json(cls, text: bytes) -> OptimizerTable:
         """The inverse of `to_json`; UsageError if malformed or too large."""
-        if len(text) > MAX_TABLE_BYTES:
-            raise UsageError(f"the optimizer's table has {len(text):,} bytes; at most 64 MiB")
+        inflater = zlib.decompressobj()
         try:
-            found = json.loads(text)
+            found = json.loads(inflater.decompress(text, MAX_TABLE_BYTES))
+            if inflater.unconsumed_tail:
+                raise ValueError("it has more than 64 MiB")
             states = {str(k): _names(v) for k, v in found["states"].items()}
             scalars = {
                 str(fqn): tuple(
@@ -98,7 +101,14 @@ class OptimizerTable:
             }
             replicas = {str(fqn): int(rank) for fqn, rank in found.get("replicas", {}).items()}
             return cls(states, scalars, tuple(map(dict, found["groups"])), replicas)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            zlib.error,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise UsageError(f"the optimizer's table cannot be read: {error!r}") from None
 
 

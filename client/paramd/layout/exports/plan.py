@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from paramd.errors import NotFoundError, UsageError
+from paramd.layout.exports.extra import NOT_ASKED, ExtraState, matching
 from paramd.layout.exports.files import ExportFile, Reads, Source, TorchFiles, make_source
 from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.settings import FORMATS, ExportSettings
@@ -39,6 +40,8 @@ class ExportPlan:
     """Names in the files by name in the model, aliases included. A tied name that is not
     written maps to the one that is."""
     optimizer: OptimizerTable | None
+    extra: ExtraState | None = None
+    """None if it is not read, or not yet."""
 
     @property
     def size_bytes(self) -> int:
@@ -58,8 +61,26 @@ class ExportPlan:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether only an agreed boundary can copy it: it has buffers, or arenas are mirrored."""
-        return self.with_buffers or self.layout.mirrored
+        """Whether only an agreed boundary can copy it: it has buffers or extra state, or arenas
+        are mirrored."""
+        return self.with_buffers or self.layout.mirrored or self.with_extra
+
+    @property
+    def with_extra(self) -> bool:
+        """Whether the model has extra state that belongs into it."""
+        return self.settings.buffers and bool(self._extra_names)
+
+    @property
+    def _extra_names(self) -> tuple[str, ...]:
+        return matching(self.layout.missing, self.settings.patterns)
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """What the model's state dict has and this has not, with the reason."""
+        table = self.extra.table if self.extra is not None else {}
+        kept = self.extra.kept if self.extra is not None else ()
+        names = dict.fromkeys((*self._extra_names, *table))
+        return {n: str(table.get(n, {}).get("why", NOT_ASKED)) for n in names if n not in kept}
 
     @property
     def parts(self) -> dict[str, list[dict[str, Any]]]:
@@ -100,9 +121,13 @@ class ExportPlan:
 
 
 def plan_export(
-    layout: Layout, settings: ExportSettings, optimizer: OptimizerTable | None = None
+    layout: Layout,
+    settings: ExportSettings,
+    optimizer: OptimizerTable | None = None,
+    extra: ExtraState | None = None,
 ) -> ExportPlan:
-    """Plan an export of everything that `settings` includes; `optimizer` None omits its state.
+    """Plan an export of everything that `settings` includes; `optimizer` None omits its state, and
+    `extra` None what modules have beside their tensors.
 
     Raises:
         UsageError: a dtype that the format lacks, a pattern that is malformed or of a part of a
@@ -125,16 +150,21 @@ def plan_export(
         # torch and the caller's names expect the model in memory.
         tensors = [replace(one, hub=()) for one in tensors]
     renamed = {one.fqn: one.hub[0].name for one in tensors if _is_renamed(one)}
-    names = settings.names.apply(_written_names(tensors, settings))
+    if extra is not None:
+        extra = extra.of(settings.patterns)
+    constants = extra.constants if extra is not None else {}
+    beside = sorted(extra.kept) if extra is not None else []
+    names = settings.names.apply([*_written_names(tensors, settings), *beside])
     names |= {name: renamed[name] for name in names if name in renamed}
-    reads = _reads(layout, tensors, settings.replica, optimizer)
+    reads = replace(_reads(layout, tensors, settings.replica, optimizer), constants=constants)
     return ExportPlan(
         settings=settings,
         layout=layout,
         files=tuple(laid_out.plan(tensors, names, settings, reads, optimizer)),
         sources=_sources(tensors, reads, optimizer),
-        names=_all_names(tensors, names),
+        names=_all_names(tensors, names) | {name: names[name] for name in beside},
         optimizer=optimizer,
+        extra=extra,
     )
 
 

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,9 @@ INDEX = ".index.json"
 
 OPTIMIZER_GROUPS = "optimizer.json"
 """Settings of the optimizer's parameter groups."""
+
+EXTRA_STATE = "extra_state.json"
+"""Extra state that is no tensor, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +130,9 @@ def shard_files(
 ) -> list[ExportFile]:
     """Shards as Hugging Face cuts them, distributed evenly over the ranks."""
     loads = dict.fromkeys(range(reads.world_size), 0)
-    model = _cut(_model_items(tensors, names, settings), settings)
+    model = _cut(
+        chain(_model_items(tensors, names, settings), _extra_items(names, reads)), settings
+    )
     ranks = _assign(model, loads, reads.model)
     shards = [(MODEL_FILES, cut) for cut in model]
     if optimizer is not None:
@@ -160,6 +166,12 @@ def _model_items(
         for name in (*own, *(tensor.aliases if settings.keep_tied else ())):
             spec = TensorSpec(name=names[name], dtype=dtype, shape=tensor.shape)
             yield _Item(spec, tensor, "", number)
+
+
+def _extra_items(names: Mapping[str, str], reads: Reads) -> Iterator[_Item]:
+    for name, one in reads.constants.items():
+        spec = TensorSpec(name=names[name], dtype=one.layout.dtype, shape=one.layout.shape)
+        yield _Item(spec, one.layout, "", -1, one.data)
 
 
 def _state_items(
@@ -243,6 +255,9 @@ def _finish(plan: ExportPlan, _: TorchFiles) -> dict[str, bytes]:
     if plan.optimizer is not None:
         groups = {"groups": [dict(group) for group in plan.optimizer.groups]}
         found[OPTIMIZER_GROUPS] = json_bytes(groups)
+    if plan.extra is not None and plan.extra.values:
+        values = {plan.names[name]: value for name, value in plan.extra.values.items()}
+        found[EXTRA_STATE] = json_bytes(values)
     return found
 
 

@@ -90,8 +90,8 @@ class ExportInfo(Document):
     removed: bool
     """Removed by the schedule's retention."""
     missing: tuple[str, ...]
-    """Names in the model's state dict that are no tensors and so not in the export, such as extra
-    state; at most 1,000. Empty in lists."""
+    """What the model's state dict has and the export has not, such as extra state that is neither
+    tensors nor JSON; at most 1,000 names. Empty in lists."""
     replicas_differ: tuple[str, ...] | None = None
     """As in `Summoned`; at most 1,000. None in lists."""
 

@@ -16,13 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, UsageError
+from paramd.layout.exports.extra import ExtraState
 from paramd.layout.exports.optimizer import OptimizerTable, optimizer_table, spread
 from paramd.layout.exports.plan import ExportPlan, plan_export
 from paramd.layout.exports.settings import FORMATS, ExportSettings, NameMap, NameRule
 from paramd.layout.plan import plan_read
 from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Layout, TensorKind
-from paramd.memory.optimizer_state import parse_table
+from paramd.memory.optimizer_state import parse_table, parse_text, table_text
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Captured, PinKind, Pinned, RankPin, Sidecars, Spans
 from paramd.mesh.reading.pin import Pinner, compared, samples_for
@@ -67,7 +68,8 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
         digest=plan.digest,
         pins=pinned.pins,
         unsettled=pinned.pinned.unsettled,
-        missing=plan.layout.missing,
+        missing=plan.missing,
+        extra_state=table_text(plan.extra.table) if plan.extra is not None else b"",
         replica=settings.replica,
         replicas_differ=pinned.replicas_differ or (),
         replicas_compared=pinned.replicas_differ is not None,
@@ -100,7 +102,8 @@ def decode_plan(message: export_pb2.ExportPlan, layout: Layout) -> ExportPlan:
     version plans differently.
     """
     table = OptimizerTable.from_json(message.optimizer) if message.optimizer else None
-    plan = plan_export(layout, decode_settings(message), table)
+    extra = ExtraState(parse_text(message.extra_state)) if message.extra_state else None
+    plan = plan_export(layout, decode_settings(message), table, extra)
     if plan.digest != message.digest:
         raise ConflictError(
             "the export was planned by another version of paramd; use one version in all "
@@ -122,13 +125,17 @@ class PinnedExport:
     """As `compared`."""
 
 
+EXTRA = None
+"""In place of a state key: extra state."""
+
+
 class _Beside:
     """A PinTransport that also pins optimizer state: number -1 - n means the nth of `states`."""
 
     def __init__(
-        self, sidecars: Sidecars, states: Sequence[tuple[int, str]], *, with_buffers: bool
+        self, sidecars: Sidecars, states: Sequence[tuple[int, str | None]], *, with_buffers: bool
     ) -> None:
-        """`states`: ranks and state keys; an empty key stands for the table."""
+        """`states`: ranks and state keys; an empty key stands for the table, EXTRA for itself."""
         self._sidecars = sidecars
         self._states = states
         self._with_buffers = with_buffers
@@ -140,8 +147,9 @@ class _Beside:
             kind = replace(how, with_buffers=how.at_boundary and self._with_buffers)
             return await self._sidecars.pin(rank, spans, kind, timeout_s)
         holder, key = self._states[-1 - rank]
+        source = pb.SOURCE_EXTRA_STATE if key is EXTRA else pb.SOURCE_MOMENTS
         request = self._sidecars.pin_request(
-            spans, source=pb.SOURCE_MOMENTS, state_key=key, at_boundary=how.at_boundary
+            spans, source=source, state_key=key or "", at_boundary=how.at_boundary
         )
         return RankPin.of(rank, await self._sidecars.pin_step(holder, request, timeout_s))
 
@@ -173,7 +181,7 @@ async def pin_with_optimizer(
     """
 
     def wanted(table: OptimizerTable) -> Mapping[str, Spans]:
-        whole = plan_export(plan.layout, plan.settings, table)
+        whole = plan_export(plan.layout, plan.settings, table, plan.extra)
         assert whole.sources[""].spans == plan.sources[""].spans
         return {key: source.spans for key, source in whole.sources.items() if key}
 
@@ -185,9 +193,12 @@ async def pin_with_optimizer(
         replica=plan.settings.replica,
         deadline_s=deadline_s,
         with_buffers=plan.at_boundary,
+        extra=_extra_ranks(plan),
     )
     try:
-        whole = await asyncio.to_thread(plan_export, plan.layout, plan.settings, held.table)
+        whole = await asyncio.to_thread(
+            plan_export, plan.layout, plan.settings, held.table, held.extra
+        )
     except BaseException:
         held.release()
         raise
@@ -209,6 +220,7 @@ class HeldState:
     states: Mapping[str, Mapping[int, RankPin]]
     """By state key and rank, laid out as parameters with the same spans."""
     table: OptimizerTable
+    extra: ExtraState | None = None
 
     def release(self) -> None:
         for pins in (self.pinned.pins, *self.states.values()):
@@ -225,6 +237,7 @@ async def pin_states(
     replica: int,
     deadline_s: float,
     with_buffers: bool,
+    extra: Sequence[int] = (),
 ) -> HeldState:
     """Pin spans of the ranks' parameters, and of their optimizers' state, at one state.
 
@@ -232,6 +245,7 @@ async def pin_states(
         layout: the tensors to which the table is restricted.
         replica: the replica whose state is read, where it has any.
         with_buffers: the spans can only be copied at a boundary.
+        extra: the ranks of whose extra state is read, the preferred one first.
 
     Raises:
         ConflictError: a rank could not provide its optimizer's state, or ranks disagree.
@@ -250,7 +264,7 @@ async def pin_states(
         tables = sorted(holders)
     expected = await asyncio.to_thread(wanted, first.table)
     while True:
-        held = await pin(spans, expected, tables, live=live, with_buffers=with_buffers)
+        held = await pin(spans, expected, tables, extra, live=live, with_buffers=with_buffers)
         try:
             found = await asyncio.to_thread(wanted, held.table)
         except BaseException:
@@ -271,6 +285,7 @@ async def _pinned(
     spans: Spans,
     wanted: Mapping[str, Spans],
     told: Sequence[int],
+    extra: Sequence[int] = (),
     *,
     replica: int,
     deadline_s: float,
@@ -278,7 +293,8 @@ async def _pinned(
     with_buffers: bool,
 ) -> HeldState:
     """Pin parameters, the wanted state and the tables of the ranks `told`, and read these."""
-    places = [(rank, "") for rank in told]
+    places: list[tuple[int, str | None]] = [(rank, "") for rank in told]
+    places += [(rank, EXTRA) for rank in extra]
     places += [(rank, key) for key, of in wanted.items() for rank in of]
     transport = _Beside(sidecars, places, with_buffers=with_buffers)
     asked = dict(spans)
@@ -292,20 +308,37 @@ async def _pinned(
     params = {number: pin for number, pin in pinned.pins.items() if number >= 0}
     states: dict[str, dict[int, RankPin]] = {key: {} for key in wanted}
     tables: dict[int, RankPin] = {}
+    extras: dict[int, RankPin] = {}
     for number, (rank, key) in enumerate(places):
         pin = transport.real(pinned.pins[-1 - number])
-        (states[key] if key else tables)[rank] = pin
+        (states[key] if key else extras if key is EXTRA else tables)[rank] = pin
     held = HeldState(sidecars, replace(pinned, pins=params), states, OptimizerTable({}, {}, ()))
     try:
         found = await _tables(sidecars, replace(pinned, pins=tables), deadline_s)
         table = await asyncio.to_thread(optimizer_table, layout, found, replica)
+        beside = await _extra(sidecars, pinned, extras, deadline_s)
     except BaseException:
         held.release()
         raise
     finally:
-        for one in tables.values():
+        for one in (*tables.values(), *extras.values()):
             sidecars.release(one)
-    return replace(held, table=table)
+    return replace(held, table=table, extra=beside)
+
+
+def _extra_ranks(plan: ExportPlan) -> Sequence[int]:
+    """The ranks that are asked for extra state, the preferred one first."""
+    ranks = sorted(plan.sources[""].spans) or [0]
+    return sorted(ranks, key=lambda rank: rank != plan.settings.replica) if plan.with_extra else ()
+
+
+async def _extra(
+    sidecars: Sidecars, pinned: Pinned, pins: Mapping[int, RankPin], deadline_s: float
+) -> ExtraState | None:
+    if not pins:
+        return None
+    found = await _tables(sidecars, replace(pinned, pins=pins), deadline_s)
+    return ExtraState.merged(found[rank] for rank in pins)
 
 
 async def optimizer_groups(
@@ -366,10 +399,30 @@ async def pin_parameters(
     """Pin what a plan without the optimizer reads. Raises as `Pinner.pin`."""
     spans = plan.sources[""].spans
     samples = samples_for(reach, sidecars, plan.exported)
-    pinned = await Pinner(sidecars, backoff=reach.backoff, samples=samples).pin(
-        spans if spans else {0: ()}, deadline_s=deadline_s, with_buffers=plan.at_boundary
+    ranks = _extra_ranks(plan)
+    transport = _Beside(sidecars, [(rank, EXTRA) for rank in ranks], with_buffers=plan.at_boundary)
+    asked = dict(spans) if spans else {0: ()}
+    asked |= {-1 - number: () for number in range(len(ranks))}
+    pinned = await Pinner(transport, backoff=reach.backoff, samples=samples).pin(
+        asked, deadline_s=deadline_s, with_buffers=plan.at_boundary
     )
-    named = [_named(pin, "") for pin in pinned.pins.values()]
+    model = {number: pin for number, pin in pinned.pins.items() if number >= 0}
+    extras = {rank: transport.real(pinned.pins[-1 - n]) for n, rank in enumerate(ranks)}
+    pinned = replace(pinned, pins=model)
+    try:
+        extra = await _extra(sidecars, pinned, extras, deadline_s)
+        if extra is not None:
+            plan = await asyncio.to_thread(
+                plan_export, plan.layout, plan.settings, plan.optimizer, extra
+            )
+    except BaseException:
+        for pin in model.values():
+            sidecars.release(pin)
+        raise
+    finally:
+        for pin in extras.values():
+            sidecars.release(pin)
+    named = [_named(pin, "") for pin in model.values()]
     return PinnedExport(plan, pinned, named, await compared(sidecars, pinned, samples))
 
 

@@ -153,8 +153,9 @@ def out_of_lockstep(step: int, iterations: Mapping[int, int]) -> ConflictError:
 
 def no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
     """The error when no attempt found a common step."""
+    ranks = [rank for rank in spans if rank >= 0]  # those below stand for other state of these
     return DeadlineError(
-        f"no common step of ranks {_listed(list(spans))} in time; last reason: {reason}; allow "
+        f"no common step of ranks {_listed(ranks)} in time; last reason: {reason}; allow "
         "more time (timeout=), or pause training"
     )
 

@@ -118,6 +118,16 @@ class LiveRank:
                 raise UnreachableError(f"rank {self.rank}: its memory has become shorter")
             done += moved
 
+    def bytes_of(self, named: StateName, spans: Sequence[tuple[int, int]]) -> bytes | None:
+        """The bytes of some spans of its arena, if they are of that state still."""
+        state = self.settled()
+        if state is None or named != StateName(
+            self.page[Word.INCARNATION], state.history, state.step, state.edits
+        ):
+            return None
+        found = b"".join(os.pread(self._arena, end - begin, begin) for begin, end in spans)
+        return found if self.holds(state) else None
+
     def settled(self) -> State | None:
         """The current state, if bytes of it can be had now, by its samples too."""
         state = self.page.settled()

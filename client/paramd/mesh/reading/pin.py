@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ExhaustedError, ParamdError
 from paramd.layout.plan import ReadPlan, plan_read
-from paramd.layout.replicas import Sample, differing, places_on, samples_of
+from paramd.layout.replicas import Sample, differing, ranges_in, sample_spans, samples_of
 from paramd.layout.select import Pattern, select
-from paramd.layout.types import TensorLayout, joined, offsets_in
+from paramd.layout.types import TensorLayout
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import MORE_TIME, all_ended, cancelled
 from paramd.mesh.peers.sidecars import (
@@ -104,7 +104,9 @@ class Pinner:
             if left_s <= 0:
                 raise no_step_in_time(spans, reason if reason else "no attempt was made")
             try:
-                found, reason = await self._try_once(spans, left_s, how)
+                found, why = await self._try_once(spans, left_s, how)
+                if not reason or left_s >= _ANOTHER_CALL_S:
+                    reason = why
             except AbortedError as error:
                 # An attempt that had hardly any time left is less informative than an earlier one.
                 if not reason or left_s >= _ANOTHER_CALL_S:
@@ -290,12 +292,6 @@ def samples_for(
     return samples_of(tensors, ranks, random.randrange(1 << 16))
 
 
-def sample_spans(samples: Sequence[Sample]) -> Spans:
-    """What to pin of each rank for samples."""
-    ranks = {rank for one in samples for rank in one.begins}
-    return {rank: joined(places_on(samples, rank), 0) for rank in sorted(ranks)}
-
-
 async def compared(
     sidecars: Sidecars, pinned: Pinned, samples: Sequence[Sample]
 ) -> tuple[str, ...] | None:
@@ -319,9 +315,7 @@ async def compared(
                 sidecars.release(found)
 
     async def digests(rank: int) -> list[bytes]:
-        offset_of, places = offsets_in(spans[rank]), places_on(samples, rank)
-        ranges = [(offset_of(begin), offset_of(begin) + end - begin) for begin, end in places]
-        return await reading.digests(rank, ranges)
+        return await reading.digests(rank, ranges_in(samples, rank, spans[rank]))
 
     try:
         if not beside and state.step:

@@ -35,6 +35,7 @@ from paramd.errors import (
     error_of_grpc,
 )
 from paramd.layout.plan import RankRead, ReadPlan
+from paramd.layout.replicas import Sample, differing, ranges_in, sample_spans
 from paramd.layout.types import TensorLayout, joined
 from paramd.memory import handover
 from paramd.memory.descriptors import close_all
@@ -229,7 +230,9 @@ class SharedSnapshot:
             self._connection.close()
 
 
-def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveRank:
+def open_live(
+    peer: PeerAddress, document: JobDocument, spans: Sequence[tuple[int, int]]
+) -> LiveRank:
     """A rank's page and arena from its sidecar; blocks for seconds. ParamdError: refused."""
     message = {
         "op": "live",
@@ -240,7 +243,7 @@ def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveR
     }
     with handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S) as connection:
         answer, (page, arena) = _asked(connection, message, "live", 2)
-    return LiveRank(peer.rank, page, arena, int(answer["arena_bytes"]), read.spans)
+    return LiveRank(peer.rank, page, arena, int(answer["arena_bytes"]), spans)
 
 
 def _asked(
@@ -388,9 +391,15 @@ class Transfer:
         await self._fill(reading, plan, targets, stream)
 
     async def read_live(
-        self, sidecars: Sidecars, chosen: Chosen, targets: Targets, transport: Transport
-    ) -> StateName | None:
-        """Fill the targets straight from the arenas, if all needed ranks are on this host.
+        self,
+        sidecars: Sidecars,
+        chosen: Chosen,
+        targets: Targets,
+        transport: Transport,
+        samples: Sequence[Sample],
+    ) -> tuple[StateName, tuple[str, ...] | None] | None:
+        """Fill the targets straight from the arenas, if all needed ranks are on this host; the
+        state, and the tensors that differ there (None: not all ranks of `samples` had it still).
 
         Returns None if it cannot be done, or training was too quick: read snapshots instead.
         """
@@ -405,7 +414,7 @@ class Transfer:
             ranks: dict[int, LiveRank] = {}
             for peer, read in zip(peers, reads, strict=True):
                 try:
-                    opening = partial(open_live, peer, document, read)
+                    opening = partial(open_live, peer, document, read.spans)
                     ranks[peer.rank] = stack.enter_context(
                         closing(await self.run(opening, LiveRank.close))
                     )
@@ -414,18 +423,48 @@ class Transfer:
                     return None
                 except ParamdError:
                     return None  # pins tell why, and serve what a torn rank still has
+            compared = await self._open_samples(sidecars, ranks, samples, stack)
             jobs = [(ranks[read.rank], targets.places(read)) for read in reads]
 
             def copy() -> None:
                 fill_from(jobs, self._copiers, self._copy_threads)
 
-            found = await self.run(lambda: read_live(ranks, document.incarnation, copy))
+            def read_all() -> tuple[StateName, tuple[str, ...] | None] | None:
+                state = read_live(ranks, document.incarnation, copy)
+                return (state, _differing(samples, compared, state)) if state is not None else None
+
+            found = await self.run(read_all)
         if found is not None:
             self._live_backoff.agreed()
         else:
             # Ranks that run free, or steps too short for the copy: the next read would wait too.
             self._live_backoff.differed(time.monotonic())
         return found
+
+    async def _open_samples(
+        self,
+        sidecars: Sidecars,
+        ranks: Mapping[int, LiveRank],
+        samples: Sequence[Sample],
+        stack: ExitStack,
+    ) -> dict[int, LiveRank] | None:
+        """The ranks of samples, which `stack` closes; None if they cannot all be read here."""
+        document, wanted = sidecars.document, {rank for one in samples for rank in one.begins}
+        others = [document.peers[rank] for rank in wanted - ranks.keys()]
+        if not all(map(is_same_host, others)):
+            return None
+        try:
+            opened = await all_ended(
+                [
+                    self.run(partial(open_live, peer, document, ()), LiveRank.close)
+                    for peer in others
+                ],
+                LiveRank.close,
+            )
+        except ParamdError:
+            return None
+        found = {one.rank: stack.enter_context(closing(one)) for one in opened}
+        return {**ranks, **found}
 
     async def read_parts(self, reading: Reading, plan: ReadPlan, targets: Landings) -> None:
         """As `read`, but transfer only the bytes of each snapshot that `plan` lands."""
@@ -552,6 +591,21 @@ class Transfer:
             if let_go is not None and not running.cancelled() and running.exception() is None:
                 let_go(running.result())
             raise
+
+
+def _differing(
+    samples: Sequence[Sample], ranks: Mapping[int, LiveRank] | None, state: StateName
+) -> tuple[str, ...] | None:
+    """As `differing`, of samples read now; None if a rank no longer shows that state."""
+    if ranks is None:
+        return None
+    seen: dict[int, list[bytes]] = {}
+    for rank, spans in sample_spans(samples).items():
+        data = ranks[rank].bytes_of(state, spans)
+        if data is None:
+            return None
+        seen[rank] = [data[begin:end] for begin, end in ranges_in(samples, rank, spans)]
+    return differing(samples, seen)
 
 
 def _cut(

@@ -34,6 +34,7 @@ from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.mirrored import MirroredHome
 from paramd.trainer.model import partitions
+from paramd.trainer.model.extra_state import ExtraState, names_of
 from paramd.trainer.resume.exported import Exported, Offered, opened
 from paramd.trainer.resume.keeper import Keeper
 from paramd.trainer.resume.optimizer_home import OptimizerHome
@@ -238,6 +239,13 @@ class Stages(Discovering):
             without.append("optimizer state")
         if missing := self._exported.missing_buffers():
             without.append(f"{missing} buffers")
+        if names := self._exported.extra_state:
+            log.warning(
+                "paramd: the export has extra state that is not loaded (%s%s); give it to "
+                "set_extra_state",
+                ", ".join(names[:4]),
+                " ..." * (len(names) > 4),
+            )
         named = (f"extra_state[{name!r}]" for name in self._keep)
         without += ["random states", "hyper-parameters", *named]
         return (
@@ -368,6 +376,7 @@ class Stages(Discovering):
         else:
             locator = mirror.locator if mirror is not None else None
             record = CopiedState(records, optimizer_memory, page, home, locator=locator)
+        extra = ExtraState(records, page.words, model, lambda: names_of(home.local_layout(0)))
         edits = SparseMemory(shared.edits)
         editor = Editor(
             page, arena, edits, at_point=self._at_point, mirror=mirror, finish=home.finish
@@ -386,6 +395,7 @@ class Stages(Discovering):
             agreement,
             editor=editor,
             copy_state=record.copy_for if record is not None else lambda _: None,
+            note_extra=extra.note_for,
             hold_cap_s=cap_s(collective_timeout_s()),
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
             mirror=mirror,

@@ -59,6 +59,8 @@ AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
 
 # Plain ints cost a fraction of enum lookups, and these are read on every step.
 _HELD, _READY = int(Word.HELD), int(Word.READY)
+_COPIED = (Word.BUFFERS_WANTED, Word.MOMENTS_WANTED, Word.EXTRA_WANTED)
+"""Words that name requests for which the trainer copies something."""
 
 ROUND_S = 0.005
 """Pause in seconds between rounds of paused ranks."""
@@ -151,6 +153,7 @@ class BoundaryHandler:
         hold: Hold,
         editor: Editor,
         copy_state: Callable[[Request], None],
+        note_extra: Callable[[int], None] = lambda _: None,
         answer: Callable[[bool], None],
         mirror: MirroredHome | None = None,
         after_edit: Callable[[], None] = lambda: None,
@@ -159,6 +162,7 @@ class BoundaryHandler:
         Args:
             answer: wakes the sidecar if `announce`, or if it asked to be woken.
             copy_state: copies what a request wants of optimizer state outside the arena.
+            note_extra: notes the model's extra state for the request of that number.
             mirror: copies the parameters when they are not in the arena.
             after_edit: called on every rank after an edit, applied there or not; may be collective.
         """
@@ -171,6 +175,7 @@ class BoundaryHandler:
         self._editor = editor
         self._home = home
         self._copy_state = copy_state
+        self._note_extra = note_extra
         self._mirror = mirror
         self._after_edit = after_edit
         self._answer = answer
@@ -338,9 +343,7 @@ class BoundaryHandler:
         except Exception:
             # Swallowed: the other ranks wait for this one in the next round.
             log.exception("paramd: boundary request %d failed on this rank", request.number)
-        copies = self._mirror is not None or any(
-            self._wants(word, request) for word in (Word.BUFFERS_WANTED, Word.MOMENTS_WANTED)
-        )
+        copies = self._mirror is not None or any(self._wants(word, request) for word in _COPIED)
         if request.action == EDIT or (request.action == CAPTURE and copies):
             why = Stand.EDIT if request.action == EDIT else Stand.STATE
             note_stand(self._page, why, time.monotonic_ns() - begin_ns)
@@ -367,6 +370,8 @@ class BoundaryHandler:
             with self._refusing_buffers():
                 self._home.copy_buffers()
                 words[Word.BUFFERS_STEP] = words[Word.STEP]
+        if self._wants(Word.EXTRA_WANTED, request):
+            self._note_extra(request.number)
         if self._wants(Word.MOMENTS_WANTED, request):
             if self._mirror is not None:
                 # Before the first store: MIRRORED_FOR vouches for the state's copies, too.

@@ -1,4 +1,4 @@
-"""Non-tensors of a state dict, and the layout of files that transformers would write.
+"""The layout of files that transformers would write.
 
 Since version 5 transformers renames tensors and fuses experts when it loads a model, and reverts
 that in `save_pretrained`. Its own function does so here on tensors without memory: the position of
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paramd.layout.merge import LocalLayout
 from paramd.layout.types import Box, HubPart, TensorLayout, row_major
+from paramd.trainer.model.extra_state import extra_state, names_of
 from paramd.trainer.model.local_shard import loaded_class, walk
 
 log = logging.getLogger("paramd")
@@ -26,7 +27,7 @@ log = logging.getLogger("paramd")
 
 def described(model: nn.Module, local: LocalLayout) -> LocalLayout:
     """A layout with the names of a state dict's other entries, and with transformers' layout."""
-    found = replace(local, missing=tuple(_missing(model, local.tensors)))
+    found = replace(local, missing=tuple(extra_state(model, names_of(local), values=False)))
     kind = loaded_class("transformers.modeling_utils", "PreTrainedModel")
     root = next((module for prefix, module in walk(model) if not prefix), model)
     if kind is None or not isinstance(root, kind):
@@ -40,26 +41,6 @@ def described(model: nn.Module, local: LocalLayout) -> LocalLayout:
         return replace(found, hub_note=told[:500])
     tensors = (replace(one, hub=parts.get(one.fqn, ())) for one in local.tensors)
     return replace(found, tensors=tuple(tensors))
-
-
-def _missing(model: nn.Module, tensors: Sequence[TensorLayout]) -> list[str]:
-    """Names in the state dict that are neither parameters nor persistent buffers."""
-    known = {name for one in tensors for name in (one.fqn, *one.aliases)}
-    found: dict[str, None] = {}
-    for prefix, module in walk(model):
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found[f"{prefix}_extra_state"] = None
-        if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
-            continue
-        told: dict[str, Any] = {}
-        try:
-            with torch.no_grad():
-                module._save_to_state_dict(told, prefix, True)
-        except Exception as error:
-            log.debug("paramd: state of %s: %s", prefix, error)
-            told = {f"{prefix}({type(module).__name__}'s own state)": None}
-        found |= dict.fromkeys(name for name in told if name not in known)
-    return list(found)
 
 
 class _KeepViews(TorchDispatchMode):

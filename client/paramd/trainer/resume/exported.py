@@ -101,6 +101,12 @@ class Exported:
     def has_optimizer(self) -> bool:
         return self._groups is not None
 
+    @property
+    def extra_state(self) -> list[str]:
+        """Names of its extra state, which is not loaded."""
+        names: list[str] = self._manifest["extra_state"]
+        return names
+
     def missing_buffers(self) -> int:
         """Number of the model's buffers that the export lacks."""
         return sum(self._found(one) is None for one in self._tensors)
@@ -211,6 +217,7 @@ class Exported:
             self._manifest = {
                 "export_id": str(found["export_id"]),
                 "renamed": dict(found["renamed"]),
+                "extra_state": list(map(str, found.get("extra_state", ()))),
                 "parts": {
                     fqn: [(one["name"], Box(tuple(one["begin"]), tuple(one["end"]))) for one in of]
                     for fqn, of in found.get("parts", {}).items()
@@ -326,7 +333,7 @@ class Exported:
             for key, state in self._states.get(tensor.fqn, {}).items():
                 if state.shape not in (tensor.shape, ()):
                     raise UsageError(f"state {key!r} of {tensor.fqn!r} has another shape there")
-        if strange := sorted(set(self._model) - known):
+        if strange := sorted(set(self._model) - known - set(self.extra_state)):
             raise UsageError(f"it has {strange[0]!r}, which this model lacks")
 
     def _check_groups(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

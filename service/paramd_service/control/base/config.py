@@ -52,7 +52,8 @@ class ControlConfig:
     tls_client_ca: str = ""
     """Clients must present a certificate from this CA; empty: PARAMD_TLS_CLIENT_CA."""
     empty_end_s: float = 60.0
-    """With --job, exit after this long without a joined sidecar, in seconds, above 0."""
+    """With --job, exit after this long without a joined sidecar, in seconds, above 0; ten times as
+    long before the first has joined."""
     report_s: float = 2.0
     """Time between two reports of a sidecar, in seconds, 0.05 to 60; 2.5 times as long in meshes
     of more than 1,024 ranks, like the next one."""

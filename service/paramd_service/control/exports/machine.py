@@ -53,6 +53,7 @@ def planned(export: Export, *, incarnation: int, step: int, files: Sequence[File
     return replace(
         export,
         state=ExportState.RUNNING if files else ExportState.VERIFYING,
+        reason="",
         incarnation=incarnation,
         step=step,
         files={file.name: file for file in files},

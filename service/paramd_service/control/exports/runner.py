@@ -28,11 +28,12 @@ from paramd.errors import (
 from paramd.layout.exports.files import ExportState
 from paramd.mesh.peers.grpc import RankUnreachableError
 from paramd.v1 import export_pb2
-from paramd_service.aio import all_of
+from paramd_service.aio import all_of, ended
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.documents import ExportSpec, named_anew, read_spec
 from paramd_service.control.exports.machine import Export
 from paramd_service.control.exports.sidecars import Leases, made, stored
+from paramd_service.control.mesh.registry import MeshView, waited_for
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import ExportRow, File, FileState, TakenOverError
 
@@ -49,9 +50,13 @@ MAX_TRIES: Final = 3
 NOBODY_S: Final = 10.0
 """How long to wait for a writer while no rank is joined."""
 PIN_S: Final = 60.0
+"""How long to wait for boundaries at least."""
+FIRST_PIN_S: Final = 600.0
+"""The same before a rank's steps have been timed: the first may compile."""
 DROP_S: Final = 20.0
 
 _LOOK_S: Final = 0.5
+_TELL_S: Final = 5.0
 _AGAIN_S: Final = 0.5
 _SAVE_AGAIN_S: Final = 5.0
 
@@ -314,15 +319,37 @@ async def begin(job: ExportJob) -> None:
 
 
 async def _pinned(job: ExportJob, plan: ExportPlan) -> PinnedExport:
+    telling = asyncio.create_task(_tell_waits(job), name="paramd-export-waits")
+    patience_s = _patience_s(job.group.mesh.registry.view(), job.spec.timeout_s)
     try:
-        return await job.group.pin(plan, timeout_s=PIN_S, optimizer=job.spec.optimizer)
+        return await job.group.pin(plan, timeout_s=patience_s, optimizer=job.spec.optimizer)
     except DeadlineError as error:
-        if plan.layout.mirrored or not (plan.with_buffers or job.spec.optimizer):
+        if plan.layout.mirrored or not (plan.at_boundary or job.spec.optimizer):
             raise
         raise DeadlineError(
-            f"{error}; while training is stopped, only parameters can be exported "
-            "(--include parameters): they need no boundary"
+            f"no boundary of all ranks within {patience_s:.0f} s, waiting for "
+            f"{waited_for(job.group.mesh.registry.view())}: {error}; while training is stopped, "
+            "only parameters can be exported (--include parameters): they need no boundary"
         ) from error
+    finally:
+        await ended(telling)
+
+
+def _patience_s(view: MeshView, most_s: float) -> float:
+    """How long to wait for boundaries. What kinds of state there are is read first, and agreeing on
+    a boundary takes up to two steps: with one miss that is six of the slowest rank's steps.
+    """
+    times_ns = [one.state.step_time_ns for one in view.joined]
+    steps_s = 8e-9 * max(times_ns, default=0)
+    return min(max(PIN_S, steps_s if all(times_ns) else FIRST_PIN_S), most_s)
+
+
+async def _tell_waits(job: ExportJob) -> None:
+    """Report now and then on whom it waits."""
+    while True:
+        await asyncio.sleep(_TELL_S)
+        reason = f"waits for {waited_for(job.group.mesh.registry.view())}"
+        job.change(replace(job.export, reason=reason))
 
 
 async def adopt(job: ExportJob) -> None:

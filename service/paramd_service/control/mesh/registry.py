@@ -30,6 +30,9 @@ REPORT_STRETCH = 2.5
 MAX_TEXT_CHARS = 4096
 """Longest text field in a report."""
 
+UNJOINED_TIMES = 10
+"""How much longer an incarnation may be empty before any sidecar has joined."""
+
 MAX_ALERTS = 64
 MAX_ALERT_CHARS = 256
 
@@ -207,6 +210,9 @@ def why_end(
     """Why an incarnation should end, or None. `empty_since_s` is the Registry's."""
     if view.state is State.ENDED:
         return f"all {len(view.ranks)} ranks have detached"
+    if all(rank.report is None for rank in view.ranks):
+        # Attaching takes long with very many tensors, and its trainer ends this if it fails.
+        empty_end_s *= UNJOINED_TIMES
     if empty_since_s is not None and now_s - empty_since_s >= empty_end_s:
         return f"no sidecar has been joined for {empty_end_s:g} s"
     return None

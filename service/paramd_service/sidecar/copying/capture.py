@@ -410,8 +410,13 @@ class Capture:
         return Outcome(state.step, "", edits=state.edits, history=state.history)
 
     def _spans_of(self, boundary: Boundary) -> Sequence[CopySpan] | str:
-        """All spans to copy, with the optimizer state; or why that is not available."""
+        """All spans to copy, with the optimizer state; or why that is not available. Extra state
+        is filled in at once."""
         words = self._words
+        if boundary.fill_extra is not None:
+            if words[Word.EXTRA_FOR] != boundary.number:
+                return "the trainer did not note its extra state"
+            boundary.fill_extra()
         if boundary.state is None:
             return boundary.spans
         if not words[Word.MOMENTS_LIVE] and words[Word.MOMENTS_FOR] != boundary.number:

@@ -79,6 +79,8 @@ class Boundary:
     """The trainer copies optimizer state for it, or waits longer for its copy."""
     state: Callable[[], Sequence[CopySpan] | None] | None = None
     """Finds the spans of optimizer state to copy along, right before; None: not recorded."""
+    fill_extra: Callable[[], None] | None = None
+    """Fills tables with the extra state that the trainer notes for it."""
     token: int = 0
     action: int = CAPTURE
     argument: int = 0
@@ -124,6 +126,8 @@ class PageRequests:
             words[Word.BUFFERS_WANTED] = number
         if boundary.with_moments:
             words[Word.MOMENTS_WANTED] = number
+        if boundary.fill_extra is not None:
+            words[Word.EXTRA_WANTED] = number
         # Before READY: a sidecar respawned in between must not reuse the number.
         words[Word.HIGHEST] = number
         words[Word.READY] = number

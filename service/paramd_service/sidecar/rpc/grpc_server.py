@@ -22,7 +22,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *CONNECTION_OPTIONS,
     # HTTP/2's maximum: fewer frames for the same bytes.
     ("grpc.http2.max_frame_size", (1 << 24) - 1),
-    ("grpc.max_receive_message_length", 4 << 20),
+    # The manifest of an edit of 100,000 tensors. Calls are refused by their metadata, before that.
+    ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.max_send_message_length", 16 << 20),
     # Two sidecars must never share a port.
     ("grpc.so_reuseport", 0),

@@ -225,11 +225,10 @@ def layout_batches(serialized: bytes) -> Iterator[layout_pb2.Layout]:
     Parsed again for each caller: the objects would take more memory than the rest of the sidecar.
     """
     whole = layout_pb2.Layout.FromString(serialized)
-    batch = layout_pb2.Layout(
-        world_size=whole.world_size, arena_bytes=whole.arena_bytes, mirrored=whole.mirrored
-    )
-    size_bytes = 0
-    for tensor in whole.tensors:
+    tensors, size_bytes = list(whole.tensors), 0
+    batch = whole
+    del batch.tensors[:]
+    for tensor in tensors:
         tensor_bytes = tensor.ByteSize()
         if size_bytes and size_bytes + tensor_bytes > LAYOUT_BATCH_BYTES:
             yield batch

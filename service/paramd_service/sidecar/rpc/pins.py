@@ -121,8 +121,8 @@ async def _pin(rank: RankSidecar, request: pb.PinSnapshotRequest, timeout_s: flo
         return await _gradients(rank, request, key, lease_s, timeout_s)
     pins = rank.pins
     moments = request.source == pb.SOURCE_MOMENTS
-    if moments and not request.state_key:
-        key = table_key(request.incarnation)
+    if (moments and not request.state_key) or request.source == pb.SOURCE_EXTRA_STATE:
+        key = table_key(request.incarnation, request.source)
     if request.mark:
         read = partial(rank.marks.read, request.mark, request.layout_digest, spans)
         return _answer(rank, await pins.pin_mark(key, read, lease_s=lease_s), lease_s)
@@ -208,6 +208,8 @@ def _check(request: pb.PinSnapshotRequest) -> None:
     moments = request.source == pb.SOURCE_MOMENTS
     if moments and not request.state_key and (request.spans or request.at_step):
         raise UsageError("source: the table of optimizer state has no spans and no at_step")
+    if request.source == pb.SOURCE_EXTRA_STATE and (request.spans or not request.at_boundary):
+        raise UsageError("source: extra state has no spans, and only a boundary copies it")
     if request.source not in pb.Source.values():
         raise UsageError(f"source: {request.source} is unknown to this sidecar")
     if request.source != pb.SOURCE_GRADIENTS and (

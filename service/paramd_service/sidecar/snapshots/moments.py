@@ -17,7 +17,7 @@ from typing import Any
 
 from paramd.errors import ConflictError, NotFoundError, UsageError
 from paramd.memory.arena import is_mirror
-from paramd.memory.continuation import read_pair
+from paramd.memory.continuation import EXTRA, read_kept, read_pair
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.device_arena import STATE_BASE
@@ -31,6 +31,7 @@ from paramd.memory.optimizer_state import (
     parse_state,
     read_record,
     table_text,
+    with_length,
 )
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.owner import AttachedMemory
@@ -209,6 +210,13 @@ class Moments:
 
         return prepare
 
+    def fill_extra(self, snapshots: Sequence[Snapshot]) -> None:
+        """Fill tables of extra state, as the trainer noted it last. On the copying thread."""
+        for snapshot in snapshots:
+            if snapshot.block is not None:
+                table = with_length(read_kept(self._continuation.buffer, EXTRA)[0].payload)
+                snapshot.block.buffer[: len(table)] = table
+
     def facts_of(self, snapshot: Snapshot) -> bytes:
         """Facts found with the last copy into `snapshot`, as in `PinSnapshotResponse`."""
         return table_text(self._facts.pop(snapshot))
@@ -253,11 +261,16 @@ def is_moments(key: Key) -> bool:
     return key.source == pb.SOURCE_MOMENTS
 
 
+def is_extra(key: Key) -> bool:
+    """Whether a key is of extra state, which is a table, too."""
+    return key.source == pb.SOURCE_EXTRA_STATE
+
+
 def is_table(key: Key) -> bool:
-    """Whether a key is of the table."""
-    return is_moments(key) and not key.state_key
+    """Whether a key is of a table."""
+    return is_extra(key) or (is_moments(key) and not key.state_key)
 
 
-def table_key(incarnation: int) -> Key:
-    """The key of the table. Its spans count bytes of the table, not of the arena."""
-    return Key(incarnation, ((0, TABLE_BYTES),), pb.SOURCE_MOMENTS, "")
+def table_key(incarnation: int, source: pb.Source.ValueType) -> Key:
+    """The key of a table. Its spans count bytes of the table, not of the arena."""
+    return Key(incarnation, ((0, TABLE_BYTES),), source, "")

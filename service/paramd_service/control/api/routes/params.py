@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -219,16 +220,16 @@ async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) ->
 def _in_order(rows: list[tuple[TensorLayout, Any]], sort: str) -> tuple[TensorLayout, ...]:
     """What has no such number comes last, either way."""
     key = sort.removeprefix("-")
-
-    def read(row: tuple[TensorLayout, Any]) -> Any:
-        if fact := _FACTS.get(key):
-            return getattr(row[0], fact)
-        return _ORDERS.get(key, partial(statistic, key))(row[1])
-
+    if fact := _FACTS.get(key):
+        found = sorted((tensor for tensor, _ in rows), key=attrgetter(fact), reverse=sort != key)
+        return tuple(found)
     if key:
-        unknown = [row for row in rows if read(row) != read(row)]  # NaN
-        known = [row for row in rows if read(row) == read(row)]
-        rows = sorted(known, key=read, reverse=sort != key) + unknown
+        read = _ORDERS.get(key, partial(statistic, key))
+        numbers = [read(summary) for _, summary in rows]
+        known = [at for at, one in enumerate(numbers) if not math.isnan(one)]
+        known.sort(key=numbers.__getitem__, reverse=sort != key)
+        unknown = (row for row, one in zip(rows, numbers, strict=True) if math.isnan(one))
+        rows = [*(rows[at] for at in known), *unknown]
     return tuple(tensor for tensor, _ in rows)
 
 

@@ -59,7 +59,7 @@ def _while_training(attachment: Attachment, ask: Callable[[], object]) -> None:
         while not asked.done():
             with attachment.update():
                 pass
-            attachment.kept()
+            attachment.end_iteration()
             time.sleep(0.005)
         asked.result()
 

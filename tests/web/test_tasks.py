@@ -155,7 +155,7 @@ def test_pause_three_steps_and_resume(tab: Tab, door: Door) -> None:
 def test_compared_with_an_earlier_step(tab: Tab, door: Door) -> None:
     """A step that is kept by itself; training is held, as each of these steps is a short one."""
     with begun(tab, "compare with earlier", most=3) as task:
-        door.post(f"/jobs/{JOB}/hold", {"lease_s": 120.0})
+        door.post(f"/jobs/{JOB}/pause", {"lease_s": 120.0})
         kept = wait_for("a standing snapshot", lambda: [
             f"mark:{one['step']}" for one in door.get("marks")["marks"]
             if one["whole"] and not one["name"] and one["step"] < door.get("hold")["step"]

@@ -1816,8 +1816,8 @@ export interface components {
             job: string;
             /**
              * Missing
-             * @description Names in the model's state dict that are no tensors and so not in the export, such as extra
-             *     state; at most 1,000. Empty in lists.
+             * @description What the model's state dict has and the export has not, such as extra state that is neither
+             *     tensors nor JSON; at most 1,000 names. Empty in lists.
              */
             missing: string[];
             /**

@@ -332,7 +332,8 @@ class _Guarded:
     def _parsed(self, data: Any) -> Any:
         if self._inner.request_deserializer is None:
             return data
-        check_parts(self._inner.request_deserializer.__self__.DESCRIPTOR, data)
+        parse: Any = self._inner.request_deserializer
+        check_parts(parse.__self__.DESCRIPTOR, data)
         try:
             return self._inner.request_deserializer(data)
         except DecodeError:
@@ -344,8 +345,8 @@ MAX_PARTS: Final = 1 << 17
 a message of 4 MiB would become 160."""
 
 
-def check_parts(kind: Descriptor, data: bytes) -> None:
-    """Raise UsageError if a request has too many fields, counted before they are parsed."""
+def check_parts(kind: Any, data: bytes) -> None:
+    """Raise UsageError if a request of this descriptor has too many fields, before it is parsed."""
     if len(data) > 2 * MAX_PARTS and _count_parts(kind, data, MAX_PARTS) < 0:
         raise UsageError(f"the request has more than {MAX_PARTS:,} parts; ask in several calls")
 

@@ -87,7 +87,8 @@ class Doorway:
         self._count += 1
         if self._count > self._places:
             # From the address with the most, so that one address cannot push out the rest.
-            next(iter(max(self._strangers.values(), key=len))).shut()
+            crowd: dict[Connection, None] = max(self._strangers.values(), key=len)
+            next(iter(crowd)).shut()
 
     def shown(self, door: Connection) -> None:
         """Record that the connection has shown a good token: no stranger takes its place now."""

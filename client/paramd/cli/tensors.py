@@ -81,6 +81,8 @@ def params(
     with target.connect() as mesh:
         found = mesh.params(*chosen.words, buffers=buffers, trainable=trainable)
         about: dict[str, Any] = {"job": mesh.job, "incarnation": mesh.incarnation}
+        if found.step >= 0:
+            about["step"] = found.step
     rows = [param_row(info) for info in found]
     target.show("params", rows, PARAM_COLUMNS, **about)
     say(f"{len(rows):,} tensors, {sum(info.numel for info in found):,} elements")

@@ -314,7 +314,8 @@ class AsyncMesh:
         names = [row.name for row in found]
         numbers = await self._numbers(names, buffers=buffers, deadline_s=deadline_s)
         pairs = zip(found, numbers, strict=True)
-        return Params(row for row, one in pairs if wanted.matches_numbers(one.summary))
+        right = (row for row, one in pairs if wanted.matches_numbers(one.summary))
+        return Params(right, step=numbers.step)
 
     async def _numbers(
         self, patterns: Sequence[str], *, buffers: bool, deadline_s: float, histogram: bool = False,

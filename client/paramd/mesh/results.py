@@ -204,6 +204,9 @@ class Records(Table[Item]):
 class Params(Table[ParamInfo]):
     """Parameters, and buffers if requested, that match the patterns."""
 
+    step: int = -1
+    """Step of the statistics that terms compared; -1 without such terms."""
+
     columns = (
         ("name", lambda row: row.name),
         ("shape", lambda row: shape_text(row.shape)),

@@ -71,7 +71,7 @@ class Stepping:
 
 def test_an_overridden_method_is_put_back_as_it_was() -> None:
     ends = ExitStack()
-    attachment: Any = SimpleNamespace(at_detach=ends.callback)
+    attachment: Any = SimpleNamespace(_at_detach=ends)
     plain, wrapped, wrapped_since = Stepping(), Stepping(), Stepping()
     wrapped.step = lambda: "a scheduler's"  # type: ignore[method-assign]
     for one in (plain, wrapped, wrapped_since):

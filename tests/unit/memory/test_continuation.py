@@ -70,7 +70,7 @@ def test_a_record_comes_with_the_table_it_was_made_with(memory: SparseMemory) ->
 def test_what_does_not_fit_is_refused_and_what_was_there_stays(memory: SparseMemory) -> None:
     slots = KeptSlots(memory, RECORD)
     slots.write(b"small")
-    with pytest.raises(ExhaustedError, match="keep less"):
+    with pytest.raises(ExhaustedError, match="Put less"):
         slots.write(b"x" * (MAX_PAYLOAD_BYTES + 1))
     assert [kept.payload for kept in read_kept(memory.buffer, RECORD)] == [b"small"]
 

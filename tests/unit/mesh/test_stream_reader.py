@@ -291,7 +291,7 @@ async def test_another_program_at_the_port_is_refused(reply: Callable[[bytes], b
         yield from windows(streams.read_opening(sealed))
 
     target = Target()
-    with port(other) as at, pytest.raises(NoStreamError, match="what answers at the sidecar's"):
+    with port(other) as at, pytest.raises(NoStreamError, match="the process at the sidecar's"):
         await run(Source(at.number), target=target)
     assert target.data == bytes(len(SNAPSHOT)), "nothing of what it sent was written"
 

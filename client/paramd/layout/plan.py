@@ -220,8 +220,6 @@ def _box_views(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultTensor:
-    """One tensor of the result."""
-
     name: str
     """The name it was requested by; possibly an alias."""
     fqn: str
@@ -240,8 +238,6 @@ class ResultTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRead:
-    """The read from one rank."""
-
     rank: int
     spans: tuple[tuple[int, int], ...]
     """[begin, end) in bytes of the arena; sorted, neither overlapping nor adjacent."""

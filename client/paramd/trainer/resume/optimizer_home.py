@@ -103,7 +103,6 @@ class Places:
         self.reserve()
 
     def at(self, place: int, size_bytes: int) -> torch.Tensor:
-        """The bytes of a place (`bytes_at`)."""
         return bytes_at(self.memory.buffer, place - self.first, size_bytes)
 
 

@@ -16,8 +16,6 @@ from paramd.security.tickets import Role
 
 
 class UserRole(StrEnum):
-    """Role of a token."""
-
     VIEWER = "viewer"
     READER = "reader"
     EDITOR = "editor"
@@ -120,7 +118,6 @@ def needed_action(operation: str, query: str = "") -> Action:
 
 
 def may(role: UserRole, action: Action) -> bool:
-    """Whether the role permits the action."""
     return action in PERMITTED[role]
 
 

@@ -42,7 +42,6 @@ class JobCertificates:
 
     @property
     def authority(self) -> JobAuthority:
-        """The job's CA."""
         if self._made is None:
             # Imported only if the job has a CA: it is slow to load.
             from paramd.security.authority import JobAuthority

@@ -24,8 +24,6 @@ from paramd_service.control.store.exports import File, FileState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """State of one export."""
-
     state: ExportState = ExportState.PLANNED
     reason: str = ""
     """Why it failed or was cancelled."""

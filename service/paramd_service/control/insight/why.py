@@ -92,7 +92,6 @@ async def looks(calls: SidecarCalls, ranks: Sequence[RankView]) -> list[list[Evi
 
 
 def evidence_of(found: Found) -> Evidence:
-    """The evidence in an answer."""
     rank, answer = found
     if answer is None:
         return Evidence(rank=rank.rank, gone=rank.reason or "its sidecar has not joined")

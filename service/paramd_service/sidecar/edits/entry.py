@@ -82,7 +82,6 @@ def body_of(begin: int, end: int, *, record_count: int, undoable: bool) -> Body:
 def records_of(
     edit: RankEdit, body: Body, *, ops: Sequence[PlannedOp], undoable: bool, reset_moments: bool
 ) -> Iterator[Record]:
-    """The records of an edit's program."""
     preimage = body.preimage_begin
     for item in edit.items:
         op = ops[item.op].op
@@ -164,8 +163,6 @@ withdrawal."""
 
 @dataclass(frozen=True, kw_only=True)
 class EditLimits:
-    """Limits of one attachment."""
-
     budget_bytes: int
     """Budget of all edits that are not applied together; above 0."""
     undo_budget_bytes: int

@@ -254,7 +254,6 @@ def is_moments(key: Key) -> bool:
 
 
 def is_table(key: Key) -> bool:
-    """Whether a key is of the table."""
     return is_moments(key) and not key.state_key
 
 

@@ -317,7 +317,6 @@ def check_float(dtype: str) -> None:
 
 
 def matrix(numbers: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> torch.Tensor:
-    """A copy of these numbers as a tensor."""
     return torch.from_numpy(numbers.copy())
 
 

@@ -327,7 +327,6 @@ Items = Sequence[tuple[int, pb.StatsItem]]
 
 
 def reduce_items(read: Read, items: Items, *, with_exponents: bool) -> list[pb.Stats]:
-    """Statistics of each item, in order."""
     found: dict[int, pb.Stats] = {}
     for numbers in _alike(items).values():
         found |= _reduce_rows(read, items, numbers, with_exponents=with_exponents)

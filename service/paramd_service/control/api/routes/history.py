@@ -104,7 +104,6 @@ class HistoryDocument(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/history, /jobs/{job}/history/series."""
     routes = APIRouter(tags=["history"])
     _add_points(routes, services)
     _add_series(routes, services)

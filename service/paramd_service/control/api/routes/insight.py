@@ -119,7 +119,6 @@ class WhyDocument(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/why, /updates, /diff, /params/spectrum."""
     routes = APIRouter(tags=["insight"])
     comparisons = Comparisons()
 

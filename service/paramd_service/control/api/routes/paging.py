@@ -64,11 +64,7 @@ def make_token(begin: int, name: str) -> str:
 
 
 def read_token(token: str) -> tuple[int, str]:
-    """(begin, name) of a token.
-
-    Raises:
-        UsageError: the token is not ours.
-    """
+    """(begin, name) of a token. Raises UsageError: the token is not ours."""
     try:
         begin, colon, name = base64.urlsafe_b64decode(token.encode()).decode().partition(":")
         if not colon or not begin.isdecimal() or len(begin) > 18:
@@ -79,11 +75,8 @@ def read_token(token: str) -> tuple[int, str]:
 
 
 def begin_of(token: str, name: str) -> int | None:
-    """Where the page begins in the list `name`; None without a token.
-
-    Raises:
-        UsageError: the token is of another list, or not ours.
-    """
+    """Where the page begins in the list `name`; None without a token. Raises UsageError: the token
+    is of another list, or not ours."""
     if not token:
         return None
     begin, found = read_token(token)

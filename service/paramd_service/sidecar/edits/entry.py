@@ -354,13 +354,8 @@ class Outcome(Enum):
 
 
 def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns: int) -> Outcome:
-    """The fate of a READY edit; records in `unready_ns` since when n is gone from the page.
-
-    Args:
-        words: The control page's.
-        ended: How the trainer ended; None while it lives.
-        now_ns: CLOCK_MONOTONIC.
-    """
+    """The fate of a READY edit, by the control page's `words` and how the trainer `ended`; records
+    in `unready_ns` since when its number is gone from the page. `now_ns`: CLOCK_MONOTONIC."""
     number, token = entry.boundary, entry.token
     # Before all others: the trainer clears it last, when the words below show what was agreed.
     promised = words[Word.PROMISED]

@@ -35,11 +35,8 @@ class Pages(Generic[Item]):
         self._kept: OrderedDict[str, tuple[Item, float]] = OrderedDict()
 
     def keep(self, item: Item, *, name: str = "") -> str:
-        """Keep a result for its next pages; return its name for `make_token`.
-
-        Args:
-            name: The same for equal results, which are then kept once for all callers.
-        """
+        """Keep a result for its next pages; return its name for `make_token`. Equal results under
+        the same `name` are kept once for all callers."""
         now_s = time.monotonic()
         for old in [old for old, (_, expires_s) in self._kept.items() if expires_s < now_s]:
             del self._kept[old]

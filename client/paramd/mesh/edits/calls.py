@@ -186,6 +186,8 @@ class Edit(Document):
 
 
 class PauseWord(StrEnum):
+    """State of a pause."""
+
     RUNNING = "running"
     PAUSING = "pausing"
     """Requested, not agreed yet."""

@@ -16,6 +16,8 @@ from paramd.security.tickets import Role
 
 
 class UserRole(StrEnum):
+    """Role of a token."""
+
     VIEWER = "viewer"
     READER = "reader"
     EDITOR = "editor"

@@ -57,15 +57,16 @@ _MAX_BYTES = 1024
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def _since_boot_s() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)  # unlike MONOTONIC, includes suspend
+def since_boot_s() -> float:
+    """Seconds since boot: unlike CLOCK_MONOTONIC, also those in suspend."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class SteadyClock:
     """Call it for the time. Thread-safe."""
 
     def __init__(
-        self, *, wall: Callable[[], float] = time.time, steady: Callable[[], float] = _since_boot_s
+        self, *, wall: Callable[[], float] = time.time, steady: Callable[[], float] = since_boot_s
     ) -> None:
         self._wall = wall
         self._steady = steady

@@ -105,8 +105,6 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One comparison."""
-
     key: str
     comparison: str
     text: str

@@ -136,7 +136,6 @@ def read_window(data: bytes | bytearray | memoryview) -> Window:
 
 
 def failure(error: ParamdError) -> bytes:
-    """A FAILED window and its text."""
     text = str(error).encode()[:MAX_TEXT_BYTES]
     return Window(FAILED, 0, len(text), _status(error)).packed() + text
 

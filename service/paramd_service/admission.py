@@ -185,7 +185,6 @@ class RevokedTokens:
         )
 
     def refuses(self, claims: Claims) -> bool:
-        """Whether the ticket's token was revoked."""
         if claims.token_id is None:
             return False
         # Ranks' tickets cannot be renewed: their token is looked up when they join.

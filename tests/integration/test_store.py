@@ -39,7 +39,7 @@ from paramd_service.control.store.history import (
 from paramd_service.control.store.schema import metadata
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore
-from tests.integration.store_process import execute, fresh_address, started
+from tests.integration.store_process import execute, started
 from tests.postgres import PASSWORD, Postgres
 
 FILES = ["control.sqlite" + end for end in ("", "-wal", "-shm", ".lock")]
@@ -58,27 +58,6 @@ def _described(connection: Connection) -> object:
     assert names == sorted([*metadata.tables, "alembic_version"])
     kinds = ("columns", "pk_constraint", "unique_constraints", "foreign_keys", "indexes")
     return {name: [repr(getattr(found, f"get_{kind}")(name)) for kind in kinds] for name in names}
-
-
-async def test_the_migrations_make_the_same_tables_as_a_new_store_has(
-    server: Postgres | None, tmp_path: Path
-) -> None:
-    (tmp_path / "new").mkdir()
-    (tmp_path / "old").mkdir()
-    new, old = (fresh_address(server, tmp_path / name) for name in ("new", "old"))
-    engine = make_engine(old)
-    with engine.begin() as connection:
-        connection.execute(
-            text(
-                "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL, "
-                "CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
-            )
-        )
-    engine.dispose()
-    async with started(new) as fresh, started(old) as migrated:
-        assert await fresh.read(_difference) == []
-        assert await migrated.read(_difference) == []
-        assert await fresh.read(_described) == await migrated.read(_described)
 
 
 OLD_POINTS = """CREATE TABLE metric_points (series_id BIGINT NOT NULL,
@@ -115,6 +94,18 @@ async def go_back(store: Store) -> None:
     )
     await execute(store, "CREATE INDEX ix_alert_silences_job ON alert_silences (job)")
     await execute(store, "UPDATE alembic_version SET version_num = '0005'")
+
+
+async def test_the_migrations_make_the_same_tables_as_a_new_store_has(
+    address: StoreAddress,
+) -> None:
+    async with started(address) as store:
+        assert await store.read(_difference) == []
+        fresh = await store.read(_described)
+        await go_back(store)
+    async with started(address) as store:
+        assert await store.read(_difference) == []
+        assert await store.read(_described) == fresh
 
 
 def _old_points(series_id: int, resolution_s: int, begin_s: int, end_s: int) -> str:
@@ -191,12 +182,17 @@ async def test_two_that_start_at_once_migrate_once(address: StoreAddress) -> Non
             await store.stop()
 
 
-async def test_a_store_of_a_newer_paramd_is_refused_and_left_alone(address: StoreAddress) -> None:
+@pytest.mark.parametrize(
+    ("revision", "wrote"), [("zz99", "by a newer paramd"), ("0004", "before paramd 0.1.0")]
+)
+async def test_a_store_that_is_not_upgraded_is_refused_and_left_alone(
+    address: StoreAddress, revision: str, wrote: str
+) -> None:
     async with started(address) as store:
-        await execute(store, "UPDATE alembic_version SET version_num = 'zz99'")
+        await execute(store, f"UPDATE alembic_version SET version_num = '{revision}'")
     newer = Store(address)
     try:
-        with pytest.raises(ConflictError, match="revision 'zz99', written by a newer paramd"):
+        with pytest.raises(ConflictError, match=f"revision '{revision}', written {wrote}"):
             await newer.start()
         with pytest.raises(StoreError, match="not open"):
             await TokenStore(newer).list()
@@ -206,7 +202,7 @@ async def test_a_store_of_a_newer_paramd_is_refused_and_left_alone(address: Stor
     with engine.connect() as connection:
         found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
     engine.dispose()
-    assert found == "zz99"
+    assert found == revision
 
 
 async def test_tokens_are_found_by_digest_and_revoked_once(address: StoreAddress) -> None:

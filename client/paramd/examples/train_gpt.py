@@ -36,8 +36,6 @@ BATCH = 8
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)

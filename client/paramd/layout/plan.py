@@ -220,8 +220,6 @@ def _box_views(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultTensor:
-    """One tensor of the result."""
-
     name: str
     """The name it was requested by; possibly an alias."""
     fqn: str
@@ -240,8 +238,6 @@ class ResultTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRead:
-    """The read from one rank."""
-
     rank: int
     spans: tuple[tuple[int, int], ...]
     """[begin, end) in bytes of the arena; sorted, neither overlapping nor adjacent."""
@@ -342,16 +338,9 @@ def plan_read(
 ) -> ReadPlan:
     """Plan to read each element of `selection` once, from one replica.
 
-    Args:
-        layout: of the job.
-        selection: tensors of this layout and their wanted boxes.
-        costs: which ranks to avoid; counts only without `replica`.
-        replica: a rank of the replica to read; None: the first that costs least.
-        others: with `replica`, those of tensors that only another has, by fqn.
-
-    Raises:
-        UsageError: there is no such rank.
-        UnreachableError: every replica needs a rank that costs infinity.
+    `costs`: which ranks to avoid, only without `replica`, a rank of the one to read; `others`: with
+    `replica`, those of tensors that only another has, by fqn. Raises UsageError if there is no such
+    rank, UnreachableError if every replica needs a rank that costs infinity.
     """
     items = list(selection)
     if replica is not None:

@@ -82,7 +82,6 @@ def _places(size_bytes: int, most_bytes: int) -> tuple[tuple[int, int], ...]:
 
 
 def places_on(samples: Iterable[Sample], rank: int) -> list[tuple[int, int]]:
-    """The places of all samples in the arena of a rank."""
     return [
         (one.begins[rank] + begin, one.begins[rank] + end)
         for one in samples

@@ -152,7 +152,6 @@ class NameColumns:
         self._ends = [a ^ b for a, b in zip([self.all, *longer], self._longer, strict=True)]
 
     def match(self, glob: Glob) -> int:
-        """The mask of the names that match."""
         tokens, stars = glob.tokens, glob.stars
         total, longest = len(tokens), self.longest
         if total > longest or not self.count:
@@ -489,7 +488,6 @@ class Selection(Sequence[SelectedTensor]):
 
     @property
     def layout(self) -> Layout:
-        """The layout it was chosen from."""
         return self._index.layout
 
     @property

@@ -65,7 +65,6 @@ Part: TypeAlias = "Stats | sidecar_pb2.Stats"
 
 
 def stats_of(message: Part) -> Stats:
-    """Statistics from a message."""
     found = {name: getattr(message, name) for name in FIELDS}
     for name in ("exponent_counts", "edge_counts"):
         found[name] = tuple(found[name])
@@ -170,7 +169,6 @@ class Summary:
     """As in `Stats`."""
 
     def numbers(self) -> dict[str, float]:
-        """The count and all `STATISTICS`."""
         return {"count": self.count, **{one.name: getattr(self, one.name) for one in STATISTICS}}
 
     def document(self) -> dict[str, float | None]:

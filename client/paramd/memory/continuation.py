@@ -123,8 +123,6 @@ class KeptSlots:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Result of a check."""
-
     damaged: bool
     piece_count: int
     """Pieces that were compared; all, if the memory is no larger than `MOST_WHOLE_BYTES`."""

@@ -299,7 +299,6 @@ class Driver:
         return bytes(handle)
 
     def open_event(self, handle: bytes) -> int:
-        """The event of another process."""
         return self._made("cuIpcOpenEventHandle", abi.EventHandle.from_buffer_copy(handle))
 
     def destroy_event(self, event: int) -> None:
@@ -314,7 +313,6 @@ class Driver:
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def is_done(self, event: int) -> bool:
-        """Whether all that the event stands for is done."""
         code = self._code("cuEventQuery", event)
         if code not in (0, abi.NOT_READY):
             raise self._refused("cuEventQuery", code)

@@ -123,10 +123,8 @@ class TrainerGate:
     def rest(self, step: int, iteration: int, digest: int) -> None:
         """Publish a resting state: the update is over, but the script may still change more.
 
-        Args:
-            step: the state's step once it is settled.
-            iteration: backward passes before the update.
-            digest: of the samples as they are now (see control_page.py).
+        `step`: the state's once it is settled; `iteration`: backward passes before the update;
+        `digest`: of the samples as they are now (control_page.py).
         """
         words = self._words
         words[_REST] = 0

@@ -96,13 +96,7 @@ class Notes:
 
 
 class Slot:
-    """One of the slots, as both processes see it.
-
-    Args:
-        memory: the whole gradient memory.
-        arena_bytes: size of the arena.
-        index: the slot's number.
-    """
+    """One of the slots in the whole gradient memory, as both processes see it."""
 
     def __init__(self, memory: memoryview, arena_bytes: int, index: int) -> None:
         self.arm_word, self.done_word = ARM_WORDS[index], DONE_WORDS[index]

@@ -583,7 +583,6 @@ async def _rank_status(sidecars: Sidecars, rank: int, timeout_s: float) -> RankS
 
 
 def rank_status(rank: int, address: str, answer: sidecar_pb2.GetStateResponse) -> RankStatus:
-    """The row for a sidecar's response."""
     state = answer.state
     try:
         phase = common_pb2.Phase.Name(state.phase).removeprefix("PHASE_").lower()

@@ -75,7 +75,6 @@ _ASK_AGAIN = "ask the control plane for a new one (GET /api/v1/jobs/{job})"
 
 
 def new_token() -> str:
-    """A fresh token."""
     return PREFIX + secrets.token_urlsafe(RANDOM_BYTES)
 
 
@@ -175,7 +174,6 @@ class KeyTree:
         self.root = _text(level)
 
     def shown(self, ticket: str, place: int) -> str:
-        """What the server at that place is shown of the ticket."""
         path = [_nth(level, (place >> up) ^ 1) for up, level in enumerate(self._levels)]
         return f"{ticket}~{_text(_nth(self._keys, place) + b''.join(path))}"
 

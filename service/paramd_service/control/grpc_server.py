@@ -255,7 +255,6 @@ class GrpcServer:
     """Life cycle: `start`, `say_stopping`, `stop`. Single event loop."""
 
     def __init__(self) -> None:
-        """No I/O."""
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
 

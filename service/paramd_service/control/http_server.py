@@ -174,7 +174,6 @@ class HttpServer:
     """Life cycle: `start`, `stop`. Single event loop."""
 
     def __init__(self, doorway: Doorway) -> None:
-        """No I/O."""
         self._doorway = doorway
         self._server: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None

@@ -46,8 +46,6 @@ class DestinationKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """One configured destination."""
-
     name: str
     kind: DestinationKind
     root: str
@@ -179,8 +177,6 @@ class FileSink(Protocol):
 
 
 class FileSource(Protocol):
-    """A file to read."""
-
     size_bytes: int
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:

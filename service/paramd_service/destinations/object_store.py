@@ -127,8 +127,6 @@ class ObjectSink:
 
 
 class ObjectSource:
-    """An object to read."""
-
     def __init__(self, place: ObjectPlace, path: str, size_bytes: int) -> None:
         self._place = place
         self._path = path

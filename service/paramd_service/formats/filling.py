@@ -117,7 +117,6 @@ class Window:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in the file."""
         frame = self.entry.frame
         if frame is None:
             return self.data_bytes

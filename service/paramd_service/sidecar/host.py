@@ -55,7 +55,6 @@ class Host:
     """Listens, starts sidecars, and ends with them."""
 
     def __init__(self, path: Path) -> None:
-        """No I/O."""
         self._path = path
         self._sidecars: dict[int, subprocess.Popen[bytes]] = {}
         self._trainers: dict[socket, None] = {}

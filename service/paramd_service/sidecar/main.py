@@ -153,14 +153,8 @@ def read_pems(stdin: BinaryIO) -> Pems:
 
 
 async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -> None:
-    """Start the servers, wait until the sidecar should leave, then drain.
-
-    Args:
-        pems: The sidecar's certificate, with `config.job_tls`.
-
-    Raises:
-        UsageError: cannot listen on the socket or the address.
-    """
+    """Start the servers, wait until the sidecar should leave, then drain. Raises UsageError if it
+    cannot listen on the socket or the address."""
     log = Log(fields={"job": config.job, "rank": config.rank, "pid": os.getpid()})
     memory_thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-memory")
     stats_thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-stats")

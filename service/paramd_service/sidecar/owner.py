@@ -280,7 +280,6 @@ class AttachedMemory:
 
     @property
     def device(self) -> DeviceReader | None:
-        """The arena, if it is on a device."""
         return self.arena if isinstance(self.arena, DeviceReader) else None
 
     @property

@@ -66,13 +66,9 @@ class Doing:
 
 
 def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now_ns: int) -> Doing:
-    """What the rank is doing now.
-
-    Args:
-        words: The control page's; read only when `ownership` is OWNED.
-        process_state: The trainer's state letter from /proc/<pid>/stat; empty if unknown.
-        now_ns: CLOCK_MONOTONIC.
-    """
+    """What the rank is doing now. The control page's `words` are read only when it is OWNED;
+    `process_state` is the trainer's letter in /proc/<pid>/stat, empty if unknown, `now_ns`
+    CLOCK_MONOTONIC."""
     if ownership is not Ownership.OWNED:
         return Doing(_ENDED[ownership], ownership.value)
     if process_state in STOPPED_STATES:

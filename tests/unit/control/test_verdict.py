@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paramd_service.control.insight.verdict import Evidence, OpenCollective, culprits, verdict_of
+from paramd.mesh.insight.reports import Collective
+from paramd_service.control.insight.verdict import Evidence, culprits, verdict_of
 
 
 def running(rank: int, **changes: object) -> Evidence:
@@ -15,7 +16,7 @@ def running(rank: int, **changes: object) -> Evidence:
 
 
 def waiting(rank: int, sequence: int = 4711, name: str = "nccl:all_gather") -> Evidence:
-    made = OpenCollective(name=name, group="default_pg", sequence=sequence, age_s=40.0)
+    made = Collective(done=False, name=name, group="default_pg", sequence=sequence, age_s=40.0)
     return running(
         rank, overdue=True, boundary_age_s=42.0, seen_for_s=40.0, kind="collective",
         what="in all_gather", open=(made,),
@@ -82,7 +83,7 @@ def test_the_verdict_names_who_keeps_the_others_waiting(
 
 
 def test_a_rank_with_an_open_collective_that_loads_data_is_not_said_to_wait() -> None:
-    made = OpenCollective(name="gloo:all_reduce", group="g", sequence=1, age_s=1.0)
+    made = Collective(done=False, name="gloo:all_reduce", group="g", sequence=1, age_s=1.0)
     assert not replace(loading(0), open=(made,)).waits
     assert replace(loading(0), kind="backward", open=(made,)).waits
 

@@ -17,7 +17,8 @@ from typing import Any, cast
 import pytest
 
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd.mesh.edits.calls import HoldState
+from paramd.mesh.edits.calls import PauseWord
+from paramd.mesh.insight.reports import Collective
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.alerts.config import AlertConfig
@@ -26,7 +27,7 @@ from paramd_service.control.alerts.health import health_of
 from paramd_service.control.alerts.sampling import DigestRound, MeshSampler, StatsRound, TensorInput
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.alerts.webhook import Webhooks
-from paramd_service.control.insight.verdict import Evidence, OpenCollective
+from paramd_service.control.insight.verdict import Evidence
 from paramd_service.control.mesh.registry import MeshView, Report
 from paramd_service.control.store.alerts import AlertStore
 from tests.memory_stores import MemoryStore
@@ -191,7 +192,9 @@ class Training:
     def _doing(self, rank: int, waits_for_odd: bool) -> Evidence:
         def at(kind: str, *, seen_for_s: float = 0.0) -> Evidence:
             waits = kind == "collective"
-            made = OpenCollective(name="nccl:all_reduce", group="g", sequence=9, age_s=seen_for_s)
+            made = Collective(
+                done=False, name="nccl:all_reduce", group="g", sequence=9, age_s=seen_for_s
+            )
             return Evidence(
                 rank=rank, step=self.step, overdue=self.away_s > 5.0, boundary_age_s=self.away_s,
                 kind=kind, what=f"in {kind}", where="train.py:12", seen_for_s=seen_for_s,
@@ -257,7 +260,7 @@ def simulated(trouble: str, until_s: float) -> list[tuple[float, str, str]]:
             watcher.tick(seen)
             firing = watcher.book.firing
             word, _, cause = health_of(
-                state=seen.state, reason=seen.reason, hold=HoldState.RUNNING, firing=firing
+                state=seen.state, reason=seen.reason, pause=PauseWord.RUNNING, firing=firing
             )
             first = next((f"{one.rule} {one.subject}" for one in firing if one.id == cause), "")
             if (word, first) != (told[-1][1:] if told else ("ok", "")):

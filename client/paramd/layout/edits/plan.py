@@ -66,7 +66,6 @@ class EditItem:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements."""
         return prod(self.sizes) * item_bytes(self.dtype)
 
     @property
@@ -77,8 +76,6 @@ class EditItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEdit:
-    """One rank's part of an edit."""
-
     rank: int
     items: tuple[EditItem, ...]
     """In the order of the operations. Views of one edit never overlap."""
@@ -98,8 +95,6 @@ class PlannedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditPlan:
-    """The changes of an edit."""
-
     ops: tuple[PlannedOp, ...]
     ranks: tuple[RankEdit, ...]
     """Ordered by rank, ranks without items included: all take part in the boundary."""
@@ -149,7 +144,6 @@ def check_ops(
 
 
 def rank_edits(planned: Sequence[PlannedOp], ranks: Iterable[int]) -> tuple[RankEdit, ...]:
-    """The items of each of `ranks`."""
     held: dict[int, list[tuple[int, PlannedOp, Piece]]] = {rank: [] for rank in ranks}
     for number, one in enumerate(planned):
         for piece in one.tensor.pieces:

@@ -140,7 +140,6 @@ class Entry:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of the data alone."""
         if self.constant is not None:
             return len(self.constant)
         return self.box.numel * item_bytes(self.dtype)

@@ -157,17 +157,12 @@ class _Rank:
 def optimizer_table(
     layout: Layout, tables: Mapping[int, Mapping[str, Any]], replica: int = 0
 ) -> OptimizerTable:
-    """The state of all of the job's optimizers.
+    """The state of all of the job's optimizers, from the read ranks' tables
+    (memory/optimizer_state.py).
 
-    Args:
-        layout: of the parameters.
-        tables: of the ranks that are read, by rank, in the form of memory/optimizer_state.py.
-        replica: preferred source of state; otherwise another one of these ranks.
-
-    Raises:
-        ConflictError: a rank could not tell its state, ranks disagree, or a state cannot be
-            exported.
-        UsageError: a table is malformed, or no holder of some parameter has one.
+    `replica`: preferred source of state; otherwise another one of these ranks. Raises ConflictError
+    if a rank could not tell its state, ranks disagree, or a state cannot be exported; UsageError if
+    a table is malformed, or no holder of some parameter has one.
     """
     try:
         ranks = {rank: _Rank(table) for rank, table in tables.items()}

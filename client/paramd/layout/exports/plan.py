@@ -45,7 +45,6 @@ class ExportPlan:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.size_bytes for file in self.files)
 
     @property

@@ -130,7 +130,6 @@ class Uploads:
                 await self._stage(rank)
 
     def _lane(self, rank: RankEdit) -> Transport:
-        """The transport of a rank's data."""
         if self.how.transport in ("stream", "grpc"):
             return self.how.transport
         if self.how.transport == "auto" and rank.data_bytes < LENT_FROM_BYTES:

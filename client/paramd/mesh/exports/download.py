@@ -239,8 +239,6 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """The file's layout at one state."""
-
     header: bytes
     """Header of the partial file; names the state."""
     final_header: bytes

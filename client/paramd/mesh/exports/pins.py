@@ -163,7 +163,6 @@ class _Beside:
         self._sidecars.release(self.real(pin))
 
     def real(self, pin: RankPin) -> RankPin:
-        """The pin under its rank."""
         return pin if pin.rank >= 0 else replace(pin, rank=self._states[-1 - pin.rank][0])
 
 

@@ -57,8 +57,6 @@ MAX_ELEMENT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Refreshed:
-    """The result of a refresh."""
-
     changed: tuple[int, ...]
     """Indexes of the plan's tensors that differ from the last frame."""
     sent_bytes: int

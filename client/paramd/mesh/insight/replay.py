@@ -80,7 +80,6 @@ class Replay(Table[ReplayRow]):
         return not self.differing and any(not row.refused for row in self)
 
     def summary(self) -> str:
-        """The verdict."""
         made = [row for row in self if not row.refused]
         what = f"update {self.step} on rank {self.rank}"
         if not made:

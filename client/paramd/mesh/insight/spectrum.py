@@ -232,8 +232,6 @@ _SMALLEST_NORMAL = {
 
 @dataclass(slots=True)
 class _Shards:
-    """The matrix in its shards."""
-
     reading: Reading
     plan: ReadPlan
     matrix: Matrix
@@ -284,7 +282,6 @@ class _Shards:
         return found
 
     async def times(self, factor: Numbers, *, transposed: bool) -> Numbers:
-        """The matrix (or its transpose) times `factor`."""
         import numpy as np
 
         result = np.zeros(

@@ -58,12 +58,10 @@ class Facts:
             ) from None
 
     def param_at(self, arena_byte: int) -> Mapping[str, Any] | None:
-        """The optimizer's parameter that has this byte of the arena."""
         index = bisect_right(self.params, arena_byte, key=lambda one: one["begin"]) - 1
         return None if index < 0 or arena_byte >= self.params[index]["end"] else self.params[index]
 
     def group_of(self, param: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The hyper-parameters of a parameter."""
         found: Mapping[str, Any] = self.groups[param["optimizer"]][param["group"]]
         return found
 

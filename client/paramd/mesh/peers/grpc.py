@@ -345,7 +345,6 @@ class Channels:
             await channel.close()
 
     async def keep_only(self, addresses: frozenset[str]) -> None:
-        """Close the channels to all other addresses."""
         gone = [self._channels.pop(a) for a in list(self._channels) if a not in addresses]
         await asyncio.gather(*(channel.close() for channel in gone))
 

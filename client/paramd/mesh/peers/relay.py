@@ -40,7 +40,6 @@ class TunnelRelay:
     """The relayed addresses of one job, each with a Unix socket. Event loop only."""
 
     def __init__(self, control: RestClient) -> None:
-        """No I/O."""
         self._control = control
         self._job = ""
         self._folder: Path | None = None

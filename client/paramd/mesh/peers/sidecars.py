@@ -63,7 +63,6 @@ class RankPin:
 
     @classmethod
     def of(cls, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> RankPin:
-        """The snapshot that a rank's sidecar pinned."""
         return cls(
             rank=rank,
             snapshot_id=answer.snapshot_id,
@@ -255,7 +254,6 @@ class SnapshotSource:
         self.who = self._asked.who
 
     def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
-        """Stream the snapshot from `offset_bytes` on."""
         size_bytes = max(self._end_bytes - offset_bytes, 0)
         if self._end_bytes and not size_bytes:
             # Only the proof is missing; a size of 0 would mean all that follows.
@@ -449,7 +447,6 @@ class Sidecars:
         return head, bytes(data), received_bytes
 
     async def layout_batches(self, rank: int) -> list[layout_pb2.Layout]:
-        """The current layout, from one rank's sidecar."""
         asked = self.document.asked(rank)
 
         async def collect() -> list[layout_pb2.Layout]:

@@ -229,7 +229,6 @@ class Pinner:
         return answer
 
     async def _pin_all(self, spans: Spans, how: PinKind, left_s: float) -> list[RankPin]:
-        """Pin on every rank, or on none."""
         # A pin cancelled in flight may still be granted; the transport takes it back.
         return await all_ended(
             [self._transport.pin(rank, of, how, left_s) for rank, of in spans.items()],

@@ -153,13 +153,9 @@ async def compute_heatmap(
 ) -> TensorHeatmap:
     """Pool each rank's share of the plan's only tensor on its sidecar, and merge.
 
-    Args:
-        mode: One of `MODES`.
-        max_rows, max_columns: Size limit, at least 1; values above `MAX_CELLS` are clamped.
-        row_dims: Number of leading dims that form rows; None as in `matrix_of`.
-
-    Raises:
-        UsageError: not exactly one tensor, or an argument is out of range.
+    `mode` is one of `MODES`; sizes are at least 1, and clamped to `MAX_CELLS`; `row_dims` leading
+    dims form rows, None as in `matrix_of`. Raises UsageError: not exactly one tensor, or an
+    argument is out of range.
     """
     _check_one(plan)
     if mode not in MODES or min(max_rows, max_columns) < 1:

@@ -51,16 +51,10 @@ def take_incarnation(
 ) -> TakenIncarnation:
     """Take the next incarnation, above any this host knows of; rank 0 only.
 
-    An unresponsive control plane costs this incarnation the service, not the training.
-
-    Args:
-        hosts: Name or address of each rank, for ranks on several hosts, which then get
-            certificates.
-        above: The last incarnation that other hosts know of.
-
-    Raises:
-        DeniedError, ConflictError, UsageError: the control plane refused the job.
-        UsageError, ConflictError: the state dir cannot be used.
+    An unresponsive control plane costs this incarnation the service, not the training. `hosts`:
+    name or address of each rank, for ranks on several hosts, which then get certificates; `above`:
+    the last incarnation that other hosts know of. Raises DeniedError, ConflictError or UsageError
+    if the control plane refused the job, or the state dir cannot be used.
     """
     if settings.control:
         try:

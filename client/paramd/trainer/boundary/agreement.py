@@ -155,17 +155,11 @@ class Agreement:
         return self._boundary >= self._next_launch
 
     def standing(self, pace: int, made: int, interval: int) -> tuple[int, int]:
-        """Contribute to standing snapshots; return all ranks' contributions of the last round.
+        """Contribute to standing snapshots: steps wanted between two, and the step of the last one.
 
-        The result is the same on all ranks between two boundaries; zeros before the first round.
-
-        Args:
-            pace: wanted number of steps between two.
-            made: step of the last one made.
-            interval: most boundaries between rounds from now on.
-
-        Returns:
-            The highest pace that a rank wants, and the lowest of the last steps made.
+        Returns the highest `pace` that a rank wants and the lowest `made`, the same on all ranks
+        between two boundaries; zeros before the first round. `interval`: most boundaries between
+        rounds from now on.
         """
         self._pace, self._made, self._longest = pace, made, interval
         if self._group is None:
@@ -175,14 +169,9 @@ class Agreement:
     def copies(self, settled: int, copied: int) -> tuple[int, int]:
         """Contribute this rank's progress in copying; return that of all ranks.
 
-        The result is the same on all ranks between two boundaries.
-
-        Args:
-            settled: step of the last standing snapshot that was sent, or will not be.
-            copied: step of the last one that is complete on another host.
-
-        Returns:
-            the lowest `settled`, and `copied` if it is the same on all ranks, else 0.
+        `settled`: step of the last standing snapshot that was sent, or will not be; `copied`: of
+        the last one that is complete on another host. Returns the lowest `settled`, and `copied` if
+        it is the same on all ranks, else 0; the same on all ranks between two boundaries.
         """
         self._copies = settled, copied
         return self._copies if self._group is None else self._agreed_copies

@@ -104,10 +104,8 @@ class Source:
 def find_sources(pieces: Pieces, spans: Spans, owner: object) -> tuple[list[Source], list[Note]]:
     """The parameters to copy from when `owner` updates, and notes on the others.
 
-    Args:
-        pieces: this rank's parameters.
-        spans: wanted bytes of the arena; sorted, not overlapping.
-        owner: the optimizer; anything else means all parameters.
+    `spans`: wanted bytes of the arena, sorted, not overlapping. An `owner` that is no optimizer
+    means all parameters.
     """
     params = _params_of(owner)
     sources: dict[int, Source] = {}

@@ -129,8 +129,6 @@ def _mask(local: torch.Tensor, record: Record, offset: int) -> torch.Tensor:
 
 
 class HyperparameterChange:
-    """One change, from its note."""
-
     exact = False
 
     def __init__(

@@ -37,10 +37,8 @@ class StandIns:
         digest: Callable[[], int],
         say: Callable[..., None],
     ) -> None:
-        """
-        Args:
-            digest: of the samples as they are now; constant where the arena is a mirror.
-            say: publishes why the parameters are not served.
+        """`digest`: of the samples as they are now, constant where the arena is a mirror; `say`
+        publishes why the parameters are not served.
         """
         self._words = page.words
         self._gate = gate

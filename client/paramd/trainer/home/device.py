@@ -97,11 +97,8 @@ class DeviceState(MappedBytes):
         allocations: Sequence[Allocation],
         add: Callable[[int], object],
     ) -> None:
-        """
-        Args:
-            size_bytes: maximum size; takes addresses alone.
-            allocations: the existing memory; `add` appends to it.
-            add: has the sidecar make more, of at least this many bytes.
+        """`size_bytes`: at most; it takes addresses alone. `allocations`: the existing memory;
+        `add` has the sidecar make more, of at least so many bytes, and appends it.
         """
         super().__init__(
             Addresses(device.driver, device.device, size_bytes), device=place, size_bytes=size_bytes

@@ -54,7 +54,6 @@ class Ranges:
         self._begins = [item.begin for item in self.items]
 
     def at(self, address: int) -> Range | None:
-        """The range containing `address`, if any."""
         index = bisect_right(self._begins, address) - 1
         return self.items[index] if index >= 0 and address < self.items[index].end else None
 

@@ -65,14 +65,11 @@ class ArenaPlan:
 def plan_arena(
     shards: Sequence[LocalShard], tensors: Sequence[torch.Tensor], align_bytes: int = ALIGN_BYTES
 ) -> ArenaPlan:
-    """Assign a span to every storage a parameter uses, and one to every buffer.
+    """Assign a span to every storage that the arena's `shards` use, and one to every buffer.
 
-    Args:
-        shards: the arena's content.
-        tensors: all live tensors, so that memory they share with parameters moves whole.
-        align_bytes: every storage keeps its address modulo this.
-
-    Addresses may come from any device: within a process they never overlap.
+    `tensors` are all live ones, so that memory they share with parameters moves whole; every
+    storage keeps its address modulo `align_bytes`. Addresses may come from any device: within a
+    process they never overlap.
     """
     params = [s for s in shards if s.kind is TensorKind.PARAMETER and s.tensor.numel()]
     ranges = moving.close_over(

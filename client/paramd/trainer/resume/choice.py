@@ -92,14 +92,9 @@ OVER_AN_EXPORT = (
 
 
 def choose(offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]] = ()) -> Choice:
-    """Choose the newest state that all ranks have.
+    """Choose the newest state that all ranks have, and that was found damaged on none.
 
-    Args:
-        offers: by rank.
-        damaged: states that were found damaged on a rank.
-
-    Raises:
-        ConflictError: a former trainer lives, or the script differs from the memory's.
+    Raises ConflictError: a former trainer lives, or the script differs from the memory's.
     """
     for rank, offer in enumerate(offers):
         if offer.living_pid:

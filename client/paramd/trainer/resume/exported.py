@@ -86,7 +86,6 @@ class Exported:
     """An export being read by one rank. `close` it."""
 
     def __init__(self, offered: Offered, layout: Layout, rank: int) -> None:
-        """No I/O."""
         self.offered = offered
         self._tensors = [one for one in layout.tensors if one.numel]
         self._rank = rank

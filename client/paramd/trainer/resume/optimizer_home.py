@@ -57,10 +57,8 @@ class Places:
     """The places of one memory. Training thread only."""
 
     def __init__(self, memory: SparseMemory | DeviceState, *, first: int, align_bytes: int) -> None:
-        """
-        Args:
-            first: the place of the memory's first byte.
-            align_bytes: torch's alignment there; addresses keep their values modulo this.
+        """`first`: the place of the memory's first byte. Addresses keep their values modulo
+        `align_bytes`, torch's alignment there.
         """
         self.memory = memory
         self.first = first
@@ -103,7 +101,6 @@ class Places:
         self.reserve()
 
     def at(self, place: int, size_bytes: int) -> torch.Tensor:
-        """The bytes of a place (`bytes_at`)."""
         return bytes_at(self.memory.buffer, place - self.first, size_bytes)
 
 
@@ -146,11 +143,9 @@ class OptimizerHome:
         *,
         resumable: bool = True,
     ) -> None:
-        """
-        Args:
-            optimizers: of the model; `followed` replaces them.
-            device: memory on the parameters' device; None: they are in host memory.
-            resumable: resuming needs all state; otherwise state of no parameter is left alone.
+        """`optimizers`: of the model; `followed` replaces them. `device`: memory on the parameters'
+        device, None: they are in host memory. `resumable`: resuming needs all state; otherwise
+        state of no parameter is left alone.
         """
         self._resumable = resumable
         self.followed: Collection[torch.optim.Optimizer] | None = None

@@ -170,11 +170,8 @@ class CopiedState:
         *,
         locator: Callable[[], Callable[[Range], int | None]] | None,
     ) -> None:
-        """
-        Args:
-            memory: of records and tables.
-            locator: returns the map from parameters to arena bytes, at this boundary; None: they
-                are in the arena.
+        """`memory`: of records and tables. `locator` returns the map from parameters to arena
+        bytes, at this boundary; None: they are in the arena.
         """
         self.optimizers: Collection[torch.optim.Optimizer] = ()
         self._notes = _Notes(memory, page.words)

@@ -114,16 +114,9 @@ class _Part:
 class FullTensors:
     """Fills full tensors and writes them back. Collective, in the same order on all ranks.
 
-    Covers tensors of which any rank has elements; others are left out.
-
-    Args:
-        wire: the ranks.
-        locals: this rank's parts; the same names on all ranks.
-        rank0_only: only the first rank gets full tensors.
-        device: device of the full tensors; None keeps each on its shards' device.
-
-    Raises:
-        UsageError: ranks disagree on a tensor, or no rank holds some of its elements.
+    Covers tensors of which any rank has elements; others are left out. `device` of the full
+    tensors: None keeps each on its shards' device. Raises UsageError if ranks disagree on a tensor,
+    or no rank holds some of its elements.
     """
 
     def __init__(

@@ -179,12 +179,7 @@ class _Verdict:
 
 
 class Rendezvous:
-    """The meetings of some ranks. A single rank has no one to wait for.
-
-    Args:
-        name: the call's name in messages.
-        ranks: global ranks, ascending, this one included.
-    """
+    """The meetings of some ranks, in ascending order. A single rank has no one to wait for."""
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self._name = name

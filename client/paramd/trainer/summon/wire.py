@@ -166,13 +166,10 @@ class Wire:
         only_to_first: bool,
         budget_bytes: int,
     ) -> None:
-        """Send every stream to all ranks, or only to the first. Collective.
+        """Send every stream, the same by position on all ranks, to all ranks or only to the first.
 
-        Args:
-            streams: by position, the same on all ranks.
-            sources: the parts of this rank's own stream.
-            targets: the parts this rank wants.
-            budget_bytes: approximate memory for data in flight.
+        Collective. `sources`: the parts of this rank's own stream; `targets`: those it wants;
+        `budget_bytes`: approximate memory for data in flight.
         """
         plan = self._spans(streams, budget_bytes, thrifty=only_to_first)
         if plan is None:

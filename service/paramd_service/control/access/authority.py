@@ -212,7 +212,6 @@ class Principal:
         return may(self.role, action)
 
     def sees(self, job: str) -> bool:
-        """Whether its token is for this job."""
         return self.jobs is None or any(fnmatchcase(job, one) for one in self.jobs.split(","))
 
 

@@ -120,7 +120,6 @@ def needed_action(operation: str, query: str = "") -> Action:
 
 
 def may(role: UserRole, action: Action) -> bool:
-    """Whether the role permits the action."""
     return action in PERMITTED[role]
 
 

@@ -76,15 +76,8 @@ class Book:
     def observe(
         self, findings: Iterable[Finding], *, covered: Covered, now_s: float
     ) -> list[Alert]:
-        """Process the findings of one check.
-
-        Args:
-            covered: Whether a firing alert that was not found may be over.
-            now_s: Seconds since the Unix epoch.
-
-        Returns:
-            Alerts that started firing or were resolved, to be reported and stored.
-        """
+        """Process the findings of one check; return alerts that started firing or were resolved.
+        `covered`: whether a firing alert that was not found may be over."""
         found = {(finding.rule.value, finding.subject): finding for finding in findings}
         changes = [alert for key, one in found.items() if (alert := self._found(key, one, now_s))]
         for key, alert in list(self._firing.items()):

@@ -183,7 +183,6 @@ class AlertConfig:
             check_webhook(url)
 
     def looks_for(self, rule: Rule) -> bool:
-        """Whether the rule is on."""
         return rule not in self.disabled
 
 

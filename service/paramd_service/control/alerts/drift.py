@@ -50,7 +50,6 @@ class ReplicaGroup:
         return f"{self.state_key} of {self.fqn}" if self.state_key else self.fqn
 
     def on(self, ranks: Iterable[int]) -> ReplicaGroup:
-        """The group restricted to these ranks."""
         return replace(self, begins={rank: self.begins[rank] for rank in sorted(ranks)})
 
 

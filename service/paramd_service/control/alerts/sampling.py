@@ -231,7 +231,6 @@ class MeshSampler:
         self._reaching = reaching
 
     async def layout(self) -> Layout:
-        """The current layout."""
         reach = await self._reaching()
 
         async def attempt(sidecars: Sidecars) -> Layout:
@@ -240,7 +239,6 @@ class MeshSampler:
         return await reach.attempts(attempt, time.monotonic() + 30.0)
 
     async def stats(self, tensors: Sequence[TensorLayout], *, timeout_s: float) -> StatsRound:
-        """Statistics of full tensors."""
         from paramd.layout.plan import plan_read
         from paramd.mesh.reading.reductions import compute_stats
 
@@ -285,7 +283,6 @@ class MeshSampler:
         return StatsRound(step=-1, tensors=())
 
     async def digests(self, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> DigestRound:
-        """Compare the groups' replicas."""
         reach, deadline_s = await self._reaching(), time.monotonic() + timeout_s
         spans = spans_of(groups)
 

@@ -137,13 +137,8 @@ _SMALL = f"fewer than {SMALL_NUMEL} elements: their statistics reveal values, wh
 def without_small(
     chosen: Sequence[SelectedTensor], *, may_read: bool
 ) -> tuple[list[SelectedTensor], list[MissingDocument]]:
-    """Split off small tensors, whose statistics only readers may see.
-
-    Done before anything is summed: a total would reveal what it includes.
-
-    Raises:
-        DeniedError: all selected tensors are small.
-    """
+    """Split off small tensors, whose statistics only readers may see: before anything is summed, as
+    a total would reveal what it includes. Raises DeniedError: all selected tensors are small."""
     if may_read:
         return list(chosen), []
     seen = [item for item in chosen if item.box.numel >= SMALL_NUMEL]

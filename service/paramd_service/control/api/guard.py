@@ -90,17 +90,12 @@ class PageFile:
     """A gzipped copy exists next to it."""
 
 
-def page_files(built: Path = BUILT) -> Mapping[str, PageFile]:
+def page_files(built: Path = BUILT) -> dict[str, PageFile]:
     """The dashboard's files by URL path; if it was not built, one page that says how.
 
     Reads every file once for its ETag; contents are read again when served.
     """
     return _files(built, "", UNBUILT)
-
-
-def manual_files(built: Path = MANUAL) -> Mapping[str, PageFile]:
-    """The manual's files by URL path, below `MANUAL_PATH`."""
-    return _files(built, MANUAL_PATH, UNBUILT_MANUAL)
 
 
 def _files(built: Path, below: str, otherwise: bytes) -> dict[str, PageFile]:
@@ -129,7 +124,11 @@ class Page:
 
     def __init__(self, app: ASGIApp, *, files: Mapping[str, PageFile] | None = None) -> None:
         self._app = app
-        self._files = files if files is not None else {**page_files(), **manual_files()}
+        self._files = (
+            files
+            if files is not None
+            else page_files() | _files(MANUAL, MANUAL_PATH, UNBUILT_MANUAL)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         file = None

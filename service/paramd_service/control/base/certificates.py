@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from paramd.clock import since_boot_s
 from paramd.security.tls import Pems
 
 if TYPE_CHECKING:
@@ -18,10 +18,6 @@ MAX_CLIENTS = 1024
 """Most clients' certificates kept; past the cap, the oldest is issued again when next needed."""
 
 
-def _since_boot_s() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)  # unlike MONOTONIC, includes suspend
-
-
 class JobCertificates:
     """Issues certificates when they are first needed, and again in time. Event loop only."""
 
@@ -31,7 +27,7 @@ class JobCertificates:
         *,
         job: str,
         incarnation: int,
-        clock: Callable[[], float] = _since_boot_s,
+        clock: Callable[[], float] = since_boot_s,
     ) -> None:
         """No I/O. Cheap: most jobs have one host and need no certificate."""
         self._private_key = private_key
@@ -42,7 +38,6 @@ class JobCertificates:
 
     @property
     def authority(self) -> JobAuthority:
-        """The job's CA."""
         if self._made is None:
             # Imported only if the job has a CA: it is slow to load.
             from paramd.security.authority import JobAuthority

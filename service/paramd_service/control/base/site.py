@@ -97,8 +97,6 @@ def _append(job: str, message: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The secrets of a site."""
-
     key: bytes = field(repr=False)
     token: str = field(repr=False)
 

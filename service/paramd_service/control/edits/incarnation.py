@@ -333,7 +333,6 @@ def touches(
 
 
 def audit_detail(row: EditRow) -> dict[str, Any]:
-    """The detail of an edit's audit record."""
     ops = [
         {key: _exact(value) for key, value in one.items() if key != "names"}
         for one in row.detail.get("ops", [])[:16]

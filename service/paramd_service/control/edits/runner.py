@@ -337,6 +337,5 @@ async def preview_all(
 
 
 def feed_staged(driver: EditRun, found: dict[int, pb.EditProgress]) -> None:
-    """Feed an edit what its ranks have staged."""
     for rank, progress in found.items():
         driver.feed(Staged(rank, progress.manifest_digest, tuple(progress.data_digests)))

@@ -324,7 +324,6 @@ class EditRegistry:
     """All edits and pauses of a control plane. `Jobs` calls it on one event loop."""
 
     def __init__(self, records: Records, config: EditConfig, *, publish: Publish) -> None:
-        """No I/O."""
         self.config = config
         self._records = records
         self._publish = publish
@@ -389,7 +388,6 @@ class EditRegistry:
         return {job: one.work.pause.begun_count for job, one in self._services.items()}
 
     def open_counts(self) -> Counter[tuple[str, str]]:
-        """Open edits by (job, state)."""
         return Counter(
             (job, driver.row.state)
             for job, service in self._services.items()

@@ -98,8 +98,6 @@ def load_edits(files: Sequence[tuple[Path, bool]], environment: Mapping[str, str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EditSpec(EditTerms):
-    """An edit request."""
-
     ops: tuple[OpSpec, ...]
 
     @property
@@ -125,11 +123,8 @@ class Planned:
 def plan_edit(
     index: NameIndex, spec: EditSpec, *, edit_id: str, incarnation: int, layout_digest: str
 ) -> Planned:
-    """Plan a request against the layout.
-
-    Raises:
-        UsageError, NotFoundError: it does not fit the layout, or the manifest is too large.
-    """
+    """Plan a request against the layout. Raises UsageError, NotFoundError: it does not fit the
+    layout, or the manifest is too large."""
     parts = [(one, edit_ops(index, [one])) for one in spec.ops]
     ops = [op for _, found in parts for op in found]
     planned = check_ops(finder(index.layout), ops, allow_nonfinite=spec.allow_nonfinite)
@@ -164,7 +159,6 @@ def plan_whole(
 
 
 def ops_of(index: NameIndex, manifest: sidecar_pb2.EditManifest) -> tuple[PlannedOp, ...]:
-    """The ops of a manifest that was planned on this layout."""
     if not manifest.ops:
         return ()
     return check_ops(finder(index.layout), manifest.ops, allow_nonfinite=True)

@@ -143,11 +143,8 @@ class Assets:
 
 
 def check_asset_name(name: str) -> str:
-    """Check for a plain file name that cannot clash with an export's own files.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Check for a plain file name that cannot clash with an export's own files. Raises UsageError:
+    it is not."""
     check_file_name(name)
     if name.endswith(_RESERVED):
         raise UsageError(
@@ -192,11 +189,8 @@ class ExportSpec:
 
 
 def read_spec(request: Mapping[str, Any]) -> ExportSpec:
-    """Parse a request with the fields of `ExportRequest`.
-
-    Raises:
-        UsageError: an invalid size, dtype or name rule.
-    """
+    """Parse a request with the fields of `ExportRequest`. Raises UsageError: an invalid size, dtype
+    or name rule."""
     include = set(request["include"])
     return ExportSpec(
         settings=ExportSettings(

@@ -24,8 +24,6 @@ from paramd_service.control.store.exports import File, FileState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """State of one export."""
-
     state: ExportState = ExportState.PLANNED
     reason: str = ""
     """Why it failed or was cancelled."""
@@ -169,14 +167,8 @@ def next_files(export: Export, ranks: Collection[int], *, per_rank: int) -> list
 
 
 def after_restart(export: Export, *, incarnation: int, snapshot_lives: bool) -> tuple[Export, str]:
-    """How a new control plane resumes an export of a job that is now in `incarnation`.
-
-    Args:
-        snapshot_lives: Whether the leases of all pinned snapshots could be renewed.
-
-    Returns:
-        (next state, reason).
-    """
+    """(next state, reason) of an export whose job is now in `incarnation`, for a new control plane.
+    `snapshot_lives`: the leases of all pinned snapshots could be renewed."""
     if export.is_over:
         return export, "it has ended"
     if export.state is ExportState.PLANNED:

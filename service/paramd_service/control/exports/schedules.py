@@ -52,14 +52,9 @@ class Due(Enum):
 
 
 def due(every_steps: int, *, last_step: int, step: int, running: bool) -> Due:
-    """Decide whether a schedule fires now, at the job's last finished update (-1: unknown).
-
-    If its last export is still `running`, the new one is skipped, not made up for: the caller
-    records its step as the last one, like that of an export that began.
-
-    Args:
-        last_step: Step at which it last fired or was skipped; at first, the step of its creation.
-    """
+    """Decide whether a schedule fires now, at the job's last finished update (-1: unknown). If its
+    last export is still `running`, the new one is skipped, not made up for: the caller records its
+    step as `last_step`, like that of an export that began; at first it is that of its creation."""
     if step < 0 or step // every_steps <= last_step // every_steps:
         return Due.NOT_YET
     return Due.SKIP if running else Due.BEGIN

@@ -55,7 +55,6 @@ class ExportService:
     def __init__(
         self, records: Records, destinations: Mapping[str, Destination], *, publish: Publish
     ) -> None:
-        """No I/O."""
         self.destinations = destinations
         self.store = ExportStore(records.store)
         self.assets = Assets(records.directory)
@@ -84,7 +83,6 @@ class ExportService:
             await asyncio.wait(set(self._tasks))
 
     def running(self) -> list[ExportJob]:
-        """All running and queued exports."""
         return [job for queue in self._queues.values() for job in queue.runs.values()]
 
     def check(self, request: Mapping[str, Any]) -> None:
@@ -188,7 +186,6 @@ class ExportService:
         return found["directory"], row.destination
 
     def _directory(self, named: str) -> dict[str, str]:
-        """The directory of an export, or why it has none."""
         try:
             destination, key = locate(self.destinations, named)
         except ParamdError as error:
@@ -209,17 +206,13 @@ class ExportService:
     async def read_file(
         self, mesh: Incarnation, destination: str, name: str, offset_bytes: int
     ) -> tuple[int, bytes]:
-        """Read a file of any job's finished export: (its size, up to 8 MiB from the offset).
-
-        Raises:
-            UsageError, NotFoundError: there is no such destination, export or file.
-        """
+        """Read a file of any job's finished export: (its size, up to 8 MiB from the offset). Raises
+        UsageError, NotFoundError: there is no such destination, export or file."""
         mesh.check()
         target = target_of(self.destinations, destination)
         return await read_file(self._queues[mesh.job].group, target, name, offset_bytes)
 
     def schedules(self, job: str) -> Schedules:
-        """The schedules of a job."""
         if job not in self._schedules:
             self._schedules[job] = Schedules(job, self.store, begin=self._begin_scheduled)
         return self._schedules[job]

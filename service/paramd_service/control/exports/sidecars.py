@@ -129,17 +129,14 @@ class SidecarGroup:
     """The sidecars of one incarnation as a group. Connects on first use; one event loop."""
 
     def __init__(self, mesh: Incarnation) -> None:
-        """No I/O."""
         self.mesh = mesh
         # Separate channels, which outlive the incarnation until its exports have ended.
         self.calls = SidecarCalls(mesh.bootstrap, generation=mesh.terms.generation, reads=True)
 
     def asking(self, request: Message) -> Callable[[int, str], Awaitable[Any]]:
-        """A call for `any` or `all` that sends one request."""
         return partial(self.calls.ask_long, request=request, timeout_s=UNARY_TIMEOUT_S)
 
     def ranks(self) -> dict[int, str]:
-        """Addresses of the joined sidecars, by rank."""
         joined = self.mesh.registry.view().joined
         return {report.rank: report.address for report in joined}
 
@@ -234,7 +231,6 @@ class SidecarGroup:
         await on_all(self.mesh.registry.view(), asked)
 
     async def close(self) -> None:
-        """Close the channels."""
         await self.calls.close()
 
 

@@ -7,20 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenCollective:
-    """A collective that a rank has called and that has not ended."""
-
-    name: str
-    group: str
-    sequence: int
-    age_s: float
-
-    @property
-    def shown(self) -> str:
-        """For example "all_gather #4711"."""
-        return f"{self.name.rpartition(':')[2]} #{self.sequence}"
+from paramd.mesh.insight.reports import Collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +32,8 @@ class Evidence:
     where: str = ""
     seen_for_s: float = -1.0
     """How long it has been seen there."""
-    open: tuple[OpenCollective, ...] = ()
+    open: tuple[Collective, ...] = ()
+    """Collectives that it has called and that have not ended."""
 
     @property
     def waits(self) -> bool:
@@ -178,7 +166,8 @@ def _waiting(found: Sequence[Evidence]) -> str:
 
 def _collective(one: Evidence) -> str:
     if one.open:
-        return min(one.open, key=lambda made: made.sequence).shown
+        first = min(one.open, key=lambda made: made.sequence)
+        return f"{first.name.rpartition(':')[2]} #{first.sequence}"
     return one.what.removeprefix("in ")
 
 

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Sequence
 
 from paramd import places, state_files
 from paramd.errors import NotFoundError, ParamdError
-from paramd.mesh.insight.reports import LogTail
+from paramd.mesh.insight.reports import Collective, LogTail
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.insight.verdict import Evidence, OpenCollective
+from paramd_service.control.insight.verdict import Evidence
 from paramd_service.control.mesh.registry import RankView
 from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.logs import without_secrets
@@ -92,7 +92,6 @@ async def looks(calls: SidecarCalls, ranks: Sequence[RankView]) -> list[list[Evi
 
 
 def evidence_of(found: Found) -> Evidence:
-    """The evidence in an answer."""
     rank, answer = found
     if answer is None:
         return Evidence(rank=rank.rank, gone=rank.reason or "its sidecar has not joined")
@@ -113,13 +112,20 @@ def evidence_of(found: Found) -> Evidence:
         what=answer.activity,
         where=answer.activity_where,
         seen_for_s=answer.age_ms / 1e3,
-        open=tuple(
-            OpenCollective(
-                name=made.name, group=made.group, sequence=made.sequence, age_s=made.age_ms / 1e3
-            )
-            for made in answer.collectives
-            if not made.done
-        ),
+        open=tuple(one for one in collectives_of(answer) if not one.done),
+    )
+
+
+def collectives_of(answer: pb.InspectTrainerResponse) -> tuple[Collective, ...]:
+    return tuple(
+        Collective(
+            name=one.name,
+            group=one.group,
+            sequence=one.sequence,
+            done=one.done,
+            age_s=one.age_ms / 1e3,
+        )
+        for one in answer.collectives
     )
 
 

@@ -358,7 +358,6 @@ class Registry:
         return min((report.step for report in self._reports.values()), default=-1)
 
     def view(self) -> MeshView:
-        """The mesh now."""
         if self.is_past:
             ranks = self.rank_views(range(self._bootstrap.world_size))
             return MeshView(ranks=ranks, layout_digest="", state=State.ENDED, reason="")

@@ -341,7 +341,6 @@ class SidecarCalls:
         await self._channels.keep_only(frozenset(report.peer.address for report in view.joined))
 
     async def close(self) -> None:
-        """Close all channels."""
         await self._channels.close()
 
 

@@ -57,8 +57,6 @@ MAX_STREAMS = 32
 
 @dataclass(eq=False, slots=True)
 class LeasedSnapshot:
-    """One snapshot under lease."""
-
     id: str
     filter: str
     incarnation: int
@@ -159,7 +157,6 @@ class HeldSnapshots:
         return held
 
     async def close(self) -> None:
-        """Release all."""
         await stopped(*self._tasks)
 
 
@@ -184,7 +181,6 @@ class StatsSource:
     """Queries that the sidecars reduce. Single event loop; connects on first use."""
 
     def __init__(self, reaching: FindSidecars) -> None:
-        """No I/O."""
         self._reaching = reaching
         self._queries = Shares(MAX_CONCURRENT, "concurrent queries")
         self._spectra = asyncio.Lock()

@@ -67,8 +67,6 @@ class AuditUnavailableError(UnreachableError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """An action to record."""
-
     actor: str
     """Name of the token, or of the part of the service that acts."""
     role: str

@@ -66,8 +66,6 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """One event."""
-
     number: int
     """Rises by one with each event of this control plane, starting at 1."""
     id: str

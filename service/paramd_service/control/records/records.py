@@ -123,7 +123,6 @@ class Records:
             self.note(mesh, "sidecar.denied", detail)
 
     async def export_ended(self, row: ExportRow) -> None:
-        """Record how an export ended."""
         detail = {"id": row.id, "destination": row.destination, "state": row.state}
         action = Action(
             actor=row.actor,

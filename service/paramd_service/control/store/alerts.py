@@ -19,8 +19,6 @@ MAX_FIRING = 1000
 
 
 class State(StrEnum):
-    """State of an alert."""
-
     FIRING = "firing"
     RESOLVED = "resolved"
 

@@ -22,8 +22,6 @@ _CHANGING = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EditRow:
-    """One edit."""
-
     number: int = 0
     """Assigned by the store in rising order; 0 before that."""
     id: str

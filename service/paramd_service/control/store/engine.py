@@ -57,7 +57,6 @@ class StoreAddress:
 
 
 def sqlite_address(path: Path) -> StoreAddress:
-    """The SQLite store at `path`."""
     return StoreAddress(URL.create("sqlite", database=str(path.absolute())), path.absolute())
 
 

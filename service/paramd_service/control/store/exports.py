@@ -23,8 +23,6 @@ OPEN_STATES = ("PLANNED", "RUNNING", "VERIFYING")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportRow:
-    """One export."""
-
     id: str
     """32 hexadecimal digits."""
     job: str
@@ -55,8 +53,6 @@ class ExportRow:
 
 
 class FileState(StrEnum):
-    """State of one file."""
-
     WAITING = "WAITING"
     WRITING = "WRITING"
     WRITTEN = "WRITTEN"
@@ -65,8 +61,6 @@ class FileState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class File:
-    """One file of an export."""
-
     name: str
     size_bytes: int
     rank: int = -1
@@ -194,7 +188,6 @@ class ExportStore:
         return await self._all(chosen.order_by(exports.c.created_s, exports.c.id))
 
     async def add_schedule(self, row: ScheduleRow) -> None:
-        """Add a schedule."""
         statement = insert(export_schedules).values(columns_of(row))
         await self._store.write(lambda connection: connection.execute(statement))
 

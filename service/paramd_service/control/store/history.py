@@ -71,8 +71,6 @@ log = logging.getLogger("paramd.control.store")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeriesKey:
-    """Identifies a series."""
-
     job: str
     incarnation: int
     rank: int = -1
@@ -276,7 +274,6 @@ class MetricHistory:
         ]
 
     def start(self) -> None:
-        """Start writing."""
         self._task = asyncio.create_task(self._run(), name="paramd-metric-history")
 
     async def stop(self) -> None:

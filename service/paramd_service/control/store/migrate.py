@@ -27,7 +27,7 @@ def migrate(engine: Engine, address: StoreAddress) -> str:
     All or nothing. Concurrent callers wait for the first, then find it done.
 
     Raises:
-        ConflictError: the store was made or upgraded by a newer paramd.
+        ConflictError: the store was written by a newer paramd, or before 0.1.0.
         SQLAlchemyError, OSError: it cannot be used.
     """
     with _alone(address):
@@ -88,11 +88,11 @@ def _upgrade(connection: Connection, found: str, address: StoreAddress) -> None:
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     script = ScriptDirectory.from_config(config)
     known = {revision.revision for revision in script.walk_revisions()}
-    if found and found not in known:
+    if found not in known:
+        wrote = "by a newer paramd" if found > REVISION else "before paramd 0.1.0"
         raise ConflictError(
-            f"the store {address} has revision {found[:64]!r}, written by a newer paramd (this "
-            f"one supports up to {REVISION!r}): run that version, or set PARAMD_STORE_URL to "
-            "another store"
+            f"the store {address} has revision {found[:64]!r}, written {wrote} (this one supports "
+            f"up to {REVISION!r}): run that version, or set PARAMD_STORE_URL to another store"
         )
 
     def steps(revision: object, _context: object) -> list[object]:

@@ -49,7 +49,6 @@ class Point:
 
 
 def sampled(time_ms: int, step: int, value: float) -> Point:
-    """The point of one value."""
     finite = value if math.isfinite(value) else None
     return Point(
         time_ms=time_ms,

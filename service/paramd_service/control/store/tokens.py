@@ -16,8 +16,6 @@ from paramd_service.control.store.store import Store, columns_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRow:
-    """One token."""
-
     name: str
     """Unique forever: a revoked token keeps its name. At most 64 characters."""
     digest: str

@@ -82,7 +82,6 @@ def body_of(begin: int, end: int, *, record_count: int, undoable: bool) -> Body:
 def records_of(
     edit: RankEdit, body: Body, *, ops: Sequence[PlannedOp], undoable: bool, reset_moments: bool
 ) -> Iterator[Record]:
-    """The records of an edit's program."""
     preimage = body.preimage_begin
     for item in edit.items:
         op = ops[item.op].op
@@ -164,8 +163,6 @@ withdrawal."""
 
 @dataclass(frozen=True, kw_only=True)
 class EditLimits:
-    """Limits of one attachment."""
-
     budget_bytes: int
     """Budget of all edits that are not applied together; above 0."""
     undo_budget_bytes: int
@@ -357,13 +354,8 @@ class Outcome(Enum):
 
 
 def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns: int) -> Outcome:
-    """The fate of a READY edit; records in `unready_ns` since when n is gone from the page.
-
-    Args:
-        words: The control page's.
-        ended: How the trainer ended; None while it lives.
-        now_ns: CLOCK_MONOTONIC.
-    """
+    """The fate of a READY edit, by the control page's `words` and how the trainer `ended`; records
+    in `unready_ns` since when its number is gone from the page. `now_ns`: CLOCK_MONOTONIC."""
     number, token = entry.boundary, entry.token
     # Before all others: the trainer clears it last, when the words below show what was agreed.
     promised = words[Word.PROMISED]

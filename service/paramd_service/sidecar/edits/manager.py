@@ -80,7 +80,6 @@ class RankLayout:
                 self._tensors[name] = data
 
     def find(self, name: str) -> TensorLayout | None:
-        """The tensor with that name or alias."""
         data = self._tensors.get(name)
         if data is None:
             return None
@@ -255,7 +254,6 @@ class Edits:
     """The edits of one rank in one incarnation."""
 
     def __init__(self, memory: EditMemory, scope: Scope, faults: Faults) -> None:
-        """No I/O."""
         self.memory = memory
         self.applied_count = 0
         """Edits that this process saw applied."""
@@ -478,7 +476,6 @@ class Edits:
 
     @property
     def undo_bytes(self) -> int:
-        """Bytes kept for undoing."""
         return self._book.undo.kept_bytes
 
     async def _open(self, entry: Entry) -> None:

@@ -46,7 +46,6 @@ class Ranges:
         return sum(end - begin for begin, end in self._ranges)
 
     def add(self, begin: int, end: int) -> None:
-        """Add [begin, end)."""
         if begin >= end:
             return
         first = bisect_left(self._ranges, begin, key=lambda one: one[1])
@@ -104,7 +103,6 @@ class EditMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are not reserved."""
         return self._free.size
 
     @property

@@ -122,7 +122,6 @@ def rollback_body(sizes: StateSizes) -> Body:
 
 
 def placed(body: Body, begin: int, end: int) -> Body:
-    """The body, moved to [begin, end)."""
     first, second = body.programs
     return Body(
         begin=begin,

@@ -91,12 +91,9 @@ class Intake:
             self.take(*part)
 
     def take(self, offset_bytes: int, size_bytes: int, fill: Fill) -> None:
-        """Take bytes [offset, offset + size); a part that was taken before is ignored.
-
-        Raises:
-            UsageError: a gap, or beyond the end.
-            NonfiniteError: numbers that are not finite; the intake is unusable afterwards.
-        """
+        """Take bytes [offset, offset + size); a part that was taken before is ignored. Raises
+        UsageError for a gap, or beyond the end; NonfiniteError for numbers that are not finite,
+        after which the intake is unusable."""
         end = offset_bytes + size_bytes
         if 0 <= offset_bytes <= end <= self.staged_bytes:
             return

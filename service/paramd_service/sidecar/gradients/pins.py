@@ -70,11 +70,7 @@ class GradientPins:
         self, key: Key, step: int, *, history: int | None = None, lease_s: float, timeout_s: float
     ) -> Lease:
         """Lease the gradients that update `step` of a history (None: the present one) consumes.
-
-        Raises:
-            AbortedError, ExhaustedError, ConflictError, EndedError: as `Gradients.capture`.
-            DeadlineError: the update did not come in time.
-        """
+        Raises as `Gradients.capture`, and DeadlineError if the update did not come in time."""
         history = self._history(step, history)
         snapshot = self._store.find(key, history=history, step=step)
         if snapshot is None:

@@ -194,11 +194,9 @@ class Frame:
         return spans if same else ()
 
     def spans(self) -> Spans:
-        """All wanted spans, united."""
         return united([span for want in self.wants for span in want.spans])
 
     def program(self) -> Spans:
-        """The spans of the latest program."""
         return self.programs[max(self.programs)] if self.programs else ()
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 
 class Frame(NamedTuple):
-    """One frame of a stack."""
-
     file: str
     line: int
     function: str

@@ -332,7 +332,6 @@ class TrainerInsight:
     """A trainer's line, numbers and activity over time."""
 
     def __init__(self, attached: AttachedMemory) -> None:
-        """No I/O."""
         self.numbers = LoggedNumbers()
         self.line = TrainerLine(attached.trainer_pid, attached.request.start, self.numbers)
         self.output = TrainerOutput()

@@ -79,7 +79,6 @@ class GrpcServer:
         await server.start()
 
     async def say_not_serving(self) -> None:
-        """Report NOT_SERVING from now on."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float) -> None:

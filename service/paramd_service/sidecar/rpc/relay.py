@@ -159,7 +159,6 @@ class Gatherer(Peers):
 
     @property
     def rank(self) -> int:
-        """The rank that gathers."""
         return self._rank.config.rank
 
     async def index(self, _sidecars: Sidecars) -> NameIndex:

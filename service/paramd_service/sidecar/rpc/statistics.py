@@ -103,11 +103,9 @@ async def compute_stats(
     """One answer per item, in order; with `before`, of the differences to that snapshot. The caller
     must hold the snapshots until it returns.
 
-    Cancellation takes effect between two items and waits for the thread, which reads the
-    snapshot's memory.
-    Raises:
-        UsageError: an item leaves the snapshot, its dtype has no statistics, or the snapshots
-            have different sizes.
+    Cancellation takes effect between two items and waits for the thread, which reads the snapshot's
+    memory. Raises UsageError if an item leaves the snapshot, its dtype has no statistics, or the
+    snapshots have different sizes.
     """
     data = snapshot.view()
     if before is not None and before.size_bytes != snapshot.size_bytes:

@@ -41,8 +41,6 @@ def state_of(snapshot: Snapshot) -> State:
 
 
 class Bases:
-    """The bases of one attachment."""
-
     def __init__(
         self, store: SnapshotStore, *, budget_bytes: int, clock_ns: Callable[[], int]
     ) -> None:

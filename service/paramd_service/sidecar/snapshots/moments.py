@@ -267,7 +267,6 @@ def is_extra(key: Key) -> bool:
 
 
 def is_table(key: Key) -> bool:
-    """Whether a key is of a table."""
     return is_extra(key) or (is_moments(key) and not key.state_key)
 
 

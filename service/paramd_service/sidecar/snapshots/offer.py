@@ -70,11 +70,9 @@ class Copies:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all copies."""
         return sum(copy.size_bytes for kept in self._ranks.values() for copy in kept.copies)
 
     def labels(self) -> Iterator[tuple[int, StandingLabel]]:
-        """The whole copies' ranks and labels."""
         for rank, kept in self._ranks.items():
             yield from ((rank, copy.label) for copy in kept.copies if copy.label and copy.whole)
 

@@ -383,11 +383,8 @@ def rebased(
 
 def expendable(made: Sequence[int], common: int) -> int:
     """Which of the snapshots to overwrite: not the newest that all ranks have, if there is another.
-
-    Args:
-        made: Their times, in `in_time`'s order; -1: empty.
-        common: Every rank has made a snapshot of this time or later.
-    """
+    `made`: their times, in `in_time`'s order, -1 for an empty one; every rank has made one of the
+    time `common` or later."""
     order = sorted(range(len(made)), key=lambda at: made[at])
     # If the newest is later than `common`, the older one may be all that the ranks share.
     needed = made[order[0]] >= 0 and made[order[-1]] > common

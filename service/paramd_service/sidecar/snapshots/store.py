@@ -180,7 +180,6 @@ class Snapshot:
 
     @property
     def state(self) -> StateName:
-        """The name of the bytes' state."""
         return StateName(self.key.incarnation, self.history, self.step, self.edits, self.label)
 
     def view(self) -> memoryview:
@@ -255,7 +254,6 @@ class Charges:
             self.check(who, snapshot.key.source, size_bytes, is_new=is_new)
 
     def add(self, who: Who, snapshot: Snapshot, size_bytes: int) -> None:
-        """Add one hold."""
         held = self._held.setdefault(snapshot, Counter())
         size_bytes = self._sizes.setdefault(snapshot, size_bytes)
         source = snapshot.key.source
@@ -266,7 +264,6 @@ class Charges:
             self._taken_bytes[source, who] += size_bytes
 
     def remove(self, who: Who, snapshot: Snapshot) -> None:
-        """Remove one hold."""
         held, source = self._held[snapshot], snapshot.key.source
         held[who] -= 1
         if held[who]:
@@ -332,7 +329,6 @@ class SnapshotStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of snapshots that are held."""
         return self._live_bytes.total()
 
     @property

@@ -169,13 +169,8 @@ def make_view(
 def pool(
     data: memoryview, dtype: str, grid: Grid, views: Sequence[View], stopped: Callable[[], bool]
 ) -> Heatmap:
-    """Reduce all views to the rectangle of cells that they touch.
-
-    Args:
-        data: The snapshot's bytes.
-        dtype: torch dtype without its prefix.
-        stopped: Checked between blocks; true ends the work, and the result is useless.
-    """
+    """Reduce all views to the rectangle of cells that they touch. `stopped` is checked between
+    blocks; true ends the work, and the result is useless."""
     sides = ((grid.cell_rows, grid.rows), (grid.cell_columns, grid.columns))
     heatmap = _empty(grid, views, sides)
     for view in views:
@@ -317,7 +312,6 @@ def check_float(dtype: str) -> None:
 
 
 def matrix(numbers: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> torch.Tensor:
-    """A copy of these numbers as a tensor."""
     return torch.from_numpy(numbers.copy())
 
 
@@ -369,15 +363,9 @@ def multiply(
     *,
     transposed: bool,
 ) -> tuple[int, torch.Tensor]:
-    """The first row of the product, and its rows that the views touch.
-
-    Args:
-        factor: float64 [columns of the matrix from `factor_begin` on, width]; rows of the matrix
-            if `transposed`.
-
-    Raises:
-        UsageError: the factor lacks rows.
-    """
+    """The first row of the product, and its rows that the views touch. `factor`: float64 [columns
+    of the matrix from `factor_begin` on (rows if `transposed`), width]. Raises UsageError if it
+    lacks rows."""
     sides = [
         (view.columns, view.rows) if transposed else (view.rows, view.columns) for view in views
     ]

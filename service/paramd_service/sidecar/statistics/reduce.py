@@ -55,12 +55,8 @@ _WIDENED: dict[str, torch.dtype] = {
 
 
 def count_biased(values: torch.Tensor, zero_count: int) -> torch.Tensor:
-    """Nonzero elements by biased exponent; int64 [256].
-
-    Args:
-        values: 1-D and finite, float32 or float64; the end bins count exponents beyond float32's.
-        zero_count: How many of them are zero.
-    """
+    """Nonzero elements by biased exponent; int64 [256]. `values` are 1-D and finite, float32 or
+    float64; the end bins count exponents beyond float32's."""
     if values.dtype != torch.float32:
         exponent = torch.frexp(values[values != 0]).exponent + (_BIAS - 1)
         return torch.bincount(exponent.clamp_(0, BIASED_BINS - 1), minlength=BIASED_BINS)
@@ -187,18 +183,9 @@ def reduce_run(
     edges: torch.Tensor | None = None,
     before: memoryview | None = None,
 ) -> Reduced:
-    """Statistics of a run of elements.
-
-    Args:
-        data: Their bytes, a whole number of elements at any alignment.
-        dtype: torch dtype without its prefix.
-        with_exponents: Count binary exponents, at several times the cost of everything else.
-        edges: From `make_edges`; count finite elements between them.
-        before: As many bytes of the same dtype, which are subtracted.
-
-    Raises:
-        UsageError: there are no statistics of that dtype.
-    """
+    """Statistics of a run of elements: whole ones, at any alignment. `with_exponents` costs several
+    times everything else; `edges` are `make_edges`'; `before`, of the same dtype and size, is
+    subtracted. Raises UsageError: there are no statistics of that dtype."""
     itemsize = item_bytes(dtype)
     result = Reduced(
         exponents=torch.zeros(BIASED_BINS, dtype=torch.int64) if with_exponents else None
@@ -327,7 +314,6 @@ Items = Sequence[tuple[int, pb.StatsItem]]
 
 
 def reduce_items(read: Read, items: Items, *, with_exponents: bool) -> list[pb.Stats]:
-    """Statistics of each item, in order."""
     found: dict[int, pb.Stats] = {}
     for numbers in _alike(items).values():
         found |= _reduce_rows(read, items, numbers, with_exponents=with_exponents)

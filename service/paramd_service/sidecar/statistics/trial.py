@@ -26,13 +26,9 @@ def try_record(
     before: reduce.Reduced,
     after: reduce.Reduced,
 ) -> None:
-    """Add a record's elements, before and after, to statistics.
-
-    Args:
-        snapshot: Bytes of a snapshot; the view's first element lies at `begin_bytes`.
-        memory: The edits' memory.
-        dtype: The parameter's; the record may name another one of the same size.
-    """
+    """Add a record's elements, before and after, to statistics. The view's first element lies at
+    `begin_bytes` of the snapshot; `dtype` is the parameter's: the record may name another one of
+    the same size."""
     reduce.item_bytes(dtype)
     kind = getattr(torch, record.dtype)
     end_bytes = begin_bytes + record.arena_end - record.arena_begin

@@ -85,7 +85,6 @@ class TokenList(BaseModel):
 
 
 def tokens_router(services: Services) -> APIRouter:
-    """/tokens, /tokens/{name}."""
     routes = APIRouter(tags=["tokens"])
 
     @routes.post("/tokens", status_code=201)
@@ -150,7 +149,6 @@ class SignInCode(BaseModel):
 
 
 def session_router(services: Services) -> APIRouter:
-    """/session."""
     routes = APIRouter(tags=["session"])
 
     @routes.get("/session")

@@ -46,7 +46,6 @@ class AlertPage(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/alerts."""
     routes = APIRouter(tags=["alerts"])
 
     @routes.get("/jobs/{job}/alerts")

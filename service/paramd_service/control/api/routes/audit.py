@@ -55,7 +55,6 @@ class AuditPage(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """/audit, /jobs/{job}/audit."""
     routes = APIRouter(tags=["audit"])
 
     @routes.get("/audit")

@@ -39,7 +39,6 @@ Limit = Annotated[int, Query(ge=1, le=1000, description="Edits on a page")]
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/edits."""
     routes = APIRouter(tags=["edits"])
     _add_making(routes, services)
     _add_reading(routes, services)
@@ -151,7 +150,6 @@ _IN_DETAIL = ("committed_by", "hyperparameters", "rollback", "before", "after")
 
 
 def document_of(row: EditRow, undo_refusal: str) -> Edit:
-    """The document of a stored edit."""
     applied = row.state == EditState.APPLIED
     return read_document(
         Edit,

@@ -53,7 +53,6 @@ _CADENCE = {"every_steps", "keep_last", "keep_every"}
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/exports, /jobs/{job}/export-schedules, /destinations."""
     routes = APIRouter(tags=["exports"])
     _exports(services, routes)
     _schedules(services, routes)

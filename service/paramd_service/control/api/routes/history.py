@@ -104,7 +104,6 @@ class HistoryDocument(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/history, /jobs/{job}/history/series."""
     routes = APIRouter(tags=["history"])
     _add_points(routes, services)
     _add_series(routes, services)
@@ -147,14 +146,9 @@ def _after(page_token: str) -> tuple[str, int] | None:
 
 
 async def _check_large(mesh: Incarnation, subject: str) -> None:
-    """Raise unless the tensor is so large that its norms reveal no values.
-
-    Uses the size in the job's current layout, also for a past incarnation.
-
-    Raises:
-        DeniedError: it is small. NotFoundError: no such tensor exists now.
-        UnreachableError: no layout is known.
-    """
+    """Raise DeniedError unless the tensor is so large that its norms reveal no values;
+    NotFoundError or UnreachableError if its size is unknown. It is that in the job's current
+    layout, also for a past incarnation."""
     _, index = await mesh.layouts.get(mesh.registry.view())
     tensor = await asyncio.to_thread(_sampled, index.layout, subject)
     if tensor is None:

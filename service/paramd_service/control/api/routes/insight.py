@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from paramd.documents import Finite
 from paramd.errors import ParamdError
-from paramd.mesh.insight.reports import Collective, RankActivity, RankLog, StackFrame, ThreadStack
+from paramd.mesh.insight.reports import RankActivity, RankLog, StackFrame, ThreadStack
 from paramd.mesh.insight.spectrum import Spectrum
 from paramd.mesh.insight.updates import UpdateRow
 from paramd.v1 import common_pb2
@@ -21,7 +21,15 @@ from paramd_service.control.api.routes.params import Name
 from paramd_service.control.api.services import Services
 from paramd_service.control.insight.diff import Comparisons, state_of
 from paramd_service.control.insight.verdict import verdict_of
-from paramd_service.control.insight.why import Found, chosen, evidence_of, inspect, looks, tails_of
+from paramd_service.control.insight.why import (
+    Found,
+    chosen,
+    collectives_of,
+    evidence_of,
+    inspect,
+    looks,
+    tails_of,
+)
 from paramd_service.logs import without_secrets
 
 NO_LOG = "what the training prints is for editors and admins"
@@ -119,7 +127,6 @@ class WhyDocument(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/why, /updates, /diff, /params/spectrum."""
     routes = APIRouter(tags=["insight"])
     comparisons = Comparisons()
 
@@ -263,16 +270,7 @@ def _row(found: Found, *, no_log: str) -> RankActivity:
         where=answer.activity_where,
         seen_for_s=_known(answer.age_ms, 1e3),
         threads=tuple(map(_thread, answer.threads)),
-        collectives=tuple(
-            Collective(
-                name=one.name,
-                group=one.group,
-                sequence=one.sequence,
-                done=one.done,
-                age_s=one.age_ms / 1e3,
-            )
-            for one in answer.collectives
-        ),
+        collectives=collectives_of(answer),
         **same,
         log_lines=tuple(map(without_secrets, answer.log_lines)),
         log_missing=no_log or answer.log_missing,

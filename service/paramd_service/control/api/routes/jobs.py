@@ -54,7 +54,6 @@ Gather: TypeAlias = Annotated[
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs, /jobs/{job}, /jobs/{job}/ranks, /jobs/{job}/incarnations, /jobs/{job}/end."""
     routes = APIRouter(tags=["jobs"])
     signing: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
 

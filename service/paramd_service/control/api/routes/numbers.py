@@ -52,7 +52,6 @@ RowDims = Annotated[
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/params/stats, histogram, heatmap and values."""
     routes = APIRouter(tags=["params"])
     _add_numbers(routes, services)
     _add_heatmap(routes, services)

@@ -35,11 +35,8 @@ class Pages(Generic[Item]):
         self._kept: OrderedDict[str, tuple[Item, float]] = OrderedDict()
 
     def keep(self, item: Item, *, name: str = "") -> str:
-        """Keep a result for its next pages; return its name for `make_token`.
-
-        Args:
-            name: The same for equal results, which are then kept once for all callers.
-        """
+        """Keep a result for its next pages; return its name for `make_token`. Equal results under
+        the same `name` are kept once for all callers."""
         now_s = time.monotonic()
         for old in [old for old, (_, expires_s) in self._kept.items() if expires_s < now_s]:
             del self._kept[old]
@@ -64,11 +61,7 @@ def make_token(begin: int, name: str) -> str:
 
 
 def read_token(token: str) -> tuple[int, str]:
-    """(begin, name) of a token.
-
-    Raises:
-        UsageError: the token is not ours.
-    """
+    """(begin, name) of a token. Raises UsageError: the token is not ours."""
     try:
         begin, colon, name = base64.urlsafe_b64decode(token.encode()).decode().partition(":")
         if not colon or not begin.isdecimal() or len(begin) > 18:
@@ -79,11 +72,8 @@ def read_token(token: str) -> tuple[int, str]:
 
 
 def begin_of(token: str, name: str) -> int | None:
-    """Where the page begins in the list `name`; None without a token.
-
-    Raises:
-        UsageError: the token is of another list, or not ours.
-    """
+    """Where the page begins in the list `name`; None without a token. Raises UsageError: the token
+    is of another list, or not ours."""
     if not token:
         return None
     begin, found = read_token(token)

@@ -96,7 +96,6 @@ class Found:
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/params, /jobs/{job}/params/detail."""
     routes = APIRouter(tags=["params"])
     pages: Pages[Found] = Pages()
     _add_list(routes, services, pages)
@@ -265,7 +264,6 @@ _SAME = ("aliases", "dtype", "shape", "numel", "placement", "trainable")
 
 
 def document_of(tensor: TensorLayout) -> ParamDocument:
-    """The document of one tensor."""
     same: dict[str, Any] = {name: getattr(tensor, name) for name in _SAME}
     return ParamDocument(name=tensor.fqn, kind=tensor.kind.value, **same)
 

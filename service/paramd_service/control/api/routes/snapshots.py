@@ -41,7 +41,6 @@ Ranks = Annotated[int, Query(ge=1, le=MAX_RANKS, description="Ranks on a page")]
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/snapshots."""
     routes = APIRouter(tags=["snapshots"])
     _add_reading(routes, services)
     _add_pinning(routes, services)

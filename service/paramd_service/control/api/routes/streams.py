@@ -54,7 +54,6 @@ MAX_NAMES = 2000
 
 
 def events_router(services: Services) -> APIRouter:
-    """/jobs/{job}/events."""
     routes = APIRouter(tags=["events"])
 
     async def followed(
@@ -99,7 +98,6 @@ Frames = AsyncGenerator["GradFrame[Any]", None]
 
 
 def grads_router(services: Services) -> APIRouter:
-    """/jobs/{job}/grads."""
     routes = APIRouter(tags=["grads"])
     norms = NormHistory(services.records.history.offer)
 

@@ -28,7 +28,6 @@ MarkName = Annotated[str, Path(alias="mark", min_length=1, max_length=64, descri
 
 
 def pauses_router(services: Services) -> APIRouter:
-    """/jobs/{job}/pause."""
     routes = APIRouter(tags=["pauses"])
 
     def pause_of(job: str) -> Pause:
@@ -75,7 +74,6 @@ def pauses_router(services: Services) -> APIRouter:
 
 
 def marks_router(services: Services) -> APIRouter:
-    """/jobs/{job}/marks, /rollback and /hyperparameters."""
     routes = APIRouter(tags=["marks"])
     edits = services.edits
 

@@ -87,7 +87,6 @@ async def _gone(receive: Receive) -> None:
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/tunnel, /jobs/{job}/ranks/{rank}/tunnel."""
     routes = APIRouter(tags=["jobs"])
 
     async def opened(request: Request, what: str, host: str, address: str) -> Response:

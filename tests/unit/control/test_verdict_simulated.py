@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd.mesh.edits.calls import HoldState
+from paramd.mesh.edits.calls import PauseWord
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.alerts.config import AlertConfig
@@ -232,7 +232,7 @@ def simulated(trouble: str, until_s: float) -> list[tuple[float, str, str]]:
             watcher.tick(seen)
             firing = watcher.book.firing
             word, _, cause = health_of(
-                state=seen.state, reason=seen.reason, hold=HoldState.RUNNING, firing=firing
+                state=seen.state, reason=seen.reason, pause=PauseWord.RUNNING, firing=firing
             )
             first = next((f"{one.rule} {one.subject}" for one in firing if one.id == cause), "")
             if (word, first) != (told[-1][1:] if told else ("ok", "")):

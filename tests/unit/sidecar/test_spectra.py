@@ -25,7 +25,8 @@ Views = list[tuple[memoryview, pooling.View]]
 
 def view_of(shard: torch.Tensor, whole: Sequence[int], origin: tuple[int, int]) -> Any:
     """A shard with the strides that it has, and its snapshot."""
-    data = memoryview(bytearray(shard.untyped_storage()))  # type: ignore[call-overload]
+    storage = torch.empty(0, dtype=torch.uint8).set_(shard.untyped_storage())
+    data = memoryview(bytearray(storage.numpy()))
     name = str(shard.dtype).removeprefix("torch.")
     view = pooling.make_view(
         shard.storage_offset() * shard.itemsize,

@@ -1,8 +1,8 @@
 """Starts real ranks: one process each, with torchrun's environment, gloo and a state dir.
 
-    results = run_ranks("tests.multiprocess.workers.train", 2, args=["--steps", "5"])
+    results = run_ranks("tests.multiprocess.workers.patterns", 1, args=["clamped"])
 
-    with start_ranks("tests/multiprocess/workers/train.py", 2) as ranks:
+    with start_ranks("tests/multiprocess/workers/stamp.py", 2) as ranks:
         ranks.wait_for_text("listening", rank=0)
         ranks[1].process.send_signal(signal.SIGSTOP)
         results = ranks.wait(timeout_s=60, stop_on_failure=False)

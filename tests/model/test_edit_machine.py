@@ -31,7 +31,6 @@ from paramd_service.control.edits.machine import (
     EditState,
     Event,
     IncarnationEnded,
-    NotReached,
     Outcome,
     Persist,
     Restarted,
@@ -217,22 +216,6 @@ class AppliedOnTheFirstAnswer(EditMachine):
         return [Persist()]
 
 
-class LateMeansAborted(EditMachine):
-    """Nobody answered in time, so nobody has it."""
-
-    def _called_off(self, reason: str) -> list[Action]:
-        return self._abort(reason)
-
-
-class NoAnswerMeansWithdrawn(EditMachine):
-    """A sidecar that is away cannot have got it."""
-
-    def _committed(self, event: Event) -> list[Action]:
-        if isinstance(event, NotReached) and not self.agreed:
-            return self._abort(event.reason)
-        return super()._committed(event)
-
-
 class DoubtMeansWithdrawn(EditMachine):
     """It has not agreed yet, and we did say that it should not."""
 
@@ -256,31 +239,7 @@ class RestartForgets(EditMachine):
         return super().handle(event)
 
 
-class EndOfIncarnationAborts(EditMachine):
-    """What was not applied when the incarnation ended never was."""
-
-    def _incarnation_ended(self, reason: str) -> list[Action]:
-        return self._abort(reason)
-
-
-class LateWordsCount(EditMachine):
-    """Whoever speaks last is right."""
-
-    @property
-    def ended(self) -> bool:
-        return False
-
-
-BUGS = [
-    AppliedOnTheFirstAnswer,
-    LateMeansAborted,
-    NoAnswerMeansWithdrawn,
-    DoubtMeansWithdrawn,
-    CommittedInMemory,
-    RestartForgets,
-    EndOfIncarnationAborts,
-    LateWordsCount,
-]
+BUGS = [AppliedOnTheFirstAnswer, DoubtMeansWithdrawn, CommittedInMemory, RestartForgets]
 
 
 class NotCompared(Mesh):

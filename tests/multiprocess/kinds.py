@@ -10,7 +10,7 @@ Sizes are primes on purpose: nothing divides evenly, and on four ranks some hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from paramd.trainer.model.tp_ddp import pre_dp_module_transform
-from tests.longer import sample
 
 WORDS = 29
 WIDTH = 7
@@ -130,15 +129,6 @@ class Kind:
 def kinds_for(world_size: int) -> list[Kind]:
     """All kinds that `world_size` ranks can build."""
     return [kind for kind in KINDS if world_size in kind.world_sizes]
-
-
-def sampled(names: Sequence[str], turn: int) -> list[str]:
-    """What one of several tests over all kinds takes of them; all in `make campaigns`.
-
-    Tests whose turns are 0 and 1 have one of each family between them; all kinds are in
-    composite.py.
-    """
-    return sample(names, FAMILIES[turn::2])
 
 
 def named(name: str) -> Kind:

@@ -18,7 +18,7 @@ from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, start_ranks
 from tests.longer import sample
 from tests.multiprocess.frozen import edit_to, frozen
-from tests.multiprocess.truth import connect_to, wait_until
+from tests.multiprocess.truth import connect_to, step_of, wait_until
 
 WORKER = "tests.multiprocess.workers.insight"
 JOB = "insight"
@@ -45,10 +45,6 @@ def training(folder: Path, world_size: int, *options: str) -> Iterator[tuple[Mes
         except BaseException:
             print(ranks.outputs())
             raise
-
-
-def step_of(mesh: Mesh) -> int:
-    return min(row.step for row in mesh.status())
 
 
 def after(mesh: Mesh, steps: int) -> None:

@@ -60,6 +60,21 @@ def paused(folder: Path, stack: ExitStack, *options: str) -> Iterator[tuple[Rank
         yield ranks, mesh
 
 
+@contextmanager
+def stamping(folder: Path, mode: str = "stamp") -> Iterator[tuple[Mesh, list[str]]]:
+    """A training that ends well when the block does; then the list has what it wrote to stderr."""
+    stop, told = folder / "stop", list[str]()
+    with start_ranks(WORKER, 1, args=["--mode", mode, "--stop", str(stop)]) as ranks:
+        ranks.wait_for_text("attached", rank=0, timeout_s=DEADLINE_S)
+        with connect_to(ranks.state_dir, JOB) as mesh:
+            wait_until(lambda: mesh.status().step > 0, "it trains")
+            yield mesh, told
+        stop.touch()
+        (ended,) = ranks.wait(timeout_s=DEADLINE_S)
+    assert ended.returncode == 0, ended.stderr
+    told.append(ended.stderr)
+
+
 def held(text: str) -> str:
     return text.rpartition("holds ")[2].split()[0]
 
@@ -162,16 +177,10 @@ def test_a_training_that_never_waits_for_its_device_is_read(
 ) -> None:
     monkeypatch.setenv("PARAMD_STANDIN_LATE_US", "600")
     monkeypatch.setenv(QUEUE, "1000000")
-    stop = tmp_path / "stop"
-    with start_ranks(WORKER, 1, args=["--mode", "stamp", "--stop", str(stop)]) as ranks:
-        ranks.wait_for_text("attached", rank=0, timeout_s=DEADLINE_S)
-        with connect_to(ranks.state_dir, JOB) as mesh:
-            for _ in range(3):
-                found = mesh.summon("*", timeout=30)
-                assert all(bool((value == found.step).all()) for value in found.values())
-        stop.touch()
-        (ended,) = ranks.wait(timeout_s=DEADLINE_S)
-    assert ended.returncode == 0, ended.stderr
+    with stamping(tmp_path) as (mesh, _):
+        for _ in range(3):
+            found = mesh.summon("*", timeout=30)
+            assert all(bool((value == found.step).all()) for value in found.values())
 
 
 @pytest.mark.parametrize("device", sample([CUDA, HIP], [HIP]), indirect=True)
@@ -180,24 +189,17 @@ def test_every_moment_equals_the_step_the_answer_carries(
 ) -> None:
     # Copies that an update overtook are thrown away, but the checker counts them.
     monkeypatch.setenv("PARAMD_STALL_BUDGET_MS", "10000")
-    stop = tmp_path / "stop"
-    with start_ranks(WORKER, 1, args=["--mode", "moments", "--stop", str(stop)]) as ranks:
-        ranks.wait_for_text("attached", rank=0, timeout_s=DEADLINE_S)
-        with connect_to(ranks.state_dir, JOB) as mesh:
-            wait_until(lambda: mesh.status().step > 1, "it trains")
-            steps = set()
-            for _ in range(10):
-                found = mesh.summon("*", optimizer=True, timeout=DEADLINE_S)
-                assert found.optimizer is not None
-                steps.add(found.step)
-                for name, tensor in found.items():
-                    stamp = found.optimizer[name]["stamp"]
-                    assert isinstance(stamp, torch.Tensor)
-                    assert bool((stamp == found.step).all()), (name, found.step)
-                    assert bool((tensor == found.step).all()), (name, found.step)
-        stop.touch()
-        (ended,) = ranks.wait(timeout_s=DEADLINE_S)
-    assert ended.returncode == 0, ended.stderr
+    with stamping(tmp_path, "moments") as (mesh, _):
+        steps = set()
+        for _ in range(10):
+            found = mesh.summon("*", optimizer=True, timeout=DEADLINE_S)
+            assert found.optimizer is not None
+            steps.add(found.step)
+            for name, tensor in found.items():
+                stamp = found.optimizer[name]["stamp"]
+                assert isinstance(stamp, torch.Tensor)
+                assert bool((stamp == found.step).all()), (name, found.step)
+                assert bool((tensor == found.step).all()), (name, found.step)
     assert len(steps) > 3
     with driver_in(tmp_path) as (_, standin):
         assert standin.unordered == 0
@@ -209,14 +211,8 @@ def test_a_driver_that_forbids_it_leaves_the_parameters_mirrored_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PARAMD_STANDIN_LIMITS", "fd")
-    stop = tmp_path / "stop"
-    with start_ranks(WORKER, 1, args=["--mode", "stamp", "--stop", str(stop)]) as ranks:
-        ranks.wait_for_text("attached", rank=0, timeout_s=DEADLINE_S)
-        with connect_to(ranks.state_dir, JOB) as mesh:
-            wait_until(lambda: mesh.status().step > 0, "it trains")
-            found = mesh.summon("*", timeout=DEADLINE_S)
-            assert all(bool((tensor == found.step).all()) for tensor in found.values())
-        stop.touch()
-        (ended,) = ranks.wait(timeout_s=DEADLINE_S)
-    told = re.findall("cannot be owned on their device: .*by file descriptors", ended.stderr)
-    assert len(told) == 1, ended.stderr
+    with stamping(tmp_path) as (mesh, told):
+        found = mesh.summon("*", timeout=DEADLINE_S)
+        assert all(bool((tensor == found.step).all()) for tensor in found.values())
+    lines = re.findall("cannot be owned on their device: .*by file descriptors", told[0])
+    assert len(lines) == 1, told

@@ -6,10 +6,6 @@ of it is not what the ranks hold. The soak does so on every kind of model.
 
 from __future__ import annotations
 
-import json
-import mmap
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,17 +15,14 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
-import torch
 
 from paramd import places
-from paramd.errors import ConflictError, ParamdError
-from paramd.memory.edit_program import MAGIC
-from paramd.mesh.edits.calls import EDIT_ENDS, Edit, EditCalls, EditState
+from paramd.errors import ParamdError
+from paramd.mesh.edits.calls import EDIT_ENDS, Edit, EditState
 from paramd.mesh.mesh import Mesh
 from paramd.trainer import faults as trainer_faults
 from paramd_service.sidecar import faults as sidecar_faults
 from tests.launch import Ranks
-from tests.leaks import open_files
 from tests.multiprocess.frozen import edit_to, frozen
 from tests.multiprocess.striking import allowed_s, arm, helper, is_down
 from tests.multiprocess.truth import connect_to, wait_until
@@ -103,80 +96,6 @@ def answers(mesh: Mesh) -> bool:
     except ParamdError:
         return False
     return True
-
-
-CLIENT = """
-import sys, torch, paramd
-with paramd.connect(sys.argv[1], sys.argv[2]) as mesh:
-    tensors = {i.name: torch.full(i.shape, 5.0) for i in mesh.params("*")}
-    def told(sent, total):
-        print("sending", flush=True)
-        sys.stdin.read()
-    mesh.edit(set=tensors, progress=told)
-"""
-
-
-@pytest.mark.timeout(120)
-def test_a_client_killed_while_it_sends_and_a_program_that_cannot_run_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with frozen(tmp_path, "fsdp1-full", 2) as ranks, connect_to(ranks.state_dir, "frozen") as mesh:
-        a_client_is_killed(ranks, mesh)
-        a_program_cannot_run(ranks, mesh, monkeypatch)
-
-
-def a_client_is_killed(ranks: Ranks, mesh: Mesh) -> None:
-    endpoint = json.loads((ranks.state_dir / "frozen" / "endpoint.json").read_text())
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.program", CLIENT, endpoint["url"], endpoint["token"]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as client:
-        assert client.stdout is not None
-        assert client.stdout.readline() == "sending\n"
-        client.kill()
-    edit_to(mesh, 7)
-    found = mesh.summon("*")
-    assert all(bool((tensor == 7).all()) for tensor in found.values())
-    states = [row.state for row in mesh.edits()]
-    assert states[0] is EditState.APPLIED
-    assert EditState.APPLIED not in states[1:]
-
-
-def a_program_cannot_run(ranks: Ranks, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that finds it spoiled refuses it with the reason."""
-    edit_to(mesh, 2)
-    tensors = {info.name: torch.full(info.shape, 4.0) for info in mesh.params("*")}
-    commit = EditCalls.commit
-
-    async def spoiled(calls: EditCalls, edit_id: str, deadline_s: float) -> Edit:
-        assert spoil_programs(ranks[1].process.pid)
-        return await commit(calls, edit_id, deadline_s)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(EditCalls, "commit", spoiled)
-        with pytest.raises(ConflictError, match="cannot carry it out"):
-            mesh.edit(set=tensors)
-    (edit,) = mesh.edits(limit=1)
-    assert edit.state is EditState.ABORTED
-    assert "cannot carry it out" in edit.reason
-    assert settled(mesh, 2, 4) == 2
-    edit_to(mesh, 6)
-    assert settled(mesh, 2, 6) == 6
-
-
-def spoil_programs(pid: int) -> int:
-    """Zeroes the head of every edit program in a trainer's memory of edits; how many."""
-    path = next(link for link, target in open_files(pid).items() if "paramd-edits" in target)
-    magic, count = MAGIC.to_bytes(8, "little"), 0
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        at = memory.find(magic)
-        while at >= 0:
-            memory[at : at + 8] = bytes(8)
-            count += 1
-            at = memory.find(magic, at)
-    return count
 
 
 def strike(rule: str, ranks: Ranks, folder: Path, mesh: Mesh, new: int) -> None:

@@ -6,40 +6,21 @@ In the worker all elements of all gradients are the number of the update that co
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from paramd.mesh.frames.frames import GradFrame
 from paramd.mesh.mesh import Mesh
-from tests.launch import Ranks, run_ranks, start_ranks
+from tests.launch import run_ranks, start_ranks
 from tests.longer import sample
 from tests.multiprocess.kinds import FAMILIES, kinds_for
 from tests.multiprocess.truth import connect_to
 from tests.multiprocess.workers.gradients import JOB, MODULUS
 
 WORKER = "tests.multiprocess.workers.gradients"
-
-
-@contextmanager
-def training(folder: Path, world_size: int, *options: str) -> Iterator[tuple[Ranks, Mesh]]:
-    """Trains until the block ends; then every rank must end well by itself."""
-    arguments = ["--folder", str(folder), *options]
-    with start_ranks(WORKER, world_size, args=arguments) as ranks:
-        ranks.wait_for_text("attached", rank=0, timeout_s=90)
-        try:
-            with connect_to(ranks.state_dir, JOB) as mesh:
-                yield ranks, mesh
-        finally:
-            (folder / "stop").touch()
-        for result in ranks.wait(timeout_s=60):
-            assert result.returncode == 0, ranks.outputs()
 
 
 def wrong_values(frame: GradFrame[Any]) -> list[str]:
@@ -84,42 +65,23 @@ def take(mesh: Mesh, count: int, *patterns: str, **options: Any) -> list[GradFra
 def test_every_frame_of_every_kind_is_whole_and_of_its_update(
     world_size: int, kinds: str, tmp_path: Path
 ) -> None:
-    with training(tmp_path, world_size, "--kinds", kinds) as (_, mesh):
-        check(take(mesh, 4, "*", transport="grpc"))
-        frames = take(mesh, 3, "*", transport="same-host")
-        check(frames)
-        check(take(mesh, 2, "*weight", dtype=torch.float64, rows=2))
-        if world_size == 2:
-            check(take(mesh, 4, "*", kind="stats"))
-            check(take(mesh, 2, "*", kind="histogram"))
-            held = [name for name in frames[0] if "module." in name]
-            assert set(frames[0].none) == {n for n in frames[0] if frames[0][n] is None}
-            assert set(frames[0].none) <= {*held, *(n for n in frames[0] if "fsdp1-inner" in n)}
-
-
-def test_statistics_are_those_of_what_torch_gathers(tmp_path: Path) -> None:
-    """And a NaN in one shard of one rank is counted once."""
-    options = ("--kinds", "ddp,fsdp2,hsdp,tp-fsdp2", "--truth", "--gap-ms", "5")
-    with training(tmp_path, 2, *options) as (_, mesh):
-        frames = take(mesh, 4, "*", kind="stats")
-    compared = 0
-    for frame in frames:
-        truth = load_file(tmp_path / f"{frame.step}.grads")
-        planted = frame.step % 2 == 0
-        assert frame.total.nan_count == int(planted), "one rank of two has it"
-        for name, found in frame.items():
-            if found is None:
-                continue
-            whole = truth[name].double()
-            finite = whole[whole.isfinite()]
-            assert found.count == whole.numel(), name
-            assert found.nan_count == int(whole.isnan().sum()), name
-            assert found.zero_count == int((whole == 0).sum()), name
-            assert (found.min, found.max) == (finite.min().item(), finite.max().item()), name
-            assert math.isclose(found.norm, finite.norm().item(), rel_tol=1e-6), name
-            assert math.isclose(found.mean, finite.mean().item(), rel_tol=1e-5, abs_tol=1e-9), name
-            compared += 1
-    assert compared > 100
+    arguments = ["--folder", str(tmp_path), "--kinds", kinds]
+    with start_ranks(WORKER, world_size, args=arguments) as ranks:
+        ranks.wait_for_text("attached", rank=0, timeout_s=90)
+        with connect_to(ranks.state_dir, JOB) as mesh:
+            check(take(mesh, 4, "*", transport="grpc"))
+            frames = take(mesh, 3, "*", transport="same-host")
+            check(frames)
+            check(take(mesh, 2, "*weight", dtype=torch.float64, rows=2))
+            if world_size == 2:
+                check(take(mesh, 4, "*", kind="stats"))
+                check(take(mesh, 2, "*", kind="histogram"))
+                held = [name for name in frames[0] if "module." in name]
+                assert set(frames[0].none) == {n for n in frames[0] if frames[0][n] is None}
+                assert set(frames[0].none) <= {*held, *(n for n in frames[0] if "fsdp1-inner" in n)}
+        (tmp_path / "stop").touch()
+        for result in ranks.wait(timeout_s=60):
+            assert result.returncode == 0, ranks.outputs()
 
 
 def test_odd_placements_dtypes_optimizers_and_habits() -> None:

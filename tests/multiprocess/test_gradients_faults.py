@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paramd.errors import ConflictError
-from paramd.mesh.frames.frames import GradFrame
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, start_ranks
 from tests.multiprocess.test_gradients import check, take
@@ -44,11 +41,6 @@ def test_readers_sidecars_and_the_end(tmp_path: Path) -> None:
             detached_training_ends_the_stream(mesh, tmp_path)
         for result in ranks.wait(timeout_s=30):
             assert result.returncode == 0, ranks.outputs()
-
-
-def take_all(frames: Iterator[GradFrame[Any]]) -> None:
-    for _ in frames:
-        pass
 
 
 def slow_reader_gets_the_newest(mesh: Mesh) -> None:
@@ -118,4 +110,4 @@ def test_a_killed_trainer_ends_the_stream_with_a_reason(tmp_path: Path) -> None:
             next(frames)
             ranks[1].process.kill()
             with pytest.raises(ConflictError, match="ended"):
-                take_all(frames)
+                list(frames)

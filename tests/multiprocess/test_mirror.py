@@ -20,6 +20,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from tests.multiprocess.striking import ask, helper, rest, stamps, stats_of_stamps, summon_stamps
 from tests.multiprocess.test_exports_kinds import environment
+from tests.multiprocess.test_faults_trainer import bearer
 from tests.multiprocess.truth import connect_to, wait_until
 
 
@@ -96,10 +97,6 @@ def assert_refused_past_boundaries(mesh: Mesh) -> None:
                     stub.PinSnapshot(request, timeout=5, metadata=bearer(document.shown(peer.rank)))
             assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert "agreed boundaries only" in refused.value.details()
-
-
-def bearer(ticket: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {ticket}"),)
 
 
 def refusal(mesh: Mesh) -> str:

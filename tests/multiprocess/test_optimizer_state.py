@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramd.errors import ConflictError
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.results import OptimizerState
 from tests.launch import Ranks, start_ranks
@@ -27,17 +26,11 @@ JOB = "states"
 
 
 @contextmanager
-def training(
-    folder: Path, *options: str, arena: str = "auto", ends: bool = True
-) -> Iterator[tuple[Mesh, Ranks]]:
+def training(folder: Path, *options: str, ends: bool = True) -> Iterator[tuple[Mesh, Ranks]]:
     """Two ranks that train; they end when the block does."""
     state_dir, out = folder / "state", folder / "out"
     out.mkdir()
-    environment = {
-        "PARAMD_ARENA": arena,
-        "PARAMD_DESTINATIONS": json.dumps({"here": str(out)}),
-        "PARAMD_LINGER_S": "60",
-    }
+    environment = {"PARAMD_DESTINATIONS": json.dumps({"here": str(out)}), "PARAMD_LINGER_S": "60"}
     with start_ranks(
         WORKER, 2, args=[str(folder), *options], state_dir=state_dir, env=environment
     ) as ranks:
@@ -85,29 +78,6 @@ def assert_told(state: OptimizerState, known: dict[str, dict[str, Any]]) -> None
     assert set(found) == set(told)
 
 
-# All kinds are in tests/sequences.
-CASES = [("fsdp1-full", "mirror"), ("tp-fsdp2", "auto")]
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("kind", "arena"), sample(CASES, CASES[1:]))
-def test_state_is_read_while_training_goes_on(kind: str, arena: str, tmp_path: Path) -> None:
-    with training(tmp_path, "--kind", kind, arena=arena) as (mesh, _):
-        found = mesh.optimizer()
-        known = truth(tmp_path, found.step)
-        assert_told(found, {name: known[name] for name in found})
-        assert found.groups[0]["lr"] == 0.01
-        assert "embed.weight" in found.groups[0]["params"]
-        both = mesh.summon("*", optimizer=True)
-        assert both.optimizer is not None
-        assert both.optimizer.step == both.step > found.step
-        known = truth(tmp_path, both.step)
-        assert {name: digest(tensor) for name, tensor in both.items()} == {
-            name: one[""] for name, one in known.items() if name in both
-        }
-        assert_told(both.optimizer, {name: known[name] for name in both.optimizer})
-
-
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("options", [("--resume", "auto"), ("--not-given",)])
 def test_it_lies_there_with_resume_and_for_optimizers_that_attach_was_not_given(
@@ -122,13 +92,6 @@ def test_it_lies_there_with_resume_and_for_optimizers_that_attach_was_not_given(
         known = truth(tmp_path, found.step)
         assert_told(found.optimizer, known)
         assert all(digest(tensor) == known[name][""] for name, tensor in found.items())
-
-
-@pytest.mark.timeout(180)
-def test_state_that_lies_otherwise_than_its_parameter_is_refused_by_name(tmp_path: Path) -> None:
-    refused = pytest.raises(ConflictError, match=r"'exp_avg' of .* cannot be exported: .* strides")
-    with training(tmp_path, "--kind", "plain") as (mesh, _), refused:
-        mesh.optimizer()
 
 
 @pytest.mark.timeout(180)

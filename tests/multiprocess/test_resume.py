@@ -367,7 +367,6 @@ CHANGES = (
     (("--wider",), 2, "the model's parameters, or how they are sharded"),
     (("--other-keep",), 2, "keep['scheduler'], an object of class Other, did not take"),
     (("--without-loader",), 2, "keep had loader, scheduler and has scheduler"),
-    (("--bad-keep",), 2, "keep['bad'].state_dict()['function'] is a builtins.function"),
 )
 """Options of another script, its world size, and what it is told."""
 

@@ -19,7 +19,7 @@ from paramd.mesh.mesh import Mesh
 from paramd.mesh.results import Summoned
 from tests.longer import sample
 from tests.multiprocess.frozen import frozen
-from tests.multiprocess.truth import assert_same_bytes, connect_to, wait_until
+from tests.multiprocess.truth import assert_same_bytes, connect_to, step_of, wait_until
 
 KINDS = [("fsdp1-full-orig", 2), ("tp-fsdp2", 4)]
 
@@ -50,10 +50,6 @@ def above_step(mesh: Mesh) -> float:
     values = {float(v) for tensor in found.values() for v in tensor.unique()}
     assert len(values) == 1, (found.step, sorted(values)[:5])
     return values.pop() - found.step
-
-
-def step_of(mesh: Mesh) -> int:
-    return min(row.step for row in mesh.status())
 
 
 def goes_on(mesh: Mesh) -> None:

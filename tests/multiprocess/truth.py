@@ -39,6 +39,11 @@ def connect_to(state_dir: Path, job: str) -> Mesh:
     return paramd.connect(endpoint.url, endpoint.token, job=job)
 
 
+def step_of(mesh: Mesh) -> int:
+    """The last step of the rank that is furthest behind."""
+    return min(row.step for row in mesh.status())
+
+
 def assert_same_bytes(ours: Tensors, theirs: Tensors) -> None:
     """Same names, shapes, dtypes and bytes."""
     assert sorted(ours) == sorted(theirs)

@@ -40,10 +40,3 @@ def test_what_is_written_is_read_again_with_nan_for_what_json_cannot_say(norm: f
     found = read_document(Outer, told)
     assert found.parts == outer.parts
     assert found.norm == norm or (math.isnan(found.norm) and shown is None)
-
-
-def test_the_schema_requires_all_fields() -> None:
-    schema = TypeAdapter(Outer).json_schema(mode="serialization")
-    assert schema["required"] == ["norm", "parts", "step"]
-    kinds = [one["type"] for one in schema["$defs"]["Inner"]["properties"]["name"]["anyOf"]]
-    assert kinds == ["string", "null"]

@@ -13,14 +13,6 @@ from paramd import extras
 from paramd.integrations.trackers import _PACKAGES
 from tests.launch import ROOT
 
-MODULE_OF = {
-    "grpcio-health-checking": "grpc_health",
-    "grpcio-reflection": "grpc_reflection",
-    "grpcio-status": "grpc_status",
-    "prometheus-client": "prometheus_client",
-    "pyjwt": "jwt",
-    "psycopg[binary]": "psycopg",
-}
 BLOCKED = """
 import sys
 sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))  # None: neither found nor imported
@@ -32,24 +24,6 @@ def without(modules: tuple[str, ...], code: str) -> str:
     command = [sys.executable, "-c", BLOCKED + code, ",".join(modules)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     return "ok" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
-
-
-def test_each_extra_brings_the_modules_that_the_table_says() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    of_extra = project["optional-dependencies"]
-    assert set(extras.MODULES) == set(of_extra) - {"dev", "docs", *ranges_of_integrations()}
-    for extra, modules in extras.MODULES.items():
-        names: set[str] = set()
-        waiting = [*of_extra[extra]]
-        while waiting:
-            line = waiting.pop()
-            nested = re.match(r"paramd\[(.+)\]", line)
-            if nested is None:
-                name = re.split(r"[><=!]", line)[0]
-                names.add(MODULE_OF.get(name, name))
-            elif extra != "postgres":
-                waiting += of_extra[nested[1]]
-        assert set(modules) == names, extra
 
 
 RANGE = re.compile(r'require\("(.+?)", at_least="(.+?)", below="(.+?)", extra="(.+?)"\)')

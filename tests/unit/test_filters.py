@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,42 +15,23 @@ from paramd.filters import MAX_FILTER_BYTES, Facts, Filter, FilterError, parse_f
 from paramd.layout.stats import Summary
 from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
 
+NAME, SHAPE = "layers.0.up.weight", (4096, 1024)
 
-def facts_of(
-    fqn: str = "layers.0.up.weight",
-    *,
-    dtype: str = "bfloat16",
-    shape: tuple[int, ...] = (4096, 1024),
-    aliases: tuple[str, ...] = (),
-    ranks: tuple[int, ...] = (0, 1),
-    trainable: bool | None = None,
-) -> Facts:
+
+def facts_of(trainable: bool | None = None) -> Facts:
+    pieces = tuple(Piece(rank, 0, Box((0, 0), SHAPE)) for rank in (0, 1))
     tensor = TensorLayout(
-        fqn=fqn,
-        dtype=dtype,
-        shape=shape,
-        kind=TensorKind.PARAMETER,
-        pieces=tuple(Piece(r, 0, Box((0,) * len(shape), shape)) for r in ranks),
-        aliases=aliases,
-        placement="Shard(0) over 2",
-        trainable=trainable,
+        NAME, "bfloat16", SHAPE, TensorKind.PARAMETER, pieces, (), "Shard(0) over 2", trainable
     )
-    return Facts(tensor=tensor, kind="parameter", names=(fqn, *aliases), ranks=frozenset(ranks))
+    return Facts(tensor=tensor, kind="parameter", names=(NAME,), ranks=frozenset((0, 1)))
 
 
 def summary(**changes: float) -> Summary:
-    fields: dict[str, float] = {
-        "count": 10,
-        "zero_count": 1,
-        "nan_count": 0,
-        "inf_count": 0,
-        "norm": 12.5,
-        "mean": 0.1,
-        "std": 1.0,
-        "min": -4.0,
-        "max": 3.0,
-    }
-    return Summary(**fields | changes, exponents=())  # type: ignore[arg-type]
+    found = Summary(
+        count=10, zero_count=1, nan_count=0, inf_count=0, norm=12.5, mean=0.1, std=1.0, min=-4.0,
+        max=3.0, exponents=(),
+    )  # fmt: skip
+    return replace(found, **changes)  # type: ignore[arg-type]
 
 
 CHOOSE = """
@@ -77,7 +59,7 @@ def test_what_is_not_known_to_be_trainable_is_neither() -> None:
         None: {"trainable=true": False, "trainable=false": False, "trainable!=true": True},
     }.items():
         for text, chosen in terms.items():
-            assert parse_filter(text).matches(facts_of(trainable=trainable)) is chosen, text
+            assert parse_filter(text).matches(facts_of(trainable)) is chosen, text
 
 
 def test_statistics_are_compared() -> None:

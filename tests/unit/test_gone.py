@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,48 +65,40 @@ def test_a_command_line_says_what_replaces_it(
     assert capsys.readouterr().err == f"paramd: `paramd {row.name}` is gone: {row.instead}\n"
 
 
+def refusal(call: Callable[..., object], *given: Any, **named: Any) -> str:
+    with pytest.raises(UsageError) as refused:
+        call(*given, **named)
+    return str(refused.value)
+
+
 @pytest.mark.parametrize("row", [row for row in rows("setting") if "." not in row.values[0].name])
 def test_a_setting_says_what_replaces_it(row: Gone, tmp_path: Path) -> None:
     option = f"--{row.name.replace('_', '-')}"
     said = f"{option} is gone: {row.instead}"
     for given in ([option], [f"{option}=3"]):
-        with pytest.raises(UsageError) as refused:
-            ControlConfig.from_arguments(given)
-        assert str(refused.value) == said
-        with pytest.raises(UsageError) as refused:
-            parse(["--job", "run", "--rank", "0", "--socket", "x", *given])
-        assert str(refused.value) == said
-    with pytest.raises(UsageError) as refused:
-        attach(**{row.name: "3"})
-    assert str(refused.value) == f"attach({row.name}=...) is gone: {row.instead}"
+        assert refusal(ControlConfig.from_arguments, given) == said
+        assert refusal(parse, ["--job", "run", "--rank", "0", "--socket", "x", *given]) == said
+    assert refusal(attach, **{row.name: "3"}) == f"attach({row.name}=...) is gone: {row.instead}"
     file = tmp_path / "paramd.toml"
     file.write_text(f'{row.name} = "3"\n')
-    with pytest.raises(UsageError) as refused:
-        read_file(file, trusted=True)
-    assert str(refused.value) == f"{file}: {row.name!r} is gone: {row.instead}"
+    told = refusal(read_file, file, trusted=True)
+    assert told == f"{file}: {row.name!r} is gone: {row.instead}"
     # A warning: what was left in the environment keeps nothing from starting.
     variable = f"PARAMD_{row.name.upper()}"
     assert gone.variables({variable: "3"}) == [f"{variable} is gone: {row.instead}"]
 
 
-def _read_alerts(key: str) -> object:
-    return parse_alerts({key: 3}, place="here")
-
-
-def _read_edits(key: str) -> object:
-    return load_edits([], {"PARAMD_EDITS": json.dumps({key: 3})})
-
-
-READERS = {"alerts": _read_alerts, "edits": _read_edits}
+READERS: dict[str, Callable[[str], object]] = {
+    "alerts": lambda key: parse_alerts({key: 3}, place="here"),
+    "edits": lambda key: load_edits([], {"PARAMD_EDITS": json.dumps({key: 3})}),
+}
 """Tables of paramd.toml whose keys are settings."""
 
 
 @pytest.mark.parametrize("row", [row for row in rows("setting") if "." in row.values[0].name])
 def test_a_key_of_a_table_says_what_replaces_it(row: Gone) -> None:
     table, _, key = row.name.partition(".")
-    with pytest.raises(UsageError) as refused:
-        READERS[table](key)
-    assert str(refused.value).endswith(f"{key!r} is gone: {row.instead}")
+    assert refusal(READERS[table], key).endswith(f"{key!r} is gone: {row.instead}")
 
 
 @pytest.mark.parametrize("row", rows("rest"))

@@ -95,8 +95,8 @@ def oracle(tmp_path: Path) -> Oracle:
     return Oracle(job, Tally())
 
 
-def answer(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
-    """All right, but for what is changed."""
+def judge(oracle: Oracle, step: int = STEP, **changed: torch.Tensor) -> None:
+    """Of an answer that is right at `STEP`, but for what is changed."""
     found = {
         "blocks.0.up.weight": torch.full((3, 4), stamp(STEP, SALT)),
         "blocks.0.down.bias": torch.full((5,), stamp(STEP, SALT)),
@@ -105,64 +105,54 @@ def answer(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
         f"{WIDE}weight": torch.zeros(3),
         "embed.weight": torch.randn(4, 4),
     }
-    return found | {name.replace("_", "."): tensor for name, tensor in changed.items()}
+    oracle.judge("lane", oracle.ask(), 1, step, found | changed)
 
 
-def test_what_is_right_is_counted(oracle: Oracle) -> None:
-    oracle.judge("lane", oracle.ask(), 1, STEP, answer())
-    assert oracle.tally.answers == {"lane": 1}
+def wide(value: float) -> dict[str, torch.Tensor]:
+    return {f"{WIDE}weight": torch.full((3,), value)}
 
 
 @pytest.mark.parametrize("step", [STEP - 1, STEP + 1, STEP + 4000])
 def test_values_of_another_step_are_seen(oracle: Oracle, step: int) -> None:
     with pytest.raises(WrongError, match="mixed"):
-        oracle.judge("lane", oracle.ask(), 1, step, answer())
+        judge(oracle, step)
 
 
 def test_one_element_of_another_step_is_seen(oracle: Oracle) -> None:
-    found = answer()
-    found["blocks.0.down.bias"][4] = stamp(STEP - 1, SALT)
+    judge(oracle)
+    assert oracle.tally.answers == {"lane": 1}
+    bias = torch.full((5,), stamp(STEP, SALT))
+    bias[4] = stamp(STEP - 1, SALT)
     with pytest.raises(WrongError, match="mixed"):
-        oracle.judge("lane", oracle.ask(), 1, STEP, found)
+        judge(oracle, **{"blocks.0.down.bias": bias})
 
 
 def test_an_answer_older_than_a_finished_update_is_seen(oracle: Oracle, tmp_path: Path) -> None:
     (tmp_path / "progress-0").write_bytes(struct.pack("<q", STEP + 1))
     with pytest.raises(WrongError, match="stale"):
-        oracle.judge("lane", oracle.ask(), 1, STEP, answer())
+        judge(oracle)
 
 
 def test_half_an_edit_is_seen(oracle: Oracle) -> None:
     oracle.ledger.begin(UP, 5.0)
-    oracle.judge("lane", oracle.ask(), 1, STEP, answer())
+    judge(oracle)
     both = {f"{UP}weight": torch.full((3, 4), 5.0), f"{UP}bias": torch.full((3,), 5.0)}
-    oracle.judge("lane", oracle.ask(), 1, STEP, answer() | both)
+    judge(oracle, **both)
     with pytest.raises(WrongError, match="split"):
-        oracle.judge("lane", oracle.ask(), 1, STEP, answer() | {f"{UP}bias": both[f"{UP}bias"]})
+        judge(oracle, **{f"{UP}bias": both[f"{UP}bias"]})
 
 
 def test_a_lost_edit_and_one_that_comes_back_are_seen(oracle: Oracle) -> None:
     oracle.ledger.applied(WIDE, oracle.ledger.begin(WIDE, 5.0), SALT)
-    with pytest.raises(WrongError, match="lost"):
-        oracle.judge("lane", oracle.ask(), 1, STEP, answer())
     oracle.ledger.refused(oracle.ledger.begin(WIDE, 6.0))
-    five, six = ({f"{WIDE}weight": torch.full((3,), value)} for value in (5.0, 6.0))
-    with pytest.raises(WrongError, match="lost"):
-        oracle.judge("lane", oracle.ask(), 1, STEP, answer() | six)
-    oracle.judge("lane", oracle.ask(), 1, STEP, answer() | five)
-
-
-def test_who_asked_before_an_edit_ended_may_see_either(oracle: Oracle) -> None:
-    question = oracle.ask()
-    oracle.judge("lane", question, 1, STEP, answer())
-    oracle.ledger.applied(WIDE, oracle.ledger.begin(WIDE, 5.0), SALT)
-    oracle.judge("lane", question, 1, STEP, answer())
+    for value in (0.0, 6.0):
+        with pytest.raises(WrongError, match="lost"):
+            judge(oracle, **wide(value))
+    judge(oracle, **wide(5.0))
 
 
 def test_an_edit_in_another_incarnation_is_none_in_this_one(oracle: Oracle) -> None:
-    oracle.judge("lane", oracle.ask(), 1, STEP, answer())
     oracle.ledger.applied(WIDE, oracle.ledger.begin(WIDE, 5.0), SALT + 1)
-    oracle.judge("lane", oracle.ask(), 1, STEP, answer())
-    changed = {f"{WIDE}weight": torch.full((3,), 5.0)}
+    judge(oracle)
     with pytest.raises(WrongError, match="lost"):
-        oracle.judge("lane", oracle.ask(), 1, STEP, answer() | changed)
+        judge(oracle, **wide(5.0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -18,8 +19,9 @@ from torch import nn
 
 import paramd
 from tests.ending import end
+from tests.gloo import all_see
 from tests.multiprocess import kinds
-from tests.multiprocess.workers.train import Run, differences, rank, wait_for
+from tests.multiprocess.truth import assert_same_bytes
 
 JOB = "composite"
 STEPS, MORE = 2, 2
@@ -32,32 +34,33 @@ def main() -> None:
     folder = parser.parse_args().folder
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    ours = trained(folder)
-    assert (bad := differences(ours, trained(None))) == [], bad[:5]
+    (ours, losses), (theirs, their_losses) = trained(folder), trained(None)
+    assert losses == their_losses
+    assert_same_bytes(ours, theirs)
     dist.destroy_process_group()
 
 
-def trained(folder: Path | None) -> Run:
-    """Trains, with paramd attached if there is a folder for its truth."""
+def trained(folder: Path | None) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Trains, with paramd attached if there is a folder for its truth; parameters and losses."""
     built = {kind.name: kind.build() for kind in kinds.kinds_for(dist.get_world_size())}
     model = nn.ModuleDict({name: part.model for name, part in built.items()})
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     attachment = paramd.attach(model, optimizer, job=JOB) if folder is not None else None
-    run = Run()
+    losses = []
     for step in range(STEPS + 2 * MORE):
         if attachment is not None and folder is not None and step == STEPS:
             write_truth(folder / f"{JOB}.truth", built, attachment.step)
-            wait_for(folder / f"{JOB}.checked")
+            while not all_see(folder / f"{JOB}.checked"):
+                time.sleep(0.01)
         if attachment is not None and step == STEPS + MORE:
             attachment.detach()
         optimizer.zero_grad()
         for part in built.values():
             loss = part.loss(step)
             loss.backward()
-            run.losses.append(loss.item())
+            losses.append(loss.item())
         optimizer.step()
-    run.full = gathered(built)
-    return run
+    return gathered(built), losses
 
 
 def gathered(built: dict[str, kinds.Built]) -> dict[str, torch.Tensor]:
@@ -71,7 +74,7 @@ def gathered(built: dict[str, kinds.Built]) -> dict[str, torch.Tensor]:
 
 def write_truth(path: Path, built: dict[str, kinds.Built], step: int) -> None:
     whole = gathered(built)
-    if rank() == 0:
+    if dist.get_rank() == 0:
         save_file(whole, path.with_suffix(".part"), metadata={"step": str(step)})
         os.replace(path.with_suffix(".part"), path)
 

@@ -30,9 +30,7 @@ JOB = "followed"
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--lr", type=float, default=1e-5)
-    arguments = parser.parse_args()
-    folder, lr = arguments.folder, arguments.lr
+    folder = parser.parse_args().folder
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -41,7 +39,7 @@ def main() -> None:
     model.to(torch.bfloat16)
     for part in (model[0], model[1], model[3], model):
         fully_shard(part)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     attachment = paramd.attach(model, optimizer, job=JOB)
     print("attached", flush=True)
     batches = torch.Generator().manual_seed(dist.get_rank())

@@ -178,14 +178,6 @@ def statistics_of_sums(cases: Cases) -> None:
         assert frame.total.count == 2 * ROWS * WIDTH
 
 
-def only_sums(cases: Cases) -> None:
-    for kind in ("full", "stats"):
-        for frame in cases.read(cases.step, "summed", kind=kind, count=3):
-            found = frame["summed"]
-            value = found.max if kind == "stats" else found.max().item()
-            assert value == frame.step
-
-
 def slices_rows_and_casts(cases: Cases) -> None:
     frames = cases.read(cases.step, "turned[1:3]", "scalar", dtype=torch.float64, count=3)
     for frame in frames:
@@ -315,7 +307,6 @@ def main() -> None:
     for case in (
         every_placement,
         statistics_of_sums,
-        only_sums,
         slices_rows_and_casts,
         several_optimizers,
         accumulation,

@@ -115,39 +115,6 @@ def one_rank_alone_learns_who_did_not_come() -> None:
 
 
 @case
-def a_late_rank_meets_the_next_try() -> None:
-    model = layers()
-    if dist.get_rank() == 0:
-        with raises(errors.DeadlineError, "ranks [1]"), summon(model, timeout_s=0.3):
-            pass
-    dist.barrier()
-    if dist.get_rank() == 1:
-        with raises(errors.DeadlineError, "ranks [0]"), summon(model, timeout_s=0.3):
-            pass
-    dist.barrier()
-    with summon(model, timeout_s=30):
-        pass
-
-
-@case
-def the_limit_comes_from_the_environment() -> None:
-    import os
-
-    os.environ["PARAMD_SUMMON_TIMEOUT_S"] = "0.2"
-    try:
-        if dist.get_rank() == 0:
-            with raises(errors.DeadlineError, "in 0.2 s"), summon(layers()):
-                pass
-        os.environ["PARAMD_SUMMON_TIMEOUT_S"] = "soon"
-        with raises(errors.UsageError, "PARAMD_SUMMON_TIMEOUT_S"), summon(layers()):
-            pass
-    finally:
-        del os.environ["PARAMD_SUMMON_TIMEOUT_S"]
-    with raises(errors.UsageError, "timeout_s"), summon(layers(), timeout_s=0):
-        pass
-
-
-@case
 def different_arguments_are_refused_everywhere() -> None:
     text, second = "call it alike on every rank", dist.get_rank() == 1
     with raises(errors.ConflictError, text), summon(layers(), with_grads=second):
@@ -436,26 +403,6 @@ def shards_on_the_cpu_by_policy_are_served() -> None:
 
 
 @case
-def padding_never_persists() -> None:
-    """The flat parameter of 15 elements on two ranks has a 16th, and aligned ones more."""
-    for orig in (False, True):
-        net = nn.Linear(2, 5)
-        model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=orig)
-        flat = model._handle.flat_param
-        local = getattr(flat, "_local_shard", flat.data)
-        numel = sum(flat._numels_with_padding)
-        used = max(0, min(local.numel(), numel - dist.get_rank() * local.numel()))
-        padding = local[used:].clone()
-        with summon(model) as params, torch.no_grad():
-            for param in params.values():
-                storage = torch.empty(0).set_(param.untyped_storage())
-                storage.fill_(3)
-        assert torch.equal(local[used:], padding)
-        for now in full_parameters(model).values():
-            assert torch.equal(now, torch.full_like(now, 3))
-
-
-@case
 def tied_parameters_stay_tied_inside() -> None:
     for wrap in ("plain", "fsdp1", "flat", "fsdp2"):
         net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -472,16 +419,6 @@ def tied_parameters_stay_tied_inside() -> None:
             net[2].weight = nn.Parameter(torch.full((4, 4), 2.0))
         after = full_parameters(model)
         assert torch.equal(after["0.weight"], torch.full((4, 4), 2.0)), wrap
-
-
-@case
-def custom_attributes_and_new_parameters_survive() -> None:
-    model = fsdp2()
-    order = [name for name, _ in model.named_parameters()]
-    with summon(model):
-        model.extra = nn.Parameter(torch.ones(2))
-    assert [name for name, _ in model.named_parameters() if name != "extra"] == order
-    assert torch.equal(model.extra, torch.ones(2))
 
 
 if __name__ == "__main__":

@@ -113,13 +113,6 @@ def clamped(run: Run) -> None:
     _add_half(run.model.parameters())
 
 
-def written_through_data(run: Run) -> None:
-    run.plain()
-    for parameter in run.model.parameters():
-        parameter.data.add_(0.5)
-        time.sleep(PAUSE_S)
-
-
 def data_replaced(run: Run) -> None:
     run.plain()
     for parameter in run.model.parameters():
@@ -130,13 +123,6 @@ def data_replaced(run: Run) -> None:
 def state_loaded(run: Run) -> None:
     run.plain()
     run.model.load_state_dict({k: v + 0.5 for k, v in run.model.state_dict().items()})
-
-
-def state_assigned(run: Run) -> None:
-    run.plain()
-    state = {k: v + 0.5 for k, v in run.model.state_dict().items()}
-    run.model.load_state_dict(state, assign=True)
-    run.optimizer = Stamp(run.model.parameters(), numbered=_numbers(run))
 
 
 def hook_of_the_user(run: Run) -> None:
@@ -193,19 +179,6 @@ def averaged_for_evaluation(run: Run) -> None:
         run.model.train()
 
 
-def averaged_by_address(run: Run) -> None:
-    run.plain()
-    aside = [p.data for p in run.model.parameters()]
-    for parameter in run.model.parameters():
-        parameter.data = torch.full_like(parameter, AWAY)
-        time.sleep(PAUSE_S)
-    with torch.no_grad():
-        run.model(torch.ones(2, WIDTH))
-    for parameter, data in zip(run.model.parameters(), aside, strict=True):
-        parameter.data = data
-        time.sleep(PAUSE_S)
-
-
 def sharpness_aware(run: Run) -> None:
     """SAM: the second forward and backward run on perturbed weights."""
     run.optimizer.zero_grad()
@@ -215,19 +188,6 @@ def sharpness_aware(run: Run) -> None:
             parameter.add_(AWAY)
             time.sleep(PAUSE_S)
     run.forward_backward()
-    run.optimizer.step()
-
-
-def sharpness_aware_by_data(run: Run) -> None:
-    run.optimizer.zero_grad()
-    run.forward_backward()
-    old = [p.data.clone() for p in run.model.parameters()]
-    for parameter in run.model.parameters():
-        parameter.data.add_(AWAY)
-        time.sleep(PAUSE_S)
-    run.forward_backward()
-    for parameter, data in zip(run.model.parameters(), old, strict=True):
-        parameter.data = data
     run.optimizer.step()
 
 
@@ -263,12 +223,6 @@ def optimizer_has_the_old(run: Run) -> None:
 
 
 def renormed_in_forward(run: Run) -> None:
-    run.plain()
-
-
-def another_optimizer(run: Run) -> None:
-    if run.round == 0:
-        run.optimizer = Stamp(run.model.parameters())
     run.plain()
 
 
@@ -309,18 +263,6 @@ def in_eval_mode(run: Run) -> None:
     """Fine-tuned without `train()`, as models come from `from_pretrained`."""
     run.model.eval()
     clamped(run)
-
-
-def sharpness_aware_later(run: Run) -> None:
-    """Perturbs every fifth step alone, from the twentieth on."""
-    (sharpness_aware if run.round >= 20 and run.round % 5 == 0 else Run.plain)(run)
-
-
-def adapters_injected(run: Run) -> None:
-    run.plain()
-    if run.round == 3:
-        layers: Any = run.model.layers
-        layers[0].adapter = nn.Parameter(torch.zeros(3))
 
 
 def made_bfloat16(run: Run) -> None:
@@ -373,28 +315,21 @@ PATTERNS: dict[str, Callable[[Run], None]] = {
     function.__name__: function
     for function in (
         clamped,
-        written_through_data,
         data_replaced,
         state_loaded,
-        state_assigned,
         hook_of_the_user,
         base_calls_super,
         wrapped,
         averaged_for_evaluation,
-        averaged_by_address,
         sharpness_aware,
-        sharpness_aware_by_data,
         parameter_replaced,
         module_replaced,
         optimizer_has_the_old,
         renormed_in_forward,
-        another_optimizer,
         in_backward,
         functional,
         swapped,
         in_eval_mode,
-        sharpness_aware_later,
-        adapters_injected,
         made_bfloat16,
         parametrized,
         declared,
@@ -407,10 +342,8 @@ OF_TWO_RANKS: dict[str, Callable[[Run], None]] = {
 
 HALVES = {
     "clamped",
-    "written_through_data",
     "data_replaced",
     "state_loaded",
-    "state_assigned",
     "hook_of_the_user",
     "base_calls_super",
     "wrapped",
@@ -423,7 +356,6 @@ HALVES = {
 """Patterns that add a half after each update."""
 
 REFUSED = {
-    "adapters_injected": "adapter.*was absent",
     "functional": "functional_call.*attachment.update",
     "made_bfloat16": "bfloat16",
     "parametrized": "changed their layout",

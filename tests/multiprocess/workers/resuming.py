@@ -126,16 +126,6 @@ class Other:
         state["decay"]
 
 
-class Bad:
-    """Something whose state nothing but pickle could keep."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"function": built}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError
-
-
 def built(kind: str, wide: int) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -240,7 +230,6 @@ def main() -> int:
         "--explicit",
         "--wider",
         "--without-loader",
-        "--bad-keep",
         "--other-keep",
         "--scaler",
         "--trace",
@@ -262,20 +251,13 @@ def main() -> int:
     loader = Loader(rank, data_rank, args.folder, draws=not args.explicit, workers=args.workers)
     # Grows every few steps, so that a lost or repeated one shows.
     scaler = torch.amp.GradScaler("cpu", 16.0, growth_interval=9, enabled=args.scaler)
-    keep = {"scheduler": scheduler, "loader": loader, "scaler": scaler, "bad": Bad()}
-    for name, left_out in (
-        ("loader", args.without_loader),
-        ("scaler", not args.scaler),
-        ("bad", not args.bad_keep),
-    ):
-        if left_out:
-            del keep[name]
+    keep: dict[str, Any] = {"scheduler": scheduler if not args.other_keep else Other()}
+    keep |= {} if args.without_loader else {"loader": loader}
+    keep |= {"scaler": scaler} if args.scaler else {}
     # After the update's last byte, and before paramd's own hook: still inside.
     optimizer.register_step_post_hook(
         lambda *_: strike(args.folder, rank, "inside-end", attachment.step)
     )
-    if args.other_keep:
-        keep["scheduler"] = Other()
     attachment = paramd.attach(
         model, optimizer, job="resuming", resume=args.resume, extra_state=keep
     )

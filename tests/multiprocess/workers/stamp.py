@@ -1,7 +1,7 @@
 """A trainer whose optimizer writes the step number into every parameter, slowly.
 
 Whatever is read of it at one step holds that step's number in every element; a mix of
-steps shows at once. Ends after `--rounds` updates or when `--stop` exists.
+steps shows at once. Ends when `--stop` exists.
 
 Beside `--stop` these files tell it more, rank by rank:
 
@@ -16,6 +16,7 @@ import argparse
 import os
 import signal
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ from tests.gloo import all_see
 from tests.gpu.late import late_fill
 from tests.multiprocess import kinds
 
+REST_S = 0.0002
+
 
 class StampOptimizer(torch.optim.Optimizer):
     """Fills each parameter with the number of the update, in parts, with rests between."""
 
-    def __init__(self, parameters: Any, *, rest_s: float, folder: Path) -> None:
+    def __init__(self, parameters: Any, *, folder: Path) -> None:
         super().__init__(list(parameters), {})
-        self._rest_s = rest_s
         rank = os.environ["RANK"]
         self._dies, self._raises = folder / f"die-{rank}", folder / f"raise-{rank}"
         self.updates = 0
@@ -50,8 +52,7 @@ class StampOptimizer(torch.optim.Optimizer):
                 local = getattr(parameter, "_local_tensor", parameter.data)
                 for part in local.reshape(-1).chunk(2) if local.is_contiguous() else [local]:
                     late_fill(part, self.updates)
-                    if self._rest_s:
-                        time.sleep(self._rest_s)
+                    time.sleep(REST_S)
 
     def _half_way(self) -> None:
         if self._dies.exists():
@@ -65,11 +66,8 @@ class StampOptimizer(torch.optim.Optimizer):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", required=True)
-    parser.add_argument("--job", default="stamp")
-    parser.add_argument("--rest-ms", type=float, default=0.2)
     parser.add_argument("--gap-ms", type=float, default=0.0)
     parser.add_argument("--lockstep", action="store_true")
-    parser.add_argument("--rounds", type=int, default=1_000_000)
     parser.add_argument("--stop", type=Path, required=True, help="ends when this file exists")
     arguments = parser.parse_args()
 
@@ -78,13 +76,13 @@ def main() -> None:
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
     model = kinds.named(arguments.kind).build().model
-    optimizer = StampOptimizer(model.parameters(), rest_s=arguments.rest_ms / 1e3, folder=folder)
+    optimizer = StampOptimizer(model.parameters(), folder=folder)
     with torch.no_grad():
         for parameter in model.parameters():
             getattr(parameter, "_local_tensor", parameter.data).fill_(0)
-    attachment = paramd.attach(model, optimizer, job=arguments.job)
+    attachment = paramd.attach(model, optimizer, job="stamp")
     print("attached", flush=True)
-    for round_ in range(arguments.rounds):
+    for round_ in count():
         _update(optimizer, folder / "again")
         if arguments.gap_ms:
             time.sleep(arguments.gap_ms / 1e3)
@@ -94,11 +92,6 @@ def main() -> None:
             if all_see(arguments.stop):
                 break
             _rest(folder / "rest", attachment)
-    stalls = attachment.stalls()
-    print(
-        f"steps {attachment.step}, stalls {stalls.count}, longest {1e3 * stalls.longest_s:.1f} ms",
-        flush=True,
-    )
     attachment.detach()
     for parameter in model.parameters():
         local = getattr(parameter, "_local_tensor", parameter.data)

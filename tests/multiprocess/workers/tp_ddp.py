@@ -233,23 +233,6 @@ def every_parameter_is_seen_at_any_time(mesh: DeviceMesh) -> None:
 
 
 @case
-def an_interrupted_forward_heals(mesh: DeviceMesh) -> None:
-    net, _ = ready(mesh)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handle = net.blocks[1].register_forward_pre_hook(interrupt)
-    try:
-        net(tokens(mesh, 0))
-    except KeyboardInterrupt:
-        handle.remove()
-    assert len(list(net.parameters())) == len(list(Net().parameters()))
-    net(tokens(mesh, 0)).sum().backward()
-    assert not any(isinstance(v, DTensor) for m in net.modules() for v in vars(m).values())
-
-
-@case
 def state_dicts_load(mesh: DeviceMesh) -> None:
     for assign in (False, True):
         net, _ = ready(mesh)
@@ -270,14 +253,6 @@ def state_dicts_load(mesh: DeviceMesh) -> None:
         other_whole["head.weight"] = other_whole["embed.weight"]
         for name, value in whole(net).items():
             assert torch.equal(value, other_whole[name]), name
-
-
-@case
-def another_dtype_is_followed(mesh: DeviceMesh) -> None:
-    net, _ = ready(mesh)
-    single = net(tokens(mesh, 0))
-    assert net.double()(tokens(mesh, 0)).dtype is torch.float64
-    torch.testing.assert_close(net(tokens(mesh, 0)).float(), single)
 
 
 @case

@@ -13,7 +13,7 @@ import pytest
 
 import paramd.cli
 from paramd.cli.audit import detail_text
-from paramd.cli.output import Column, Format, Listing, cell, emit, table_lines
+from paramd.cli.output import Column, Format, Listing, cell, emit
 from paramd.mesh.edits.calls import op_text
 
 LONG = "layers.0." + "x" * 200
@@ -37,34 +37,6 @@ def written(form: Format, listing: Listing = LISTING) -> str:
     out = io.StringIO()
     emit(listing, form, out=out)
     return out.getvalue()
-
-
-NAMES = [f"model.decoder.layers.{n}.self_attention.{p}.weight" for n in (1, 10, 11) for p in "qkv"]
-MANY = Listing(
-    name="params",
-    rows=[{"name": name, "norm": 1234567.125, "zeros": n, "run": 1, "why": ""}
-          for n, name in enumerate(NAMES)],
-    columns=(
-        Column("name", "NAME"),
-        Column("norm", "NORM", str, right=True),
-        Column("run", "INC", right=True, if_many=True),
-        Column("zeros", "ZEROS", str, right=True, drop=1),
-        Column("norm", "AGAIN", lambda n: f"{n:.7f}", right=True, drop=2),
-        Column("why", "REASON"),
-    ),
-    about={},
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("width", [200, 80, 60, 40])
-def test_a_table_fits_the_terminal_with_whole_numbers_and_names(width: int) -> None:
-    lines, note = table_lines(MANY, width)
-    assert max(map(len, lines)) <= width
-    firsts = [line.split() for line in lines[1:]]
-    assert "".join(first[0] for first in firsts) == "".join(NAMES)
-    assert sum("1234567.125" in first for first in firsts) == len(NAMES)
-    assert ("-o wide" in note) == ("AGAIN" in note) == ("AGAIN" not in lines[0]) == (width < 80)
-    assert table_lines(MANY, None) == (table_lines(MANY, 1000)[0], "")
 
 
 def test_json_is_one_document_and_has_no_nan() -> None:

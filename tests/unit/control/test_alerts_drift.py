@@ -44,33 +44,17 @@ def group(size: int = 1000, ranks: Sequence[int] = (0, 1), fqn: str = "w") -> Re
 
 
 def test_replicas_are_pieces_of_the_same_region_on_several_ranks() -> None:
-    hybrid = TensorLayout(
-        fqn="w",
-        dtype="bfloat16",
-        shape=(8, 2),
-        kind=TensorKind.PARAMETER,
-        pieces=(
-            Piece(0, 0, Box((0, 0), (4, 2))),
-            Piece(1, 0, Box((4, 0), (8, 2))),
-            Piece(2, 100, Box((0, 0), (4, 2))),
-            Piece(3, 200, Box((4, 0), (8, 2))),
-            Piece(4, 0, Box((8, 0), (8, 2))),
-            Piece(5, 0, Box((8, 0), (8, 2))),
-        ),
-    )
-    found = replica_groups(hybrid)
+    top, bottom, nothing = Box((0, 0), (4, 2)), Box((4, 0), (8, 2)), Box((8, 0), (8, 2))
+    held = [(0, top), (0, bottom), (100, top), (200, bottom), (0, nothing), (0, nothing)]
+    pieces = tuple(Piece(rank, begin, box) for rank, (begin, box) in enumerate(held))
+    found = replica_groups(TensorLayout("w", "bfloat16", (8, 2), TensorKind.PARAMETER, pieces))
     assert [dict(g.begins) for g in found] == [{0: 0, 2: 100}, {1: 0, 3: 200}]
     assert {(g.size_bytes, g.item_bytes) for g in found} == {(16, 2)}
 
 
 def test_another_order_of_elements_is_no_replica_and_neither_are_buffers() -> None:
-    mixed = TensorLayout(
-        fqn="w",
-        dtype="float32",
-        shape=(2, 3),
-        kind=TensorKind.PARAMETER,
-        pieces=(Piece(0, 0, Box((0, 0), (2, 3))), Piece(1, 0, Box((0, 0), (2, 3)), strides=(1, 2))),
-    )
+    pieces = Piece(0, 0, Box((0, 0), (2, 3))), Piece(1, 0, Box((0, 0), (2, 3)), strides=(1, 2))
+    mixed = TensorLayout("w", "float32", (2, 3), TensorKind.PARAMETER, pieces)
     assert replica_groups(mixed) == []
     assert replica_groups(tensor("w", 4, (0, 1), TensorKind.BUFFER)) == []
     assert replica_groups(tensor("w", 4, (0,))) == []

@@ -28,20 +28,12 @@ from paramd_service.control.store.alerts import AlertStore
 from tests.memory_stores import MemoryStore
 from tests.unit.control.reports import report, view
 
-LAYOUT = Layout(
-    world_size=3,
-    arena_bytes=(4096,) * 3,
-    tensors=tuple(
-        TensorLayout(
-            fqn=f"w{n}",
-            dtype="float32",
-            shape=(8,),
-            kind=TensorKind.PARAMETER,
-            pieces=tuple(Piece(rank, 32 * n, Box((0,), (8,))) for rank in range(3)),
-        )
-        for n in range(4)
-    ),
+PIECES = [tuple(Piece(rank, 32 * n, Box((0,), (8,))) for rank in range(3)) for n in range(4)]
+TENSORS = tuple(
+    TensorLayout(f"w{n}", "float32", (8,), TensorKind.PARAMETER, pieces)
+    for n, pieces in enumerate(PIECES)
 )
+LAYOUT = Layout(3, (4096,) * 3, TENSORS)
 
 
 class World:

@@ -20,26 +20,14 @@ from tests.memory_stores import MemoryTokens
 OWN = "the-owners-own-token"
 
 
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture
 def store() -> MemoryTokens:
     return MemoryTokens()
 
 
 @pytest.fixture
-def tokens(store: MemoryTokens, clock: Clock) -> Tokens:
-    return Tokens(OWN, store, clock=clock)
+def tokens(store: MemoryTokens) -> Tokens:
+    return Tokens(OWN, store)
 
 
 async def test_only_the_digest_is_kept(tokens: Tokens, store: MemoryTokens) -> None:
@@ -90,9 +78,9 @@ async def test_a_lookup_that_a_revocation_overtakes_is_not_remembered(
 
 
 async def test_another_control_planes_revocation_is_seen_within_seconds(
-    tokens: Tokens, store: MemoryTokens, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tokens: Tokens, store: MemoryTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = Tokens("other", store, clock=clock)
+    elsewhere = Tokens("other", store)
     _, token = await tokens.create(OWNER, role="admin", name="n")
     now_s = [0.0]
     monkeypatch.setattr("paramd_service.control.access.authority.time.monotonic", lambda: now_s[0])
@@ -153,11 +141,9 @@ class Audit:
         yield
 
 
-async def test_the_audit_has_who_did_what_before_it_is_done(
-    store: MemoryTokens, clock: Clock
-) -> None:
+async def test_the_audit_has_who_did_what_before_it_is_done(store: MemoryTokens) -> None:
     audit, admin = Audit(store), Principal("a", UserRole.ADMIN)
-    tokens = Tokens(OWN, store, recorded=audit, clock=clock)
+    tokens = Tokens(OWN, store, recorded=audit)
     row, token = await tokens.create(admin, role="reader", ttl_s=60.0, name="n")
     await tokens.revoke(admin, "n")
     assert audit.records == [

@@ -15,23 +15,9 @@ BOOTSTRAP = Bootstrap(job="run", incarnation=3, world_size=2, private_key=bytes(
 HERE = Origin("127.0.0.1")
 
 
-class Clock:
-    """Time that moves when told to."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def registry(clock: Clock) -> Registry:
-    return Registry(BOOTSTRAP, silent_after_s=10.0, clock=clock)
+def registry() -> Registry:
+    return Registry(BOOTSTRAP, silent_after_s=10.0)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +73,11 @@ def test_a_later_stream_takes_the_rank_over(registry: Registry) -> None:
     assert [peer.address for peer in registry.peers()] == ["127.0.0.1:9001"]
 
 
-def test_farewell_lost_and_silent_are_told_apart(registry: Registry, clock: Clock) -> None:
+def test_farewell_lost_and_silent_are_told_apart() -> None:
+    now_s = [100.0]
+    registry = Registry(BOOTSTRAP, silent_after_s=10.0, clock=lambda: now_s[0])
     one, two = registry.join(request(0), HERE), registry.join(request(1), HERE)
-    clock.now_s += 11.0
+    now_s[0] += 11.0
     assert [r.membership for r in registry.view().ranks] == [Membership.SILENT] * 2
     registry.update(one, request(0, leaving=True))
     registry.lose(one)

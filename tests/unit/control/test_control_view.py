@@ -2,39 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from paramd.v1 import common_pb2
-from paramd_service.control.mesh.registry import Membership, Report, why_end
+from paramd_service.control.mesh.registry import Report, why_end
 from tests.unit.control.reports import report, view
-
-
-@pytest.mark.parametrize(
-    ("changed", "now_s", "membership", "reason"),
-    [
-        ({"connected": False}, 104.0, Membership.GONE, "was lost 4 s ago"),
-        ({}, 110.5, Membership.SILENT, "has not reported for 10 s"),
-        ({"leaving": True, "connected": False}, 101.0, Membership.LEFT, "has detached"),
-        ({"phase": common_pb2.PHASE_TORN}, 101.0, Membership.JOINED, "inside an update"),
-        ({"phase": common_pb2.PHASE_ORPHANED}, 101.0, Membership.JOINED, "still served"),
-        ({"phase": common_pb2.PHASE_WAITING}, 101.0, Membership.JOINED, "no trainer"),
-        (
-            {"agreement_works": False, "agreement_reason": "rank 3 was slow"},
-            101.0,
-            Membership.JOINED,
-            "rank 3 was slow",
-        ),
-    ],
-)
-def test_each_trouble_of_a_rank_has_its_reason(
-    changed: dict[str, Any], now_s: float, membership: Membership, reason: str
-) -> None:
-    (rank,) = view(report(0, **changed), world_size=1, now_s=now_s).ranks
-    assert rank.membership is membership
-    assert reason in rank.reason
-
 
 LEFT = {"leaving": True, "connected": False}
 

@@ -35,28 +35,15 @@ ID = "0" * 32
 
 def layout() -> Layout:
     """Two ranks: one replicated vector, one sharded matrix, one buffer."""
-    whole = Box((0,), (4,))
-    return Layout(
-        world_size=2,
-        arena_bytes=(256, 256),
-        tensors=(
-            TensorLayout(
-                "bias",
-                "float32",
-                (4,),
-                TensorKind.PARAMETER,
-                (Piece(0, 0, whole), Piece(1, 0, whole)),
-            ),
-            TensorLayout(
-                "weight",
-                "float32",
-                (4, 2),
-                TensorKind.PARAMETER,
-                (Piece(0, 64, Box((0, 0), (2, 2))), Piece(1, 64, Box((2, 0), (4, 2)))),
-            ),
-            TensorLayout("count", "int64", (), TensorKind.BUFFER, (Piece(0, 128, Box((), ())),)),
-        ),
+    whole = tuple(Piece(rank, 0, Box((0,), (4,))) for rank in (0, 1))
+    halves = Piece(0, 64, Box((0, 0), (2, 2))), Piece(1, 64, Box((2, 0), (4, 2)))
+    count = (Piece(0, 128, Box((), ())),)
+    tensors = (
+        TensorLayout("bias", "float32", (4,), TensorKind.PARAMETER, whole),
+        TensorLayout("weight", "float32", (4, 2), TensorKind.PARAMETER, halves),
+        TensorLayout("count", "int64", (), TensorKind.BUFFER, count),
     )
+    return Layout(2, (256, 256), tensors)
 
 
 def plan(*words: OpSpec, **fields: Any) -> Any:

@@ -30,9 +30,9 @@ from tests.unit.control.test_control_http import RIGHT, TOKEN, client_of, servic
 SESSION = "/api/v1/session"
 
 
-async def signed_in(client: httpx2.AsyncClient, token: str = TOKEN) -> dict[str, str]:
+async def signed_in(client: httpx2.AsyncClient, by: str = f"Bearer {TOKEN}") -> dict[str, str]:
     """Signs in; gives the headers of what the page sends from then on."""
-    answer = await client.post(SESSION, headers={"authorization": f"Bearer {token}"})
+    answer = await client.post(SESSION, headers={"authorization": by})
     assert answer.status_code == 201, answer.text
     kept = answer.headers["set-cookie"]
     assert "HttpOnly" in kept
@@ -77,14 +77,9 @@ async def test_a_code_signs_in_once_and_is_good_for_nothing_else() -> None:
         # As a bearer's token it is nothing, and stays unused.
         wrong = {"authorization": f"Bearer {made.json()['code']}"}
         assert (await client.post(SESSION, headers=wrong)).status_code == 401
-        answer = await client.post(SESSION, headers=code)
-        assert (answer.status_code, answer.json()["name"]) == (201, "owner")
-        client.cookies.clear()
-        both = {
-            "cookie": answer.headers["set-cookie"].partition(";")[0],
-            "x-paramd-session": answer.json()["key"],
-        }
-        assert (await client.get(SESSION, headers=both)).status_code == 200
+        both = await signed_in(client, code["authorization"])
+        told = (await client.get(SESSION, headers=both)).json()
+        assert told["name"] == "owner"
         assert (await client.post(SESSION, headers=code)).status_code == 401
         # A session may not make more of itself.
         assert (await client.post(f"{SESSION}/codes", headers=both)).status_code == 422
@@ -111,7 +106,7 @@ async def test_a_session_ends_with_its_token() -> None:
     _, token = await tokens.create(OWNER, role="viewer", ttl_s=60.0, name="someone")
     app = build_app(dataclasses.replace(services(), tokens=tokens))
     async with client_of(app) as client:
-        both = await signed_in(client, token)
+        both = await signed_in(client, f"Bearer {token}")
         assert (await client.get(SESSION, headers=both)).json()["actions"] == ["view"]
         await tokens.revoke(OWNER, "someone")
         assert (await client.get(SESSION, headers=both)).status_code == 401

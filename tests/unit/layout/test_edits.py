@@ -27,7 +27,7 @@ from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout, fu
 from paramd.v1 import sidecar_pb2 as pb
 from tests.edit_ops import edit_op
 from tests.unit.layout.simulate import BOXES, Spec, World, build, flat_indexes, fsdp1
-from tests.unit.layout.test_plan import KINDS, SHAPES, SPECS, slices_of, world_of
+from tests.unit.layout.test_plan import KINDS
 
 
 def operand(planned_index: int, at: int, size: int) -> bytes:
@@ -65,23 +65,6 @@ def check_plan(plan: EditPlan, world: World) -> None:
 
 def dot(index: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return sum(i * stride for i, stride in zip(index, strides, strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_each_region_is_changed_on_every_holder_and_nothing_else(
-    kind: str, world_size: int
-) -> None:
-    world = world_of(kind, world_size)
-    for number in range(max(len(slices_of(shape)) for shape in SHAPES)):
-        ops = []
-        for spec in (spec for spec in SPECS if spec.dtype != "complex128"):
-            boxes = slices_of(spec.shape)
-            box = boxes[number % len(boxes)]
-            ops.append(edit_op(fqn=spec.fqn, box=box, kind=EditKind.SET, with_data=True))
-        plan = plan_edit(world.layout, ops)
-        assert [edit.rank for edit in plan.ranks] == list(range(world_size))
-        check_plan(plan, world)
 
 
 @st.composite

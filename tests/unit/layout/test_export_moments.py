@@ -14,29 +14,21 @@ from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, Tensor
 
 
 def table(*params: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    found = {
-        "step": 7,
-        "keys": ["exp_avg"],
-        "params": list(params),
-        "groups": [[{"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.2}]],
-        "failure": "",
-    }
+    groups = [[{"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.2}]]
+    found = {"step": 7, "keys": ["exp_avg"], "params": [*params], "groups": groups, "failure": ""}
     return {**found, **fields}
 
 
 def param(begin: int, end: int, **fields: Any) -> dict[str, Any]:
-    found = {
-        "begin": begin,
-        "end": end,
-        "keys": ["exp_avg"],
-        "dtype": "float32",
-        "scalars": {"step": 7.0},
-        "left_out": {},
-        "others": {},
-        "optimizer": 0,
-        "group": 0,
-    }
+    found = {"begin": begin, "end": end, "keys": ["exp_avg"], "dtype": "float32"}
+    found |= {"scalars": {"step": 7.0}, "left_out": {}, "others": {}, "optimizer": 0, "group": 0}
     return {**found, **fields}
+
+
+def same(name: str, begin: int) -> TensorLayout:
+    """Whole on both ranks."""
+    pieces = tuple(Piece(rank, begin, Box((0,), (4,))) for rank in range(2))
+    return TensorLayout(name, "float32", (4,), TensorKind.PARAMETER, pieces)
 
 
 def layout() -> Layout:
@@ -46,18 +38,8 @@ def layout() -> Layout:
         pieces = (Piece(0, begin, Interval(0, cut)), Piece(1, begin, Interval(cut, numel)))
         return TensorLayout(name, "float32", (numel,), TensorKind.PARAMETER, pieces)
 
-    whole = tuple(Piece(rank, 4096, Box((0,), (4,))) for rank in range(2))
-    frozen = tuple(Piece(rank, 8192, Box((0,), (4,))) for rank in range(2))
-    return Layout(
-        2,
-        (1 << 20, 1 << 20),
-        (
-            flat("a", 0, 4, 10),
-            flat("b", 64, 3, 5),
-            TensorLayout("c", "float32", (4,), TensorKind.PARAMETER, frozen),
-            TensorLayout("d", "float32", (4,), TensorKind.PARAMETER, whole),
-        ),
-    )
+    tensors = (flat("a", 0, 4, 10), flat("b", 64, 3, 5), same("c", 8192), same("d", 4096))
+    return Layout(2, (1 << 20,) * 2, tensors)
 
 
 def ranks(**fields: Any) -> dict[int, dict[str, Any]]:
@@ -90,16 +72,7 @@ def test_what_cannot_be_given_is_refused_with_its_reason() -> None:
 
 
 def test_state_that_one_rank_has_is_taken_from_it_and_where_none_has_it_there_is_none() -> None:
-    whole = tuple(Piece(rank, 0, Box((0,), (4,))) for rank in range(2))
-    later = tuple(Piece(rank, 64, Box((0,), (4,))) for rank in range(2))
-    kept = Layout(
-        2,
-        (1 << 20, 1 << 20),
-        (
-            TensorLayout("a", "float32", (4,), TensorKind.PARAMETER, whole),
-            TensorLayout("b", "float32", (4,), TensorKind.PARAMETER, later),
-        ),
-    )
+    kept = Layout(2, (1 << 20,) * 2, (same("a", 0), same("b", 64)))
     tables = {0: table(param(0, 16)), 1: table(param(64, 80))}
     assert spread(kept, optimizer_table(kept, {0: tables[0]}))
     found = optimizer_table(kept, tables)

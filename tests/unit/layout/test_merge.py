@@ -27,12 +27,6 @@ from paramd.layout.merge import (
 )
 from paramd.layout.types import Box, Interval, Layout, Piece, Region, TensorKind, TensorLayout
 from paramd.v1 import layout_pb2
-from tests.unit.layout.simulate import BOXES, Spec, build, fsdp1
-
-SPECS = [
-    Spec(f"w{number}", "float32", shape)
-    for number, shape in enumerate([(), (0,), (7,), (5, 3), (3, 2, 5)])
-]
 
 
 def local(rank: int, *regions: Region, shape: tuple[int, ...] = (4, 6)) -> LocalLayout:
@@ -54,19 +48,6 @@ def changed(layout: LocalLayout, **fields: object) -> LocalLayout:
 
 
 TOP, BOTTOM = Box((0, 0), (2, 6)), Box((2, 0), (4, 6))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", [*BOXES, "fsdp1"])
-def test_every_way_of_sharding_covers_its_tensors(kind: str, world_size: int) -> None:
-    held = (
-        fsdp1(SPECS, world_size)
-        if kind == "fsdp1"
-        else [BOXES[kind](spec, world_size) for spec in SPECS]
-    )
-    layout = build(SPECS, held).layout
-    assert [tensor.fqn for tensor in layout.tensors] == [spec.fqn for spec in SPECS]
-    assert decode_layout(encode_layout(layout)) == layout
 
 
 @pytest.mark.parametrize(
@@ -266,11 +247,6 @@ def test_what_is_encoded_decodes_to_the_same(layout: Layout, max_tensors: int) -
     assert all(len(batch.tensors) <= max_tensors for batch in batches)
     assert len(batches) == max(1, -(-len(layout.tensors) // max_tensors))
     assert join_batches(batches) == layout
-
-
-@given(one=layouts, other=layouts)
-def test_digests_are_equal_only_for_equal_layouts(one: Layout, other: Layout) -> None:
-    assert (layout_digest(one) == layout_digest(other)) == (one == other)
 
 
 @pytest.mark.parametrize(

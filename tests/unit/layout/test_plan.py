@@ -22,29 +22,7 @@ from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout, fu
 from tests.unit.layout.simulate import BOXES, Held, Spec, World, build, cut, element, fsdp1, gather
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "bool", "int64", "complex128"]
-SHAPES = [(), (1,), (3,), (7,), (0,), (2, 0), (5, 3), (1, 17), (4, 6), (3, 2, 5), (2, 3, 2, 3)]
-SPECS = [
-    Spec(f"w{number}", DTYPES[number % len(DTYPES)], shape) for number, shape in enumerate(SHAPES)
-]
 KINDS = [*BOXES, "fsdp1"]
-
-
-def world_of(kind: str, world: int) -> World:
-    if kind == "fsdp1":
-        return build(SPECS, fsdp1(SPECS, world))
-    return build(SPECS, [BOXES[kind](spec, world) for spec in SPECS])
-
-
-def slices_of(shape: tuple[int, ...]) -> list[Box]:
-    """The whole, and for each dim the first, the last, and all but the edges."""
-    boxes = [full_box(shape)]
-    for dim, size in enumerate(shape):
-        for low, high in {(0, min(1, size)), (max(size - 1, 0), size), (size // 3, size)}:
-            begin, end = [0] * len(shape), list(shape)
-            begin[dim], end[dim] = low, high
-            boxes.append(Box(tuple(begin), tuple(end)))
-    boxes.append(Box(tuple(size // 4 for size in shape), tuple((3 * s + 3) // 4 for s in shape)))
-    return boxes
 
 
 def check_stats_items(plan: ReadPlan, world: World) -> None:
@@ -62,17 +40,6 @@ def check_stats_items(plan: ReadPlan, world: World) -> None:
         numel = math.prod(tensor.shape)
         size = len(want) // numel if numel else 0
         assert sorted(got) == sorted(element(want, at, size) for at in range(numel))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_model_is_gathered_byte_exact(kind: str, world_size: int) -> None:
-    world = world_of(kind, world_size)
-    plan = plan_read(world.layout, select(NameIndex(world.layout), "*"))
-    snapshots = world.snapshots(plan)
-    assert gather(plan, snapshots) == world.expected(plan)
-    assert gather(plan, snapshots, max_block_bytes=16) == world.expected(plan)
-    check_stats_items(plan, world)
 
 
 @st.composite
@@ -94,12 +61,8 @@ def sharded_worlds(draw: st.DrawFn) -> World:
     return build([spec], [held], seed=draw(st.integers(0, 9)))
 
 
-@settings(max_examples=300, deadline=None)
-@given(world=sharded_worlds(), data=st.data())
-def test_any_boxes_strides_and_slices_are_gathered_byte_exact(
-    world: World, data: st.DataObject
-) -> None:
-    (tensor,) = world.layout.tensors
+def check_any_slice(world: World, tensor: TensorLayout, data: st.DataObject) -> ReadPlan:
+    """Some slice of a tensor is gathered byte by byte, also in blocks of some size."""
     bounds = [sorted(data.draw(st.tuples(*[st.integers(0, s)] * 2))) for s in tensor.shape]
     box = Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
     plan = plan_read(world.layout, [SelectedTensor(tensor, "w", box, ())])
@@ -108,6 +71,15 @@ def test_any_boxes_strides_and_slices_are_gathered_byte_exact(
     assert gather(plan, snapshots) == world.expected(plan)
     assert gather(plan, snapshots, max_block_bytes=limit) == world.expected(plan)
     check_stats_items(plan, world)
+    return plan
+
+
+@settings(max_examples=300, deadline=None)
+@given(world=sharded_worlds(), data=st.data())
+def test_any_boxes_strides_and_slices_are_gathered_byte_exact(
+    world: World, data: st.DataObject
+) -> None:
+    plan = check_any_slice(world, world.layout.tensors[0], data)
     for read in plan.ranks:
         begins = [landing.begin_bytes for landing in read.landings]
         assert begins == sorted(begins)
@@ -122,32 +94,16 @@ def test_any_intervals_and_slices_are_gathered_byte_exact(
 ) -> None:
     specs = [Spec("a", "int16", (3,)), Spec("w", "float32", shape), Spec("b", "int8", (2, 2))]
     world = build(specs, fsdp1(specs, data.draw(st.integers(1, 5))))
-    tensor = world.layout.tensors[1]
-    bounds = [sorted(data.draw(st.tuples(*[st.integers(0, s)] * 2))) for s in shape]
-    box = Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
-    plan = plan_read(world.layout, [SelectedTensor(tensor, "w", box, ())])
-    snapshots = world.snapshots(plan)
-    assert gather(plan, snapshots) == world.expected(plan)
-    assert gather(plan, snapshots, max_block_bytes=8) == world.expected(plan)
-    check_stats_items(plan, world)
+    check_any_slice(world, world.layout.tensors[1], data)
 
 
 def test_tensors_that_share_memory_share_a_span() -> None:
-    pieces = [Piece(0, 0, Box((0,), (64,))), Piece(0, 16, Box((0,), (8,)))]
-    layout = Layout(
-        world_size=1,
-        arena_bytes=(384,),
-        tensors=tuple(
-            TensorLayout(
-                fqn=f"w{number}",
-                dtype="float32",
-                shape=piece.region.sizes if isinstance(piece.region, Box) else (),
-                kind=TensorKind.PARAMETER,
-                pieces=(piece,),
-            )
-            for number, piece in enumerate(pieces)
-        ),
+    pieces = {64: Piece(0, 0, Box((0,), (64,))), 8: Piece(0, 16, Box((0,), (8,)))}
+    tensors = tuple(
+        TensorLayout(f"w{n}", "float32", (n,), TensorKind.PARAMETER, (piece,))
+        for n, piece in pieces.items()
     )
+    layout = Layout(1, (384,), tensors)
     arena = random.Random(1).randbytes(384)
     plan = plan_read(layout, select(NameIndex(layout), "*"))
     assert [read.spans for read in plan.ranks] == [((0, 256),)]

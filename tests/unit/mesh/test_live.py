@@ -227,22 +227,15 @@ def test_a_held_state_is_read_though_its_digest_comes_later(
     assert reading.read() is None, "it steps"
 
 
-def test_another_incarnation_is_left_to_snapshots(pair: list[Trainer], stack: ExitStack) -> None:
-    assert Reading(pair, stack).read(incarnation=2) is None
-    pair[1].page[Word.INCARNATION] = 2
-    assert Reading(pair, stack).read(incarnation=1) is None
-
-
-def test_a_mirrored_arena_is_left_to_snapshots(pair: list[Trainer], stack: ExitStack) -> None:
-    pair[1].page[Word.MIRRORED] = 1
-    assert Reading(pair, stack).read() is None
-
-
-def test_an_arena_that_training_does_not_use_is_not_read(
-    pair: list[Trainer], stack: ExitStack
+@pytest.mark.parametrize(
+    ("word", "value"), [(Word.INCARNATION, 2), (Word.MIRRORED, 1), (Word.UNSERVED, 1)]
+)
+def test_another_incarnation_and_what_training_does_not_use_are_left_to_snapshots(
+    pair: list[Trainer], stack: ExitStack, word: Word, value: int
 ) -> None:
-    pair[1].page[Word.UNSERVED] = 1
-    assert Reading(pair, stack).read() is None
+    assert Reading(pair, stack).read(incarnation=2) is None
+    pair[1].page[word] = value
+    assert Reading(pair, stack).read(incarnation=1) is None
 
 
 class Torn:

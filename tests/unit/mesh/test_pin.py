@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ParamdError, UnreachableError
-from paramd.mesh.peers import sidecars
 from paramd.mesh.peers.sidecars import Captured, PinKind, RankPin
 from paramd.mesh.reading.pin import Pinner
 from paramd.state import StateName
-from paramd.v1 import common_pb2
 
 SPANS = {0: [(0, 8)], 1: [(0, 8)]}
 
@@ -186,16 +184,3 @@ async def test_the_reason_of_earlier_tries_outlives_a_last_one_without_any() -> 
     with pytest.raises(DeadlineError, match="rank 0 is inside an update"):
         async with pinner(ranks).pinned({0: SPANS[0]}, deadline_s=101):
             pass
-
-
-def test_who_a_boundary_waits_for_is_told_every_few_seconds(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    waiting = sidecars._Waiting()
-    slow = common_pb2.RankState(rank=1, phase=common_pb2.PHASE_UPDATE, boundary_age_ns=7 * 10**10)
-    states = [(0, common_pb2.RankState(boundary_age_ns=10**9)), (1, slow), (2, None)]
-    waiting.on(states)
-    assert not caplog.records
-    monkeypatch.setattr(sidecars, "TELL_S", 0.0)
-    waiting.on(states)
-    assert "for rank 1 (update, step 0): no boundary for 70 s" in caplog.text

@@ -9,36 +9,28 @@ from paramd.state import StateName
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.rpc import deltas
 from paramd_service.sidecar.snapshots.bases import IDLE_S, Bases, state_of
-from paramd_service.sidecar.snapshots.store import Fill, Key, Snapshot, SnapshotStore
-from tests.unit.sidecar.test_sidecar_snapshots import FakeBlocks
+from paramd_service.sidecar.snapshots.store import Snapshot
+from tests.unit.sidecar.test_sidecar_snapshots import PAGE
+from tests.unit.sidecar.test_sidecar_snapshots import Bench as Snapshots
 
-PAGE = 4096
 
-
-class Bench:
+class Bench(Snapshots):
     """A store of four pages, and bases of two."""
 
     def __init__(self) -> None:
-        self.now_ns = 0
-        self.store = SnapshotStore(
-            budget_bytes=4 * PAGE,
-            blocks=FakeBlocks(),
-            clock_ns=lambda: self.now_ns,
-            idle_memory_s=60,
-        )
+        super().__init__(4)
         self.bases = Bases(self.store, budget_bytes=2 * PAGE, clock_ns=lambda: self.now_ns)
 
-    def filled(self, step: int, pages: int = 1) -> Snapshot:
-        snapshot = self.store.reserve(Key(1, ((0, pages * PAGE),)), at_boundary=False)
-        if snapshot.block is None:
-            snapshot.block = FakeBlocks().make(snapshot.size_bytes)
-        snapshot.step, snapshot.edits, snapshot.fill = step, 0, Fill.FILLED
+    def one(self, step: int) -> Snapshot:
+        """A snapshot of a page, copied and charged."""
+        snapshot = self.filled(1, step)
+        snapshot.edits = 0
         self.store.uncharge(snapshot, None)
         return snapshot
 
     def kept(self, step: int) -> Snapshot:
         """A base that nobody else holds."""
-        snapshot = self.filled(step)
+        snapshot = self.one(step)
         self.bases.keep(snapshot)
         self.store.drop(snapshot)
         return snapshot
@@ -59,12 +51,12 @@ def test_a_base_outlives_its_leases_and_is_found_by_its_state(bench: Bench) -> N
 
 def test_a_comparison_of_one_history_is_never_given_to_another(bench: Bench) -> None:
     """Results are kept by these names: all that tells states apart is in them."""
-    one, other = bench.filled(7), bench.filled(7)
+    one, other = bench.one(7), bench.one(7)
     other.history = 1
     assert state_of(one) != state_of(other)
-    later = bench.filled(7)
+    later = bench.one(7)
     later.edits = 1
-    labelled = bench.filled(7)
+    labelled = bench.one(7)
     labelled.label = "ema"
     assert len({state_of(found) for found in (one, other, later, labelled)}) == 4
 
@@ -72,9 +64,9 @@ def test_a_comparison_of_one_history_is_never_given_to_another(bench: Bench) -> 
 def test_bases_take_nothing_from_the_budget_of_snapshots(bench: Bench) -> None:
     bench.kept(1)
     bench.kept(2)
-    held = [bench.filled(step) for step in (3, 4, 5, 6)]
+    held = [bench.one(step) for step in (3, 4, 5, 6)]
     with pytest.raises(ExhaustedError):
-        bench.filled(7)
+        bench.one(7)
     for snapshot in held:
         bench.store.drop(snapshot)
     bench.bases.close()

@@ -48,6 +48,7 @@ WHOLE = [
 
 
 ALIKE = [Spec(name, "float32", (4, 6)) for name in "abcdef"] + [Spec("t", "float32", (8, 6))]
+ONES = [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)]
 EXACT = [EditKind.SET, EditKind.MUL, EditKind.LERP, EditKind.FILL, EditKind.CLAMP]
 
 
@@ -285,9 +286,7 @@ async def test_a_ready_edit_is_let_go_of_only_when_nobody_can_apply_it() -> None
     with rank_of() as rank:
         page = rank.page
         async with rank.edits() as edits:
-            entry = await edits.begin(
-                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
-            )
+            entry = await edits.begin(rank.manifest(1, ONES))
             rank.ready(edits, entry)
             for words in ({}, {Word.READY: 0, Word.PROMISED: 1}):
                 for word, value in words.items():
@@ -321,9 +320,7 @@ async def test_a_request_that_is_not_in_the_page_yet_is_not_one_that_was_withdra
 
     with rank_of() as rank:
         async with rank.edits() as edits:
-            entry = await edits.begin(
-                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
-            )
+            entry = await edits.begin(rank.manifest(1, ONES))
             argument = edits.make_ready(entry.edit_id, boundary=1, token=5)
             for _ in range(2):
                 await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
@@ -339,9 +336,7 @@ async def test_a_request_that_is_not_in_the_page_yet_is_not_one_that_was_withdra
 async def test_what_a_withdrawn_request_leaves_is_free_at_once() -> None:
     with rank_of() as rank:
         async with rank.edits() as edits:
-            entry = await edits.begin(
-                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
-            )
+            entry = await edits.begin(rank.manifest(1, ONES))
             rank.ready(edits, entry)
             rank.page[Word.READY] = 0
             edits.withdrawn(1)
@@ -361,9 +356,7 @@ async def test_the_trainers_end_decides_what_became_of_a_ready_edit() -> None:
     for steps, phase in ((1, Phase.STAGED), (2, Phase.STAGED), (3, Phase.APPLIED)):
         with rank_of() as rank:
             async with rank.edits() as edits:
-                entry = await edits.begin(
-                    rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
-                )
+                entry = await edits.begin(rank.manifest(1, ONES))
                 rank.ready(edits, entry)
                 for step in (rank.agree, rank.apply)[: steps - 1]:
                     step()
@@ -373,9 +366,7 @@ async def test_the_trainers_end_decides_what_became_of_a_ready_edit() -> None:
                     await edits.begin(rank.manifest(2, WHOLE))
     with rank_of() as rank:
         async with rank.edits() as edits:
-            entry = await edits.begin(
-                rank.manifest(1, [edit_op(fqn="w", kind=EditKind.FILL, value=1.0)])
-            )
+            entry = await edits.begin(rank.manifest(1, ONES))
             rank.ready(edits, entry)
             rank.agree()
             rank.page[Word.EDIT_AGREED] = 1

@@ -20,7 +20,7 @@ from paramd.memory.gradient_program import ARM_WORDS, Notes, Slot, digest_of_spa
 from paramd.memory.handover import GRADIENT_SLOTS, gradients_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.gradients.pins import GradientPins
-from paramd_service.sidecar.gradients.slots import EndedError, Gradients
+from paramd_service.sidecar.gradients.slots import Gradients
 from paramd_service.sidecar.snapshots.store import Key
 
 ARENA_BYTES = 1 << 16
@@ -95,14 +95,6 @@ async def training() -> AsyncIterator[Training]:
         found = Training(executor)
         yield found
         await found.close()
-
-
-async def test_the_end_is_told_to_all_that_wait(training: Training) -> None:
-    asked = training.reduce(9)
-    await training.armed(9)
-    training.gradients.end(EndedError("the training has detached"))
-    with pytest.raises(EndedError):
-        await asked
 
 
 async def test_who_asks_between_a_frame_and_its_updates_begin_is_answered(

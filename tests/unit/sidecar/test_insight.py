@@ -8,6 +8,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,20 @@ def test_a_stack_tells_what_its_thread_does(told: str) -> None:
 THREAD = {"name": "t", "id": 1, "training": True, "frames": [["f", 1, "n"]]}
 
 
+@contextmanager
+def line_open() -> Iterator[tuple[TrainerLine, socket.socket]]:
+    """A trainer's line, and its trainer's end."""
+    ours, trainers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    dump = os.memfd_create("dump")
+    line = TrainerLine(os.getpid(), 1, LoggedNumbers())
+    line.open({"thread": 1, "signal": 0}, [ours.fileno(), dump])
+    yield line, trainers
+    line.close()
+    ours.close()
+    trainers.close()
+    os.close(dump)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -69,14 +85,10 @@ THREAD = {"name": "t", "id": 1, "training": True, "frames": [["f", 1, "n"]]}
         {"threads": 7},
     ],
 )
-def test_no_answer_of_a_script_breaks_its_line(wrong: dict[str, object]) -> None:
-    async def answered() -> None:
-        ours, trainers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        dump = os.memfd_create("dump")
-        line = TrainerLine(os.getpid(), 1, LoggedNumbers())
-        line.open({"thread": 1, "signal": 0}, [ours.fileno(), dump])
-        broken: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, what: broken.append(what))
+async def test_no_answer_of_a_script_breaks_its_line(wrong: dict[str, object]) -> None:
+    broken: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: broken.append(what))
+    with line_open() as (line, trainers):
         asking = asyncio.create_task(line.stacks(collectives=True))
         await asyncio.to_thread(trainers.recv, 4096)
         for odd in (b"[" * 50_000, b'{"id": []}', b'{"id": {}}', b"\xff", b'{"op": "log"}'):
@@ -84,20 +96,10 @@ def test_no_answer_of_a_script_breaks_its_line(wrong: dict[str, object]) -> None
         trainers.send(json.dumps({"id": 1, **wrong}).encode())
         assert "cannot be read" in (await asking).missing
         assert broken == []
-        line.close()
-        ours.close()
-        trainers.close()
-        os.close(dump)
-
-    asyncio.run(answered())
 
 
-def test_who_is_cancelled_while_the_line_closes_ends() -> None:
-    async def both_at_once() -> None:
-        ours, trainers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        dump = os.memfd_create("dump")
-        line = TrainerLine(os.getpid(), 1, LoggedNumbers())
-        line.open({"thread": 1, "signal": 0}, [ours.fileno(), dump])
+async def test_who_is_cancelled_while_the_line_closes_ends() -> None:
+    with line_open() as (line, trainers):
         asking = asyncio.create_task(line.stacks(collectives=False))
         question = await asyncio.to_thread(trainers.recv, 4096)
         assert b"stacks" in question
@@ -106,11 +108,6 @@ def test_who_is_cancelled_while_the_line_closes_ends() -> None:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        ours.close()
-        trainers.close()
-        os.close(dump)
-
-    asyncio.run(both_at_once())
 
 
 def test_what_a_trainer_wrote_last_is_told_after_its_death(tmp_path: Path) -> None:

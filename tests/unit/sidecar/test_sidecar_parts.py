@@ -158,18 +158,9 @@ def test_an_update_or_an_edit_that_has_not_ended_tears_a_rank(
     ],
 )
 def test_an_attach_message_is_checked(changes: dict[str, object]) -> None:
-    message: dict[str, object] = {
-        "job": "job",
-        "incarnation": 3,
-        "rank": 1,
-        "world_size": 2,
-        "pid": 10,
-        "start": 100,
-        "arena_bytes": 64,
-        "public_key": bytes(32).hex(),
-        "rank_ticket": "t",
-        "version": __version__,
-    }
+    numbers = {"incarnation": 3, "rank": 1, "world_size": 2, "pid": 10, "start": 100}
+    texts = {"job": "job", "rank_ticket": "t", "version": __version__, "public_key": "00" * 32}
+    message: dict[str, object] = {**numbers, **texts, "arena_bytes": 64}
     assert parse_attach(message) == REQUEST
     with pytest.raises(UsageError, match=next(iter(changes))):
         parse_attach({**message, **changes})

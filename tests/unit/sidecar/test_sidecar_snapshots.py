@@ -31,13 +31,13 @@ class FakeBlocks:
 
 
 class Bench:
-    """A store of ten pages, and its clock."""
+    """A store of so many pages, and its clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_count: int = 10) -> None:
         self.now_ns = 0
         self.blocks = FakeBlocks()
         self.store = SnapshotStore(
-            budget_bytes=10 * PAGE,
+            budget_bytes=page_count * PAGE,
             blocks=self.blocks,
             clock_ns=lambda: self.now_ns,
             idle_memory_s=60,

@@ -25,7 +25,8 @@ Views = list[tuple[memoryview, pooling.View]]
 
 def view_of(shard: torch.Tensor, whole: Sequence[int], origin: tuple[int, int]) -> Any:
     """A shard with the strides that it has, and its snapshot."""
-    data = memoryview(bytearray(shard.untyped_storage()))  # type: ignore[call-overload]
+    storage = torch.empty(0, dtype=torch.uint8).set_(shard.untyped_storage())
+    data = memoryview(bytearray(storage.numpy()))
     name = str(shard.dtype).removeprefix("torch.")
     view = pooling.make_view(
         shard.storage_offset() * shard.itemsize,
@@ -92,21 +93,6 @@ def values_of(matrix: torch.Tensor, how: str, k: int) -> tuple[Any, Shards]:
     name = str(matrix.dtype).removeprefix("torch.")
     shards = Shards(matrix_of(matrix.shape), name, cut(matrix, how))
     return asyncio.run(spectrum._singular_values(shards, k)), shards  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("how", ["rows", "columns", "flat"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("shape", [(70, 40), (40, 70), (300, 8)])
-def test_all_singular_values_of_a_small_weight_are_exact(
-    how: str, dtype: torch.dtype, shape: tuple[int, int]
-) -> None:
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    (values, error, condition, exact), _ = values_of(matrix, how, 8)
-    wanted = torch.linalg.svdvals(matrix.double())
-    assert exact
-    assert error == 0.0
-    torch.testing.assert_close(torch.tensor(values), wanted[:8].float(), rtol=1e-6, atol=0)
-    assert math.isclose(condition, float(wanted[0] / wanted[-1]), rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("falling", [0.5, 0.02])

@@ -60,7 +60,6 @@ class Ranks:
     def boundary(
         self,
         *requests: Request,
-        stay: bool = True,
         step_time_ns: int = 200 * MS,
         clients: Sequence[bool] = (True, True, True),
         iterations: tuple[int, ...] = (),
@@ -77,7 +76,7 @@ class Ranks:
                 agreement.launch(
                     request,
                     pending=request.number > 0,
-                    stay=stay,
+                    stay=True,
                     step_time_ns=step_time_ns,
                     iteration=iterations[self.agreements.index(agreement)] if iterations else 0,
                     expected=False,
@@ -105,15 +104,6 @@ def make() -> Iterator[Callable[..., Ranks]]:
 
 def told(rounds: list[Round | None]) -> list[Request | None]:
     return [heard.agreed if heard is not None else None for heard in rounds]
-
-
-def test_equal_requests_are_agreed_at_the_next_boundary_on_all_ranks(
-    make: Callable[..., Ranks],
-) -> None:
-    ranks = make(3)
-    assert told(ranks.boundary(edit(4), edit(4), edit(4))) == [None] * 3
-    assert told(ranks.boundary(NOTHING, NOTHING, NOTHING)) == [edit(4)] * 3
-    assert told(ranks.boundary(NOTHING, NOTHING, NOTHING)) == [None] * 3
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from torch import nn
 
 from paramd.errors import ConflictError
 from paramd.layout.merge import merge_layouts
-from paramd.layout.types import Box, TensorKind, row_major
+from paramd.layout.types import Box, row_major
 from paramd.trainer.home.owned import ParameterStorage
-from paramd.trainer.model.shards import find_shards
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -105,18 +104,6 @@ def test_every_dtype_and_shape_reads_back_byte_equal(move_in: MoveIn) -> None:
             assert bytes(state[name].contiguous().view(-1).view(torch.uint8).numpy()) == bytes(
                 value.contiguous().view(-1).view(torch.uint8).numpy()
             ), name
-
-
-def test_dense_memory_in_any_order_of_dims_is_kept(move_in: MoveIn) -> None:
-    model = nn.Conv2d(3, 5, (2, 7)).to(memory_format=torch.channels_last)
-    model.turned = nn.Parameter(torch.randn(7, 3).t())
-    strides = {name: p.stride() for name, p in model.named_parameters()}
-    expected = {k: v.clone() for k, v in model.state_dict().items()}
-
-    home, arena = move_in(model)
-
-    assert {name: p.stride() for name, p in model.named_parameters()} == strides
-    assert all(torch.equal(v, expected[k]) for k, v in read(home, arena).items())
 
 
 def test_parameters_that_view_one_storage_keep_sharing_it(move_in: MoveIn) -> None:
@@ -368,21 +355,6 @@ def test_parameters_that_came_to_share_memory_are_refused(move_in: MoveIn) -> No
         home.take_back()
 
 
-def test_buffers_are_copied_when_asked_also_when_replaced(move_in: MoveIn) -> None:
-    model = nn.BatchNorm1d(3)
-    model.register_buffer("mask", torch.tensor([[True, False, True]] * 2).t())
-    home, arena = move_in(model)
-    assert not arena.holds(model.running_mean)
-
-    model.running_mean.fill_(2.0)
-    model.num_batches_tracked = model.num_batches_tracked + 5
-    model.mask = ~model.mask
-    assert not bool((read(home, arena)["running_mean"] == 2).any())
-    home.copy_buffers()
-
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in read(home, arena).items())
-
-
 def test_a_model_that_changed_while_attaching_is_refused() -> None:
     model = nn.Linear(3, 5)
     home = ParameterStorage(model)
@@ -416,16 +388,6 @@ def test_what_cannot_be_served_is_refused_by_name(case: str) -> None:
 
     with pytest.raises(ConflictError, match=message):
         ParameterStorage(make())
-
-
-def test_memory_with_gaps_is_told_as_dense_boxes() -> None:
-    model = nn.ParameterList([nn.Parameter(torch.arange(21.0).view(3, 7)[:, 2:4])])
-
-    shards = find_shards(model)
-
-    assert [s.region for s in shards] == [Box((i, 0), (i + 1, 2)) for i in range(3)]
-    assert all(s.tensor.is_contiguous() and s.kind is TensorKind.PARAMETER for s in shards)
-    assert torch.equal(torch.cat([s.tensor for s in shards]), model[0])
 
 
 def test_tensors_hidden_by_gc_freeze_are_refused_when_they_use_a_parameter() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import ConflictError
-from paramd.trainer.resume.choice import HeldCopy, Mark, RankOffer, choose
+from paramd.trainer.resume.choice import Mark, RankOffer, choose
 
 AT_7, AT_8, OLD, OLDER = Mark(7, 1, 0), Mark(8, 1, 0), Mark(4, 1, 0), Mark(2, 1, 0)
 
@@ -63,13 +63,6 @@ def test_nothing_in_common_is_a_fresh_start_that_says_what_it_loses() -> None:
     choice = choose([held(AT_7), RankOffer(absent="no sidecar is here")])
     assert (choice.how, choice.lost_steps) == ("fresh", 7)
     assert "rank 1: no sidecar is here" in choice.reason
-
-
-def test_copies_of_which_none_can_be_used_are_said_to_be_lost() -> None:
-    kept = RankOffer(absent="no sidecar is here", copies=(HeldCopy(1, AT_7, 8),))
-    choice = choose([kept, RankOffer(absent="no sidecar is here")])
-    assert (choice.how, choice.lost_steps) == ("fresh", 7)
-    assert "nor are the copies that others have kept" in choice.reason
 
 
 def test_a_first_start_loses_nothing() -> None:

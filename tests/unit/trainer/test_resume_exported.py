@@ -34,16 +34,11 @@ def layout() -> Layout:
     }
     kinds = {"mean": TensorKind.BUFFER}
     shapes = {"weight": (4, 3), "bias": (5,), "mean": (2,)}
-    return Layout(
-        2,
-        (192, 192),
-        tuple(
-            TensorLayout(
-                name, "float32", shapes[name], kinds.get(name, TensorKind.PARAMETER), pieces[name]
-            )
-            for name in pieces
-        ),
+    tensors = (
+        TensorLayout(name, "float32", shapes[name], kinds.get(name, TensorKind.PARAMETER), held)
+        for name, held in pieces.items()
     )
+    return Layout(2, (192, 192), tuple(tensors))
 
 
 def made(folder: Path, tensors: Files | None = None, **more: Any) -> Offered:

@@ -265,11 +265,11 @@ BUGS = (
         "a viewer maps snapshots",
         "check_role(self._caller(message), GATHERERS)\n        snapshot_id",
         "self._caller(message)\n        snapshot_id",
-        ADMISSION(
-            "a request's parts are not counted before they are parsed",
-            "MAX_PARTS: Final = 1 << 17",
-            "MAX_PARTS: Final = 1 << 30",
-        ),
+    ),
+    ADMISSION(
+        "a request's parts are not counted before they are parsed",
+        "MAX_PARTS: Final = 1 << 17",
+        "MAX_PARTS: Final = 1 << 30",
     ),
     SNAPSHOTS(
         "a snapshot outlives its lease",

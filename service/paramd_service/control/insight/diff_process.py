@@ -88,7 +88,7 @@ def _state(given: Mapping[str, str], finders: Mapping[str, SidecarFinder]) -> An
 def main() -> None:
     """Answer the one request."""
     core_dumps.forbid()
-    os.nice(10)
+    os.nice(5)
     try:
         answer = asyncio.run(compare(json.load(sys.stdin)))
     except ParamdError as error:

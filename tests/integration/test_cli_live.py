@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
 import re
 import select
 import shlex
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -167,28 +164,6 @@ def test_ctrl_c_while_waiting_for_an_edit_says_what_may_have_happened() -> None:
     assert "paramd edits" in err
 
 
-def on_terminal(*arguments: str, columns: int = 80) -> str:
-    """What a command prints on a terminal of that width."""
-    screen, shell = pty.openpty()
-    termios.tcsetwinsize(shell, (24, columns))
-    try:
-        with subprocess.Popen(
-            [sys.executable, "-m", "paramd.cli", *arguments],
-            stdin=subprocess.DEVNULL, stdout=shell, stderr=subprocess.DEVNULL,
-        ) as process:  # fmt: skip
-            os.close(shell)
-            found = b""
-            with suppress(OSError):  # how a terminal ends
-                while part := os.read(screen, 65536):
-                    found += part
-            assert process.wait(60) == 0
-    finally:
-        os.close(screen)
-    text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", found.decode())
-    # A return without a newline begins a line that is drawn again.
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
 def test_a_pause_is_a_block_and_an_edit_is_undone_by_itself(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -218,24 +193,10 @@ def test_a_pause_is_a_block_and_an_edit_is_undone_by_itself(
 HABITS = (
     ("paramd.connect('live')", "Mesh of job 'live'"),
     ("paramd.connect('liev')", "jobs that run here: live"),
-    ("paramd.connect(context='lab')", "use url="),
-    ("paramd.list_jobs()", "running_jobs"),
-    ("paramd.Mesh, paramd.ParamdError", "ParamdError"),
     ("len(mesh), bool(mesh)", "True"),
-    ("mesh.keys()", r"names\(\)"),
-    ("mesh.named_parameters()", "summon"),
-    ("mesh.ranks, mesh.world_size", "status"),
-    ("mesh.step", "bound method Mesh.step"),
-    ("mesh.undo()", r"Mesh.undo\(\) missing .*help"),
-    ("mesh.pause(10)", r"Mesh.pause\(\) takes"),
-    ("mesh.set_lr(1)", "set_hyperparameters"),
-    ("mesh.checkpoint('x')", "export"),
-    ("mesh.layout", "<Layout of"),
     ("mesh.state_dict().keys()", "head.weight"),
     ("mesh.summon('head')", r"write 'head\.\*'"),
-    ("mesh.summon('layers.0')", r"write 'layers\.0\.\*'"),
-    ("mesh.summon('head.bias[0]')", "one row is"),
-    ("mesh.summon('head.bias[::2]')", "not a slice"),
+    ("mesh.summon('layers.0.norm1.bias[::2]')", "not a slice"),
     ("mesh.summon('head.{weight,bias}')", "globs"),
     (r"mesh.summon('layers\\..*')", "globs"),
     ("mesh.summon('numel>1000')", "params and stats"),
@@ -243,54 +204,28 @@ HABITS = (
     ("mesh.params('norm>1e9', 'numel>1')", "0 "),
     ("mesh.stats('norm>0', 'numel>1000')", "head.weight"),
     ("mesh.stats('numel>1e15')", "no tensor satisfies numel>1e15"),
-    ("mesh.stats()['head.weight'].norm", "[0-9]"),
     ("sorted(mesh.stats(), key=lambda row: row.norm)[0]", "TensorStats"),
     ("'head.weight' in mesh.params()", "True"),
     ("mesh.stats()[:1]", "norm .*std"),
     ("pickle.loads(pickle.dumps(mesh.stats())).step", "[0-9]"),
     ("pickle.loads(pickle.dumps(mesh.status())).job", "live"),
-    ("torch_again(mesh.summon('head.bias'))", "head.bias"),
-    ("(found := mesh.summon('head.bias')) == found, found == {}", r"\(True, False\)"),
-    ("mesh.summon('head.bias').to('cpu')", "device="),
-    ("mesh.summon('head.bias').half()", "dtype="),
-    ("mesh.summon('head.bias').to_pandas()", "numpy"),
-    ("mesh.summon('head.bias').__enter__()", "writeback=True"),
-    ("mesh.summon('head.bias', device='cuda:99')", "device: 'cuda:99'"),
-    ("mesh.edit('head.bias', 0.0)", "set="),
-    ("mesh.edit('head.bias', set=0.0, dry_run=True)", "DRY RUN.* -> 0"),
-    ("mesh.edit('head.bias', set=list(range(3)), dry_run=True)", "shape"),
-    ("mesh.set_hyperparameters(0, lrr=1.0)", "it has lr"),
-    ("(edit := mesh.edit('head.bias', mul=1.0)).undo()", r"mesh.undo\(edit\)"),
-    ("mesh.undo(mesh.edit('head.bias', mul=1.0))", "undo"),
+    ("torch_again(mesh.summon('layers.0.norm1.bias'))", "norm1.bias"),
+    ("(found := mesh.summon('layers.0.norm1.bias')) == found, found == {}", r"\(True, False\)"),
+    ("mesh.summon('layers.0.norm1.bias').to('cpu')", "device="),
+    ("mesh.summon('layers.0.norm1.bias', device='cuda:99')", "device: 'cuda:99'"),
+    ("mesh.edit('layers.0.norm1.bias', set=0.0, dry_run=True)", "DRY RUN.* -> 0"),
+    ("mesh.edit('layers.0.norm1.bias', set=list(range(3)), dry_run=True)", "shape"),
+    ("(edit := mesh.edit('layers.0.norm1.bias', mul=1.0)).undo()", r"mesh.undo\(edit\)"),
+    ("mesh.undo(mesh.edit('layers.0.norm1.bias', mul=1.0))", "undo"),
     ("mesh.undo(mesh.edits())", "expected an edit"),
     ("mesh.edits(state='applied')", "APPLIED"),
-    ("mesh.rollback(-10)", "expected a mark"),
     ("mesh.rollback('nope')", "mark 'nope'|states"),
-    ("mesh.diff('nope')", "'mark:nope'"),
-    ("mesh.export('/tmp/x')", "download"),
-    ("mesh.exports().to_pandas().columns", "destination"),
-    ("mesh.destinations(), mesh.export_schedules()", "0 rows"),
-    ("mesh.lanes(), mesh.reaches()", "same-host"),
-    ("mesh.pause_state()", "PauseState running at step"),
     ("mesh.spectrum('head.weight')", "Spectrum head.weight"),
-    ("mesh.logs(0)", "RankLog of rank 0"),
     ("next(iter(mesh.grads('*')))", "GradFrame"),
-    ("mesh.grads()", "no pattern"),
     ("$ jobs -o name", "live"),
-    ("$ ls", "paramd jobs"),
-    ("$ stop", "paramd pause"),
-    ("$ unpause", "paramd resume"),
-    ("$ checkpoint", "paramd export"),
-    ("$ read head.weight", "paramd summon"),
-    ("$ status --json", "-o json"),
-    ("$ status -o yaml", "ed value for '-o' / '--output': 'yaml'"),
-    ("$ status live", "--job live"),
+    ("$ status -o yaml", "alid value for '-o' / '--output': 'yaml'"),
     ("$ status --every 9d", "0.2 s to 1 h"),
-    ("$ summon head.weight -o x.safetensors", "use -f FILE"),
     ("$ stats 'norm>0' numel>1000", "head.weight"),
-    ("$ edit x --set 0", "--fill 0"),
-    ("$ edit x --scale 2", "--mul 2"),
-    ("$ undo last", "paramd edits"),
     ("$ pause --lease 1m", "LEASE.*paramd resume"),
     ("$ resume", "running"),
 )
@@ -315,15 +250,3 @@ def test_what_people_type_first_works_or_names_what_does(
         except paramd.ParamdError as error:
             told = str(error)
     assert re.search(part, told, re.DOTALL), told
-
-
-@pytest.mark.parametrize(
-    "command",
-    [("params",), ("stats", "*"), ("edits",), ("audit",), ("alerts",), ("grads", "*", "-n", "1")],
-)
-def test_tables_fit_a_terminal_of_80_columns(command: tuple[str, ...]) -> None:
-    # Each line once: some are drawn again.
-    lines = list(dict.fromkeys(on_terminal(*command).splitlines()))
-    assert max(map(len, lines)) <= 80, lines
-    names = [line.split()[0] for line in lines if line.startswith("layers.")]
-    assert len(set(names)) == len(names)

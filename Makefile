@@ -196,8 +196,7 @@ DOORS := tests/integration/test_doors.py
 LONGER := tests/multiprocess/test_stamp.py \
 	$(DOORS)::test_rapid_resets_leave_a_sidecar_serving \
 	$(DOORS)::test_rapid_resets_leave_a_control_plane_serving \
-	tests/multiprocess/test_resume.py::test_kills_at_any_moment_change_no_bit \
-	tests/integration/test_site_detection.py::test_training_and_its_sidecar_go_on_while_the_control_plane_stands_still
+	tests/multiprocess/test_resume.py::test_kills_at_any_moment_change_no_bit
 
 test-long: $(TESTS) ## tests that watch for minutes instead of seconds (about 50 minutes)
 	PARAMD_TESTS_LONG=1 PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -o timeout=1200 $(LONGER)

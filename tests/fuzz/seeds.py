@@ -6,6 +6,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 
 from paramd import streams
 from paramd.errors import DeniedError
@@ -13,13 +14,14 @@ from paramd.layout import codec
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.exports.safetensors import TensorSpec, encode_header
 from paramd.layout.merge import LocalLayout
-from paramd.layout.types import Box, Layout, TensorLayout
+from paramd.layout.types import Box, Layout
 from paramd.memory.edit_program import NO_DATA, Record, program_bytes, write_program
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk
 from tests.edit_ops import edit_op
 from tests.fuzz.parsers import LAYOUT, SECRET, SIGNER
+from tests.integration.fake_trainer import TrainerSettings, attach_message
 
 TERMS = (
     "layers.*.weight numel>1M dtype=bfloat16 norm>10",
@@ -61,15 +63,7 @@ def _manifest() -> list[bytes]:
 
 def _local(layout: Layout, rank: int) -> bytes:
     tensors = tuple(
-        TensorLayout(
-            fqn=one.fqn,
-            dtype=one.dtype,
-            shape=one.shape,
-            kind=one.kind,
-            placement=one.placement,
-            pieces=tuple(piece for piece in one.pieces if piece.rank == rank),
-            aliases=one.aliases,
-        )
+        replace(one, pieces=tuple(piece for piece in one.pieces if piece.rank == rank))
         for one in layout.tensors[:2]
     )
     return codec.encode_local(LocalLayout(rank=rank, arena_bytes=4096, tensors=tensors))
@@ -83,20 +77,7 @@ def _layout() -> list[bytes]:
 
 
 def _handover() -> list[bytes]:
-    attach = {
-        "op": "attach",
-        "job": "job",
-        "incarnation": 1,
-        "rank": 0,
-        "world_size": 1,
-        "pid": 1,
-        "start": 1,
-        "arena_bytes": 4096,
-        "public_key": SIGNER.public_key.hex(),
-        "rank_ticket": "x",
-        "version": "1",
-        "allocations": [4096],
-    }
+    attach = attach_message(TrainerSettings(arena_bytes=4096), allocations=[4096])
     peer = {"rank": 0, "address": "127.0.0.1:1", "socket_path": "/s", "host_id": "h"}
     mesh = {"op": "mesh", "peers": [peer], "control_address": None, "layout_digest": "d"}
     others = [

@@ -16,10 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
 
@@ -29,15 +27,15 @@ from paramd.cli import demo
 from paramd.cli.main import main
 from paramd.layout.codec import encode_layout
 from paramd.layout.merge import layout_digest
-from paramd.layout.types import Layout
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import handover
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import wake
 from paramd.memory.gate import TrainerGate
-from paramd.places import host_id, job_dir, process_start
-from paramd.security.tickets import Role, Signer, new_private_key
-from paramd.version import __version__
+from paramd.places import host_id, job_dir
+from paramd.security.tickets import Signer, new_private_key
+from tests.integration.fake_trainer import TrainerSettings, attach_message
 
 Answer = TypeVar("Answer")
 
@@ -58,6 +56,13 @@ def compared(ask: Callable[[], Answer]) -> Answer:
 
     wait_for(is_compared, "replicas are compared")
     return found[-1]
+
+
+def halves(numel: int, name: str = "weight") -> Layout:
+    """One float32 tensor, of which each of two ranks has `numel` elements, all of its arena."""
+    pieces = tuple(Piece(rank, 0, Box((rank * numel,), ((rank + 1) * numel,))) for rank in range(2))
+    tensor = TensorLayout(name, "float32", (2 * numel,), TensorKind.PARAMETER, pieces)
+    return Layout(world_size=2, arena_bytes=(4 * numel, 4 * numel), tensors=(tensor,))
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
@@ -105,32 +110,16 @@ def document(capsys: Capture, *arguments: str, code: int = 0) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a process of the job runs."""
-
-    listen: str = "127.0.0.1:0"
-    prefix: tuple[str, ...] = ()
-    """A command that runs another one there."""
-    host_id: str = field(default_factory=host_id)
-
-
-HERE = Place()
-
-
 class Rank:
     """One sidecar process and its trainer's half, held by the test."""
 
-    def __init__(
-        self, rank: int, directory: Path, environment: dict[str, str], place: Place
-    ) -> None:
+    def __init__(self, rank: int, directory: Path, environment: dict[str, str]) -> None:
         self.rank = rank
-        self.place = place
         self.socket_path = directory / f"rank-{rank}.sock"
         self._environment = environment
         self.descriptors: list[int] = []
         self.address = ""
-        self.listen = place.listen
+        self.listen = "127.0.0.1:0"
         self.start_process()
 
     def start_process(self) -> None:
@@ -138,7 +127,7 @@ class Rank:
         arguments += ["--listen", self.listen]
         with _log(f"rank-{self.rank}.log") as log:
             self.process = subprocess.Popen(
-                [*self.place.prefix, sys.executable, "-m", "paramd_service.sidecar", *arguments],
+                [sys.executable, "-m", "paramd_service.sidecar", *arguments],
                 env=self._environment,
                 stderr=log,
             )
@@ -167,21 +156,16 @@ class Rank:
         self.connect()
         again = bool(self.descriptors)
         received = self.ask(
-            {
-                "op": "attach",
-                "job": JOB,
-                "incarnation": incarnation,
-                "rank": self.rank,
-                "world_size": layout.world_size,
-                "pid": os.getpid(),
-                "start": process_start(os.getpid()),
-                "arena_bytes": layout.arena_bytes[self.rank],
-                "public_key": signer.public_key.hex(),
-                "rank_ticket": signer.mint(
-                    job=JOB, incarnation=incarnation, role=Role.SIDECAR, rank=self.rank, ttl_s=600.0
+            attach_message(
+                TrainerSettings(
+                    job=JOB,
+                    incarnation=incarnation,
+                    rank=self.rank,
+                    world_size=layout.world_size,
+                    arena_bytes=layout.arena_bytes[self.rank],
                 ),
-                "version": __version__,
-            },
+                signer,
+            ),
             self.descriptors,
         )
         self.address = str(self.answer["address"])
@@ -212,14 +196,7 @@ class Rank:
 class Job:
     """All ranks of one incarnation, and the control plane."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        stack: ExitStack,
-        incarnation: int,
-        listen: str,
-        places: Sequence[Place],
-    ) -> None:
+    def __init__(self, layout: Layout, stack: ExitStack, incarnation: int, listen: str) -> None:
         self.layout = layout
         self._control_listen = listen
         self.incarnation = incarnation
@@ -229,10 +206,7 @@ class Job:
         self._environment = dict(os.environ)
         directory = job_dir(JOB)
         self.control = self._start_control(stack)
-        self.ranks = [
-            Rank(rank, directory, self._environment, place)
-            for rank, place in zip(range(layout.world_size), cycle(places), strict=False)
-        ]
+        self.ranks = [Rank(rank, directory, self._environment) for rank in range(layout.world_size)]
         for rank in self.ranks:
             stack.callback(rank.close)
             rank.attach(self.signer, self.incarnation, layout)
@@ -280,7 +254,7 @@ class Job:
                 "rank": other.rank,
                 "address": other.address,
                 "socket_path": str(other.socket_path),
-                "host_id": other.place.host_id,
+                "host_id": host_id(),
             }
             for other in self.ranks
         ]
@@ -354,17 +328,13 @@ class Job:
 
 @contextmanager
 def running_job(
-    layout: Layout,
-    *,
-    incarnation: int = 1,
-    listen: str = HERE.listen,
-    places: Sequence[Place] = (HERE,),
+    layout: Layout, *, incarnation: int = 1, listen: str = "127.0.0.1:0"
 ) -> Iterator[Job]:
     """A job whose ranks serve; everything it started ends with the block.
 
-    `listen` is the control plane's, `places` those of its ranks.
+    `listen` is the control plane's.
     """
     with ExitStack() as stack:
-        job = Job(layout, stack, incarnation, listen, places)
+        job = Job(layout, stack, incarnation, listen)
         stack.callback(job.rest)
         yield job

@@ -80,7 +80,6 @@ def control_plane(
     world_size: int = 2,
     job: str = JOB,
     resumes: bool = False,
-    own_tls: bool = False,
 ) -> Iterator[Control]:
     """Starts an embedded one and ends it, whatever the test did to it."""
     bootstrap = {
@@ -90,7 +89,6 @@ def control_plane(
         "private_key": PRIVATE_KEY.hex(),
         "token": TOKEN,
         "resumes": resumes,
-        "own_tls": own_tls,
     }
     stdin = json.dumps(bootstrap).encode() + b"\n"
     with _started(["--job", job, "--listen", listen, *options], stdin) as (process, log, ready):
@@ -136,15 +134,8 @@ def _started(
         process.wait()
 
 
-def ticket(
-    role: Role = Role.READER,
-    *,
-    incarnation: int = 1,
-    signer: Signer = SIGNER,
-    job: str = JOB,
-    rank: int | None = None,
-) -> Any:
-    text = bound(signer, role, rank, job=job, incarnation=incarnation)
+def ticket(role: Role = Role.READER, *, job: str = JOB, rank: int | None = None) -> Any:
+    text = bound(SIGNER, role, rank, job=job, incarnation=1)
     return (("authorization", f"Bearer {text}"),)
 
 
@@ -157,14 +148,11 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
 
     rank: int
     step: int = 10
-    captured: bool = True
-    reason: str = ""
     ready_boundary: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     welcome: control_pb2.JoinResponse | None = None
     address: str = ""
-    layout_reads: int = 0
 
     async def ReachBoundary(self, request: Any, context: Any) -> Any:
         authorization = dict(context.invocation_metadata())["authorization"]
@@ -176,11 +164,9 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
         self.asked.append((request.boundary, tuple(request.snapshot_ids)))
         self.ready_boundary = max(self.ready_boundary, request.boundary)
         await self.gate.wait()
-        step = self.step + request.boundary if self.captured else -1
+        step = self.step + request.boundary
         return sidecar_pb2.ReachBoundaryResponse(
-            header=self.header(request.incarnation, step),
-            captured=self.captured,
-            reason=self.reason,
+            header=self.header(request.incarnation, step), captured=True
         )
 
     async def GetState(self, request: Any, context: Any) -> Any:
@@ -190,7 +176,6 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, PINS_NOTHING)
 
     async def GetLayout(self, request: Any, context: Any) -> Any:
-        self.layout_reads += 1
         for batch in layout_batches(LAYOUT, max_tensors=2):
             yield sidecar_pb2.GetLayoutResponse(header=self.header(1, 0), layout=batch)
 
@@ -230,21 +215,15 @@ async def serving(sidecar: FakeSidecar) -> AsyncIterator[FakeSidecar]:
 
 @asynccontextmanager
 async def joined(
-    control: Control, sidecar: FakeSidecar, *, incarnation: int = 1, offered: str = ""
+    control: Control, sidecar: FakeSidecar
 ) -> AsyncIterator[Callable[[control_pb2.JoinRequest], Any]]:
-    """A Join stream; gives the function that sends another report.
-
-    Args:
-        offered: the rank's ticket, where a site gave it.
-    """
-    metadata = ticket(Role.SIDECAR, incarnation=incarnation, rank=sidecar.rank)
-    if offered:
-        metadata = (("authorization", f"Bearer {offered}"),)
+    """A Join stream; gives the function that sends another report."""
+    metadata = ticket(Role.SIDECAR, rank=sidecar.rank)
     async with grpc.aio.insecure_channel(control.grpc_address) as channel:
         stub: Any = control_pb2_grpc.ControlServiceStub(channel)
         sidecar.welcome = None
         stream = stub.Join(metadata=metadata)
-        await stream.write(sidecar.report(incarnation=incarnation))
+        await stream.write(sidecar.report())
 
         async def listen() -> None:
             async for answer in stream:
@@ -262,35 +241,25 @@ async def joined(
 
 
 @asynccontextmanager
-async def mesh(control: Control, *, incarnation: int = 1) -> AsyncIterator[list[FakeSidecar]]:
+async def mesh(control: Control) -> AsyncIterator[list[FakeSidecar]]:
     """Both ranks, serving and joined."""
     zero, one = FakeSidecar(0), FakeSidecar(1)
-    async with (
-        serving(zero),
-        serving(one),
-        joined(control, zero, incarnation=incarnation),
-        joined(control, one, incarnation=incarnation),
-    ):
+    async with serving(zero), serving(one), joined(control, zero), joined(control, one):
         yield [zero, one]
 
 
 async def schedule(
-    control: Control,
-    *snapshots: tuple[int, str],
-    timeout_s: float | None = 10.0,
-    incarnation: int = 1,
+    control: Control, *snapshots: tuple[int, str], timeout_s: float = 10.0
 ) -> control_pb2.ScheduleBoundaryResponse:
     request = control_pb2.ScheduleBoundaryRequest(
         job=control.job_name,
-        incarnation=incarnation,
+        incarnation=1,
         snapshots=[control_pb2.SnapshotRef(rank=r, snapshot_id=i) for r, i in snapshots],
     )
     async with grpc.aio.insecure_channel(control.grpc_address) as channel:
         stub: Any = control_pb2_grpc.ControlServiceStub(channel)
         answer: control_pb2.ScheduleBoundaryResponse = await stub.ScheduleBoundary(
-            request,
-            timeout=timeout_s,
-            metadata=ticket(incarnation=incarnation, job=control.job_name),
+            request, timeout=timeout_s, metadata=ticket(job=control.job_name)
         )
         return answer
 

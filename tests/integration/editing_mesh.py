@@ -25,8 +25,6 @@ class Trainers:
     held: bool = False
     lease_ms: int = 0
     agree: asyncio.Event = field(default_factory=asyncio.Event)
-    answer: asyncio.Event = field(default_factory=asyncio.Event)
-    """While it is not set, what was agreed on is done and nobody hears of it."""
     ready: dict[int, pb.ReachBoundaryRequest] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
     """Step of each boundary that was agreed on."""
@@ -67,12 +65,6 @@ class EditingSidecar(FakeSidecar):
 
     trainers: Trainers = field(default_factory=Trainers)
     staged: dict[str, Staged] = field(default_factory=dict)
-    doubts: int = 0
-    """Times that a withdrawal is answered with doubt."""
-    away: int = 0
-    """Times that it does not answer when it is to forget an edit."""
-    withdrawn: int = 0
-    edit_digest: bytes = b"d" * 16
     world_size: int = 2
 
     async def StageEdit(self, requests: Any, context: Any) -> Any:
@@ -97,9 +89,6 @@ class EditingSidecar(FakeSidecar):
         return pb.PreviewEditResponse(header=self.now(), before=[one] * count, after=[one] * count)
 
     async def DropEdit(self, request: Any, context: Any) -> Any:
-        if self.away:
-            self.away -= 1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the sidecar is restarting")
         self.staged.pop(request.edit_id, None)
         return pb.DropEditResponse(header=self.now())
 
@@ -136,20 +125,15 @@ class EditingSidecar(FakeSidecar):
                 return answer
             trainers.look(self.world_size)
             await asyncio.sleep(0.005)
-        await trainers.answer.wait()
         header = self.now()
         header.step = trainers.done[number]
         return pb.ReachBoundaryResponse(header=header, captured=True, stop_ns=500_000)
 
     async def WithdrawBoundary(self, request: Any, context: Any) -> Any:
         trainers = self.trainers
-        self.withdrawn += 1
         fate = pb.BOUNDARY_FATE_WITHDRAWN
         if request.boundary in trainers.done:
             fate = pb.BOUNDARY_FATE_DONE
-        elif self.doubts:
-            self.doubts -= 1
-            fate = pb.BOUNDARY_FATE_IN_DOUBT
         else:
             self.ready_boundary = max(self.ready_boundary, request.boundary)
             trainers.ready.pop(self.rank, None)
@@ -162,7 +146,7 @@ class EditingSidecar(FakeSidecar):
         return pb.EditProgress(
             phase=pb.EDIT_PHASE_APPLIED if applied else found.phase,  # type: ignore[arg-type]
             manifest_digest=manifest_digest(found.manifest),
-            data_digests=[self.edit_digest] * len(found.manifest.ops),
+            data_digests=[b"d" * 16] * len(found.manifest.ops),
             boundary=reached.boundary if reached is not None else 0,
             token=reached.token if reached is not None else 0,
             stop_ns=500_000,
@@ -190,7 +174,6 @@ async def editing_ranks() -> AsyncIterator[list[EditingSidecar]]:
     """Both ranks, serving; the trainers agree on whatever is asked."""
     trainers = Trainers()
     trainers.agree.set()
-    trainers.answer.set()
     ranks = [EditingSidecar(rank, trainers=trainers) for rank in range(2)]
     async with AsyncExitStack() as stack:
         for rank in ranks:

@@ -145,7 +145,6 @@ def still_mesh(
     *,
     ranks: int = 2,
     aliases: Mapping[str, Sequence[str]] | None = None,
-    buffers: Sequence[str] = (),
     same_host: bool = True,
     faults: Mapping[int, str] | None = None,
     model: torch.nn.Module | None = None,
@@ -160,7 +159,7 @@ def still_mesh(
         model: whose state dict they are.
     """
     folder.mkdir(exist_ok=True)
-    locals_, arenas = _distributed(tensors, way, ranks, aliases or {}, buffers)
+    locals_, arenas = _distributed(tensors, way, ranks, aliases or {})
     layout = merge_layouts([described(model, one) if model else one for one in locals_])
     with ExitStack() as stack:
         trainers, processes, stubs = [], [], []
@@ -193,11 +192,7 @@ def still_mesh(
 
 
 def _distributed(
-    tensors: Tensors,
-    way: str,
-    ranks: int,
-    aliases: Mapping[str, Sequence[str]],
-    buffers: Sequence[str],
+    tensors: Tensors, way: str, ranks: int, aliases: Mapping[str, Sequence[str]]
 ) -> tuple[list[LocalLayout], list[bytearray]]:
     specs = [Spec(name, _dtype(t), tuple(t.shape)) for name, t in tensors.items()]
     held: list[Held] = (
@@ -219,7 +214,7 @@ def _distributed(
                     fqn=spec.fqn,
                     dtype=spec.dtype,
                     shape=spec.shape,
-                    kind=TensorKind.BUFFER if spec.fqn in buffers else TensorKind.PARAMETER,
+                    kind=TensorKind.PARAMETER,
                     placement=way,
                     pieces=tuple(pieces),
                     aliases=tuple(aliases.get(spec.fqn, ())),

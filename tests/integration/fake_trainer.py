@@ -11,7 +11,6 @@ import argparse
 import ctypes
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import descriptors, handover
 from paramd.memory.arena import HostArena
-from paramd.memory.control_page import BUFFERS_REFUSED, ControlPage, Word, note_agreed, write_text
+from paramd.memory.control_page import ControlPage, Word, note_agreed
 from paramd.memory.gate import TrainerGate
 from paramd.security.tickets import Role, Signer
 from paramd.version import __version__
@@ -51,8 +50,6 @@ class TrainerSettings:
     """Time within an update."""
     agrees: bool = True
     """Whether boundary requests are agreed (this rank alone is the mesh)."""
-    buffers_refused: str = ""
-    """Why it cannot copy its buffers."""
     control_address: str = ""
     die_in_update: int = -1
     """Step in whose update the process ends itself; -1 never."""
@@ -68,18 +65,15 @@ def layout_of(arena_bytes: int) -> Layout:
 
 @dataclass
 class FakeTrainer:
-    """Attached to a sidecar; `run` trains until `stop` is set, or held while `held` is."""
+    """Attached to a sidecar; `run` trains until `stop` is set."""
 
     settings: TrainerSettings
     connection: socket.socket
     fds: list[int]
     address: str
     stop: threading.Event = field(default_factory=threading.Event)
-    held: threading.Event = field(default_factory=threading.Event)
     apply: Callable[[int], None] | None = None
     """Runs the edit program that begins at that byte of the memory of edits; None does nothing."""
-    copy_state: Callable[[], None] | None = None
-    """Copies optimizer state into the optimizer memory, with its record; None says that it did."""
 
     def __post_init__(self) -> None:
         self.page = ControlPage(self.fds[0])
@@ -178,12 +172,8 @@ class FakeTrainer:
             if action == EDIT:
                 page[Word.EDIT_AGREED] = number
             if page[Word.BUFFERS_WANTED] == number:
-                why = self.settings.buffers_refused
-                write_text(page, why)
-                page[Word.BUFFERS_STEP] = BUFFERS_REFUSED if why else page[Word.STEP]
+                page[Word.BUFFERS_STEP] = page[Word.STEP]
             if page[Word.MOMENTS_WANTED] == number:
-                if self.copy_state is not None:
-                    self.copy_state()
                 page[Word.MOMENTS_FOR] = number
             self._agreed_count += 1
             note_agreed(page.words, self._agreed_count, number)
@@ -213,9 +203,6 @@ class FakeTrainer:
 
     def run(self) -> None:
         while not self.stop.is_set():
-            if self.held.is_set():
-                time.sleep(0.001)
-                continue
             self.update()
             time.sleep(self.settings.constant_s)
 
@@ -248,7 +235,9 @@ def expect(connection: socket.socket, op: str) -> tuple[handover.Message, list[i
     return message, fds
 
 
-def attach_message(settings: TrainerSettings, **changes: object) -> handover.Message:
+def attach_message(
+    settings: TrainerSettings, signer: Signer = SIGNER, **changes: object
+) -> handover.Message:
     """An "attach" message of this very process."""
     return {
         "op": "attach",
@@ -259,8 +248,8 @@ def attach_message(settings: TrainerSettings, **changes: object) -> handover.Mes
         "pid": os.getpid(),
         "start": places.process_start(os.getpid()),
         "arena_bytes": settings.arena_bytes,
-        "public_key": SIGNER.public_key.hex(),
-        "rank_ticket": SIGNER.mint(
+        "public_key": signer.public_key.hex(),
+        "rank_ticket": signer.mint(
             job=settings.job,
             incarnation=settings.incarnation,
             role=Role.SIDECAR,
@@ -292,18 +281,13 @@ def main() -> None:
     parser.add_argument("--incarnation", type=int, default=1)
     parser.add_argument("--arena-bytes", type=int, default=1 << 20)
     parser.add_argument("--die-in-update", type=int, default=-1)
-    parser.add_argument("--control-address", default="")
-    parser.add_argument("--steps", type=int, default=10**9)
     values = vars(parser.parse_args())
-    path, steps = values.pop("socket"), values.pop("steps")
-    trainer = attach(path, TrainerSettings(**values))
+    trainer = attach(values.pop("socket"), TrainerSettings(**values))
     trainer.send_mesh()
     print(trainer.address, flush=True)
-    while trainer.page[Word.STEP] < steps:
+    while True:
         trainer.update()
         time.sleep(trainer.settings.constant_s)
-    print("trained", flush=True)
-    sys.stdin.read()
 
 
 if __name__ == "__main__":

@@ -38,9 +38,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = READ
 class SidecarProcess:
     """`python -m paramd_service.sidecar`, ended with the block."""
 
-    def __init__(
-        self, directory: Path, *options: str, faults: str = "", rank: int = 0, stdin: bytes = b""
-    ) -> None:
+    def __init__(self, directory: Path, *options: str, faults: str = "", rank: int = 0) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         self.socket_path = directory / f"rank-{rank}.sock"
         self.log_path = directory / f"sidecar-{uuid.uuid4().hex}.log"
@@ -49,11 +47,8 @@ class SidecarProcess:
         command += ["--rank", str(rank), "--socket", str(self.socket_path), *options]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stderr=log, env=environment
+                command, stdin=subprocess.DEVNULL, stderr=log, env=environment
             )
-        assert self.process.stdin is not None
-        with self.process.stdin as pipe:
-            pipe.write(stdin)
 
     def wait_until_started(self) -> None:
         wait_until(lambda: '"started"' in self.log, "the sidecar starts")
@@ -76,10 +71,10 @@ class SidecarProcess:
 
 @contextmanager
 def sidecar(
-    directory: Path, *options: str, faults: str = "", rank: int = 0, stdin: bytes = b""
+    directory: Path, *options: str, faults: str = "", rank: int = 0
 ) -> Iterator[SidecarProcess]:
     """A started sidecar."""
-    process = SidecarProcess(directory, *options, faults=faults, rank=rank, stdin=stdin)
+    process = SidecarProcess(directory, *options, faults=faults, rank=rank)
     try:
         process.wait_until_started()
         yield process

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from paramd.chain import ChainCheck
-from paramd.errors import ConflictError
 from paramd_service.control.records.audit import Action, Audit, AuditUnavailableError, Denials
 from paramd_service.control.store.engine import StoreAddress, parse_store
 from paramd_service.control.store.store import Store
@@ -68,19 +67,6 @@ async def test_the_intent_is_durable_before_the_effect_and_the_outcome_follows(
         }  # fmt: skip
         assert (outcome["kind"], outcome["of"], outcome["result"]) == ("outcome", 1, "created")
         assert outcome["detail"] == {"name": "ci"}
-
-
-async def test_a_failure_is_the_outcome_and_goes_on(address: StoreAddress) -> None:
-    async with started(address) as store:
-        audit = Audit(store)
-        with pytest.raises(ConflictError):
-            async with audit.mutation(CREATE):
-                raise ConflictError("no")
-        with pytest.raises(ZeroDivisionError):
-            async with audit.mutation(CREATE):
-                1 / 0  # noqa: B018
-        results = [body.get("result") for body in await bodies(audit)]
-        assert results == [None, "failed: conflict", None, "failed: ZeroDivisionError"]
 
 
 async def test_many_at_once_from_two_control_planes_are_one_chain_without_gaps(
@@ -184,22 +170,6 @@ async def test_an_outcome_that_cannot_be_recorded_does_not_undo_the_effect(
                 )
         assert [body["kind"] for body in await bodies(audit)] == ["intent"]
     assert "the outcome of record 1 (token.create) is not in the audit: 'done'" in caplog.text
-
-
-async def test_cancelled_before_the_effect_it_is_recorded_as_such(tmp_path: Path) -> None:
-    async with alone(tmp_path) as audit:
-
-        async def mutate() -> None:
-            async with audit.mutation(CREATE):
-                pytest.fail("the body must not run")
-
-        task = asyncio.create_task(mutate())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        found = await bodies(audit)
-    assert [body.get("result") for body in found] == [None, "failed: cancelled before it began"]
 
 
 async def test_refusals_are_recorded_up_to_a_rate_and_the_rest_counted(tmp_path: Path) -> None:

@@ -115,8 +115,6 @@ def test_the_command_line_lists_and_checks_and_names_the_first_bad_record() -> N
         assert bare.stdout == listed.stdout
         document = json.loads(listed.stdout)
         assert [r["seq"] for r in document["records"]] == list(range(8, 0, -1))
-        assert paramd("audit", "list", "-n", "2", "-o", "name").stdout == "8\n7\n"
-        assert "token.create" in paramd("audit").stdout
         good = paramd("audit", "verify", "-o", "json")
         assert good.returncode == 0, good.stderr
         check = json.loads(good.stdout)["checks"][0]

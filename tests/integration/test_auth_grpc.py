@@ -259,12 +259,6 @@ def test_two_tickets_are_no_ticket(sidecar_address: str, control: Control) -> No
         assert code(address, path, good) is not UNAUTHENTICATED
 
 
-def test_health_alone_is_open(sidecar_address: str, control: Control) -> None:
-    for address in (sidecar_address, control.grpc_address):
-        for path in OPEN:
-            assert code(address, path, None) not in (UNAUTHENTICATED, PERMISSION_DENIED), path
-
-
 def test_a_rank_cannot_join_as_another_rank(control: Control) -> None:
     from paramd.v1 import common_pb2
 

@@ -7,14 +7,14 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import paramd
-from paramd.errors import DeadlineError, DeniedError, NotFoundError, UnreachableError, UsageError
+from paramd.errors import DeadlineError, UsageError
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import Job, running_job
@@ -138,37 +138,6 @@ def test_a_tensor_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(
-    "read",
-    [
-        lambda mesh: mesh.summon(["rows"]),
-        lambda mesh: mesh.summon("rows", timeout="30s", dtype="float64"),
-        lambda mesh: {"rows": mesh["rows"].summon()},
-        lambda mesh: {"rows": mesh.summon("rows").numpy()["rows"]},
-    ],
-    ids=("a list", "texts", "by name", "numpy"),
-)
-def test_what_people_try_first_reads(
-    mesh: Mesh, whole: dict[str, torch.Tensor], read: Callable[[Mesh], dict[str, Any]]
-) -> None:
-    found = torch.as_tensor(read(mesh)["rows"])
-    assert torch.equal(found, whole["rows"].to(found.dtype))
-
-
-def test_a_mesh_tells_its_names_and_its_state(mesh: Mesh) -> None:
-    assert mesh.names("r*") == ["rows"]
-    assert "rows" in mesh
-    assert "nothing" not in mesh
-    assert list(mesh) == mesh.names()
-    assert (mesh.world_size, mesh.current_step) == (2, 0)
-    assert mesh["rows"].info.shape == (5, 4)
-    assert "rows" in repr(mesh["rows"])
-    assert mesh["flat"].stats().norm == mesh.stats("flat")["flat"].summary.norm
-    assert repr(mesh.pause).startswith("<bound method Mesh.pause")
-    assert "Dtype of the results" in str(Mesh.summon.__doc__)
-    assert "writeback=True" in str(Mesh.summon.__doc__)
-
-
-@pytest.mark.parametrize(
     ("pattern", "options", "text"),
     [
         ("rows[0:99]", {}, "rows"),
@@ -187,18 +156,6 @@ def test_wrong_requests_are_told_what_to_do(
 ) -> None:
     with pytest.raises(UsageError, match=text):
         mesh.summon(pattern, **options)
-
-
-def test_params_and_status_tell_the_mesh(mesh: Mesh) -> None:
-    params = {row.name: row for row in mesh.params()}
-    assert params["rows"].names == ("rows", "tied")
-    assert params["rows"].ranks == (0, 1)
-    assert params["turned"].ranks == (1,)
-    assert "running" not in params
-    assert [row.name for row in mesh.params("r*", buffers=True)] == ["rows", "running"]
-    status = mesh.status()
-    assert [(row.rank, row.phase, row.step) for row in status] == [(0, "idle", 0), (1, "idle", 0)]
-    assert "client-test" in repr(status)
 
 
 def test_a_view_has_the_shards_and_keeps_them(
@@ -259,25 +216,6 @@ async def test_the_async_mesh_answers_the_same(job: Job, whole: dict[str, torch.
     await mesh.close()
     assert torch.equal(one["rows"], whole["rows"])
     assert torch.equal(other["flat"], whole["flat"])
-
-
-def test_a_wrong_token_and_a_wrong_url_say_what_to_do(job: Job) -> None:
-    with pytest.raises(DeniedError, match=r"endpoint\.json"):
-        paramd.connect(job.url, "wrong")
-    with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:1"):
-        paramd.connect("http://127.0.0.1:1", job.token)
-    with pytest.raises(UsageError, match="expected one like"):
-        paramd.connect("127.0.0.1:8470", job.token)
-    with pytest.raises(NotFoundError, match="other-job"):
-        paramd.connect(job.url, job.token, job="other-job")
-
-
-def test_a_closed_mesh_says_so(job: Job) -> None:
-    mesh = paramd.connect(job.url, job.token)
-    mesh.close()
-    mesh.close()
-    with pytest.raises(UsageError, match="closed"):
-        mesh.summon("*")
 
 
 def test_buffers_while_training_rests_are_refused_with_the_reason(mesh: Mesh) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from paramd.cli.completion import LEAST_S, ROLES, WHOLE_S
+from paramd.cli.completion import LEAST_S, WHOLE_S
 from paramd.cli.main import main
-from paramd_service.control.access.roles import UserRole
 from tests.integration.client_job import JOB, Job, running_job
 from tests.integration.test_client import layout
 
@@ -82,11 +81,6 @@ def test_names_and_ids_come_from_the_job(job: Job) -> None:
     assert patiently("paramd status --job cli") == [JOB]
     assert patiently("paramd cleanup cli") == [JOB]
     assert job.token not in " ".join(patiently("paramd --job client-test stats "))
-
-
-def test_roles_are_those_of_the_service(job: Job) -> None:
-    assert set(ROLES) == {role.value for role in UserRole}
-    assert set(patiently("paramd token create --role ")) == set(ROLES)
 
 
 def test_nothing_is_said_when_nobody_answers_or_the_token_is_wrong(

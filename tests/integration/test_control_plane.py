@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -17,9 +15,7 @@ from paramd.errors import UnreachableError
 from paramd.security.tickets import Role
 from paramd.v1 import control_pb2_grpc
 from tests.integration.control_process import (
-    DIGEST,
     JOB,
-    Control,
     FakeSidecar,
     control_plane,
     joined,
@@ -31,66 +27,6 @@ from tests.integration.control_process import (
 )
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
-
-
-async def test_an_agreed_boundary_is_captured_on_all_ranks_at_one_step() -> None:
-    with control_plane() as control:
-        async with mesh(control) as (zero, one):
-            answer = await schedule(control, (0, "a"), (1, "b"), (1, "c"))
-            assert (answer.captured, answer.reason) == (True, "")
-            assert (answer.header.step, answer.header.incarnation, answer.header.rank) == (
-                11,
-                1,
-                -1,
-            )
-            assert zero.asked == [(1, ("a",))]
-            assert one.asked == [(1, ("b", "c"))]
-            document = control.job()
-            assert [peer["rank"] for peer in document["peers"]] == [0, 1]
-            assert document["peers"][1]["address"] == one.address
-            assert (document["layout_digest"], document["reason"]) == (DIGEST, "")
-            one.step = 20
-            answer = await schedule(control, (0, "d"))
-            assert not answer.captured
-            assert "different steps: rank 0 at 12, rank 1 at 22" in answer.reason
-            one.captured, one.reason = False, "an update began before the copy ended"
-            answer = await schedule(control, (0, "e"))
-            assert answer.header.step == -1
-            assert answer.reason == "rank 1: an update began before the copy ended"
-            text = control.get("/metrics").text
-            assert 'paramd_boundary_rounds_total{captured="true",job="run"} 1.0' in text
-            assert 'paramd_boundary_rounds_total{captured="false",job="run"} 2.0' in text
-            assert 'paramd_rank_step{job="run",rank="1"} 10.0' in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        ({"timeout_s": None}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"timeout_s": 3600.0}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"snapshots": [(2, "a")]}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"snapshots": [(-1, "a")]}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"snapshots": [(0, "")]}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"incarnation": 2}, grpc.StatusCode.UNAUTHENTICATED),
-    ],
-)
-async def test_a_malformed_request_is_refused(
-    shared: Control, arguments: dict[str, Any], code: grpc.StatusCode
-) -> None:
-    snapshots = arguments.pop("snapshots", [])
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await schedule(shared, *snapshots, **arguments)
-    assert caught.value.code() is code
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
-    """One control plane for tests that only look at it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARAMD_STATE_DIR", str(tmp_path_factory.mktemp("shared")))
-        # Tests of other modules may run in between: no sidecar joins it for longer than usual.
-        with control_plane("--empty-end-s", "3600") as control:
-            yield control
 
 
 async def test_a_restarted_control_plane_goes_on_above_what_ranks_were_ready_for() -> None:
@@ -113,15 +49,6 @@ async def test_a_restarted_control_plane_goes_on_above_what_ranks_were_ready_for
             ):
                 assert (await schedule(second)).captured
                 assert [number for number, _ in again[0].asked] == [3]
-
-
-def test_bytes_that_are_no_http_are_refused_and_it_goes_on(shared: Control) -> None:
-    host, port = shared.url.removeprefix("http://").split(":")
-    for sent in (b"\x00" * 512, b"GET " + b"a" * 100_000, b"GET / HTTP/1.1\r\n\r\n"):
-        with socket.create_connection((host, int(port)), timeout=10.0) as connection:
-            connection.sendall(sent)
-            assert connection.recv(4096).startswith(b"HTTP/1.1 400")
-    assert shared.get("/readyz", None).status_code == 200
 
 
 async def test_it_ends_when_all_sidecars_said_farewell() -> None:

@@ -190,14 +190,6 @@ async def test_a_tunnel_carries_bytes_until_its_token_is_revoked(control: Contro
         await tunnels.opened(control.url, path, token, None)
 
 
-@pytest.mark.parametrize("role", ["viewer", "trainer"])
-async def test_a_tunnel_needs_a_right_of_its_own(control: Control, role: str) -> None:
-    token = new_token(control, role)
-    for path in ("/api/v1/jobs/run/tunnel", "/api/v1/jobs/run/ranks/0/tunnel"):
-        with pytest.raises(tunnels.RefusedError, match="403"):
-            await tunnels.opened(control.url, path, token, None)
-
-
 async def test_no_tunnel_leads_where_a_rank_only_says_that_it_is(control: Control) -> None:
     """A rank that was taken over names a service of this host, which is no sidecar of its."""
     heard: list[bytes] = []

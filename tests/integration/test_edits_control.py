@@ -92,18 +92,6 @@ async def test_an_edit_is_applied_undone_listed_and_audited(control: Control) ->
     assert f'paramd_edits_total{{job="{JOB}",state="APPLIED"}} 3.0' in metrics
 
 
-async def test_data_waits_for_its_upload_or_is_called_off(control: Control) -> None:
-    op = {"pattern": "layers.0.weight", "op": "set", "data": True}
-    found = await make(control, op, id=ID)
-    assert found["state"] == "STAGING"
-    ended = await call(control, "POST", f"/edits/{ID}/commit", {})
-    assert ended.json()["state"] == "APPLIED", ended.text
-    aborted = await make(control, op)
-    gone = await call(control, "DELETE", f"/edits/{aborted['id']}")
-    assert gone.json()["state"] == "ABORTED"
-    assert "aborted by owner" in gone.json()["reason"]
-
-
 async def token_of(control: Control, name: str, role: str = "editor") -> str:
     headers = {"authorization": f"Bearer {TOKEN}"}
     body = {"name": name, "role": role}
@@ -285,22 +273,6 @@ async def test_a_hold_whose_sidecar_is_lost_meanwhile_is_an_outage(
             assert refused.status_code == 503, refused.text
             assert "rank 1" in refused.json()["detail"]
             assert "CancelledError" not in control.log.read_text()
-
-
-async def test_a_committed_edit_says_on_whom_it_waits(
-    ranks: list[EditingSidecar], control: Control
-) -> None:
-    ranks[0].trainers.agree.clear()
-    async with both_joined(control, ranks):
-        body = {"ops": [HALVE], "id": ID}
-        asked = asyncio.create_task(call(control, "POST", "/edits", body))
-        found: Any = {}
-        while not found.get("reason"):
-            found = (await call(control, "GET", f"/edits/{ID}")).json()
-        assert found["state"] == "COMMITTED"
-        assert found["reason"].startswith("waits for rank 0 "), found["reason"]
-        ranks[0].trainers.agree.set()
-        assert ((await asked).json()["state"], (await asked).json()["reason"]) == ("APPLIED", "")
 
 
 async def test_a_hold_that_nobody_agrees_on_is_withdrawn(

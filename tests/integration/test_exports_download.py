@@ -147,29 +147,6 @@ def test_another_slice_of_the_same_shape_is_another_download(
     assert torch.equal(load_file(path)["columns"], site.whole["columns"][0:2])
 
 
-def test_a_snapshot_that_is_no_more_or_another_request_begins_anew(
-    site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(download, "BATCH_BYTES", 100)
-    monkeypatch.setattr(download, "DOWNLOAD_LEASE_S", 0.2)
-    path = tmp_path / "all.safetensors"
-    with pytest.raises(Break):
-        mesh.download(path, progress=breaking(3))
-    told: list[str] = []
-    found = mesh.download(path, "rows", on_message=told.append)
-    assert any("another download" in text for text in told), told
-    assert found.resumed_bytes == 0
-    with pytest.raises(Break):
-        mesh.download(path, overwrite=True, progress=breaking(3))
-    for rank, pin in state_of(tmp_path / ".all.safetensors.part").pins.items():
-        site.release(rank, pin.snapshot_id)
-    told.clear()
-    found = mesh.download(path, overwrite=True, on_message=told.append)
-    assert any("has expired" in text for text in told), told
-    assert found.resumed_bytes == 0
-    assert set(load_file(path)) == set(parameters(site))
-
-
 def test_a_dead_sidecar_ends_it_after_some_patience_and_keeps_what_came(
     site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from paramd.cli.main import main
-from paramd.errors import NotFoundError, UsageError
+from paramd.errors import NotFoundError
 from paramd.mesh.exports.calls import ExportState
 from paramd.mesh.mesh import Mesh
-from tests.integration.client_job import JOB
 from tests.integration.export_job import ExportingJob, exporting_job, until
 
 Capture = pytest.CaptureFixture[str]
@@ -65,51 +61,3 @@ def test_a_schedule_exports_keeps_some_and_removes_only_its_own(
     assert foreign.read_text() == "mine"
     last = site.folder / "run" / f"step-{expected[-1]}" / "model.safetensors"
     assert set(load_file(last)) == {"rows", "columns"}
-
-
-def test_what_cannot_be_a_schedule_is_refused(mesh: Mesh) -> None:
-    with pytest.raises(UsageError, match="every_steps"):
-        mesh.create_export_schedule("checkpoints/x", every_steps=0)
-    with pytest.raises(NotFoundError):
-        mesh.create_export_schedule("elsewhere/x", every_steps=5)
-
-
-def answer(capsys: Capture, site: ExportingJob, *command: str, code: int = 0) -> tuple[str, str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARAMD_TOKEN", site.job.token)
-        patch.setenv("PARAMD_URL", site.job.url)
-        assert main([*command, "--job", JOB]) == code
-    found = capsys.readouterr()
-    return found.out, found.err
-
-
-def test_the_command_line(site: ExportingJob, tmp_path: Path, capsys: Capture) -> None:
-    names = tmp_path / "names.json"
-    names.write_text('{"rows": "lines"}')
-    out, err = answer(
-        capsys, site, "export", "checkpoints/cli", "--wait", "--name-map", str(names), "-o", "json"
-    )
-    (found,) = json.loads(out)["exports"]
-    assert found["state"] == "DONE"
-    assert "checkpoints/cli" in err
-    assert (site.folder / "cli" / "model.safetensors").exists()
-    out, _ = answer(capsys, site, "exports", found["id"][:8], "-o", "name")
-    assert "model.safetensors" in out.split()
-    out, _ = answer(capsys, site, "exports", "--destinations", "-o", "name")
-    assert out.split() == ["checkpoints"]
-    _, err = answer(capsys, site, "export", "checkpoints/cli", "--wait", code=5)
-    assert "overwrite=True" in err
-    file = tmp_path / "here.safetensors"
-    answer(capsys, site, "export", "--to-client", str(file), "--replica", "1")
-    assert file.exists()
-    answer(capsys, site, "export", "--to-client", str(file), "--format", "dcp", code=2)
-    answer(capsys, site, "export", code=2)
-    answer(capsys, site, "exports", found["id"][:8], "--cancel", code=5)
-    every = ("--every-steps", "1000000", "--keep-last", "2", "--names", "rows", "-o", "json")
-    out, _ = answer(capsys, site, "export-schedule", "create", "checkpoints/every", *every)
-    (made,) = json.loads(out)["schedules"]
-    assert made["destination"] == "checkpoints/every/step-{step}"
-    out, _ = answer(capsys, site, "export-schedule", "list", "-o", "name")
-    assert out.split() == [made["id"]]
-    answer(capsys, site, "export-schedule", "delete", made["id"][:8])
-    answer(capsys, site, "export-schedule", "delete", made["id"][:8], code=4)

@@ -19,7 +19,6 @@ from google.protobuf.message_factory import GetMessageClass
 import paramd
 from paramd.errors import ASKED_BY_KEY, RANK_KEY, READS_KEY, ParamdError, UnreachableError
 from paramd.layout.edits.kinds import EditKind
-from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import handover
 from paramd.mesh.frames import stepping
 from paramd.mesh.mesh import Mesh
@@ -44,19 +43,13 @@ from paramd_service.control.mesh.coordinator import BoundaryRequest
 from paramd_service.control.mesh.sidecars import OwnChannels, SidecarCalls
 from paramd_service.sidecar.rpc.auth import ROLES, SERVICE
 from tests.edit_ops import edit_op
-from tests.integration.client_job import DEADLINE_S, JOB, Job, running_job, wait_for
-from tests.orders import bound, ordered, reads
+from tests.integration.client_job import DEADLINE_S, JOB, Job, halves, running_job, wait_for
+from tests.orders import bound, reads
 
 HALF = 1 << 20
+"""Each rank holds a half, at the same place of its arena: only its values tell whose it is."""
+
 SWAPS = ("addresses", "sockets", "both")
-
-
-def layout() -> Layout:
-    """Each rank holds a half, at the same place of its arena: only its values tell whose it is."""
-    pieces = (Piece(0, 0, Box((0,), (HALF,))), Piece(1, 0, Box((HALF,), (2 * HALF,))))
-    kind = TensorKind.PARAMETER
-    halves = TensorLayout("halves", "float32", (2 * HALF,), kind, pieces)
-    return Layout(world_size=2, arena_bytes=(4 * HALF, 4 * HALF), tensors=(halves,))
 
 
 def fill(job: Job) -> None:
@@ -66,7 +59,7 @@ def fill(job: Job) -> None:
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    with running_job(layout()) as job:
+    with running_job(halves(HALF, "halves")) as job:
         fill(job)
         with paramd.connect(job=JOB) as mesh:
             # A rank that has not joined has no place that could be another's.
@@ -186,46 +179,31 @@ def test_the_control_plane_takes_no_answer_of_another_rank(job: Job) -> None:
     asyncio.run(ask_all())
 
 
-def test_every_method_of_a_sidecar_refuses_what_is_for_another_rank(job: Job) -> None:
-    methods = [method for method in ROLES if method.startswith(f"/{SERVICE}/")]
-    assert len(methods) > 25
-    with grpc.insecure_channel(job.ranks[0].address) as channel:
-        for method in methods:
-            role = next(role for role in (Role.CONTROL, Role.COPIER) if role in ROLES[method])
-            ticket = bound(job.signer, role, 1, job=JOB)
-            metadata = (("authorization", f"Bearer {ticket}"), (RANK_KEY, "1"))
-            metadata = ordered(job.signer, method, metadata, [b""])
-            call = channel.unary_stream(method)(b"", timeout=5, metadata=metadata)
-            with suppress(grpc.RpcError):
-                list(call)
-            assert call.code() is grpc.StatusCode.UNAVAILABLE, method
-            assert "this is rank 0 of job 'client-test', not rank 1" in call.details()
-
-
-@pytest.mark.parametrize("op", ["map", "lend", "stage"])
-def test_the_unix_socket_refuses_what_is_for_another_rank(job: Job, op: str) -> None:
-    ticket = bound(job.signer, Role.EDITOR, 0, job=JOB)
-    with handover.connect(job.ranks[0].socket_path, timeout_s=5) as connection:
-        handover.send(connection, {"op": op, "ticket": ticket, "rank": 1})
-        answer, _ = handover.receive(connection)
-    assert (answer["op"], answer["code"]) == ("error", "UNAVAILABLE")
-    assert "not rank 1" in answer["message"]
-
-
-def test_a_gateway_takes_no_answer_of_another_rank(job: Job) -> None:
+def test_a_gateway_sends_what_all_ranks_have_and_takes_no_answer_of_another_rank(job: Job) -> None:
     """A sidecar that gathers for a thin client asks its peers as any client does."""
     one, other = job.ranks
-    ticket = bound(job.signer, Role.READER, 0, job=JOB)
-    other.address = one.address
-    job.send_mesh(one)
+    bearer = ("authorization", f"Bearer {bound(job.signer, Role.READER, 0, job=JOB)}")
+    handed = (READS_KEY, reads(job.signer, Role.READER, 2, job=JOB))
     with grpc.insecure_channel(one.address) as channel:
         stub: Any = sidecar_pb2_grpc.SidecarServiceStub(channel)
-        request = sidecar_pb2.SummonRequest(pattern="halves")
-        metadata = (("authorization", f"Bearer {ticket}"),)
-        handed = (READS_KEY, reads(job.signer, Role.READER, 2, job=JOB))
-        for told, why in (((), "good at this one alone"), ((handed,), "not rank 1")):
+
+        def gathered(pattern: str, *metadata: tuple[str, str]) -> torch.Tensor:
+            request = sidecar_pb2.SummonRequest(pattern=pattern)
+            answer = stub.Summon(request, timeout=10, metadata=(bearer, *metadata))
+            data = bytearray(b"".join(message.data for message in answer))
+            return torch.frombuffer(data, dtype=torch.float32)
+
+        check_halves(gathered("halves", handed))
+        assert gathered(f"halves[{HALF - 1}:{HALF + 2}]", handed).tolist() == [3, 4, 4]
+        other.address = one.address
+        job.send_mesh(one)
+        for pattern, told, why in (
+            ("nothing", (handed,), "no parameter matches"),
+            ("halves", (), "good at this one alone"),
+            ("halves", (handed,), "not rank 1"),
+        ):
             with pytest.raises(grpc.RpcError) as caught:
-                list(stub.Summon(request, timeout=10, metadata=(*metadata, *told)))
+                gathered(pattern, *told)
             error: Any = caught.value
             assert why in error.details()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import signal
@@ -11,46 +10,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramd.memory import handover
 from paramd.memory.control_page import Word
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.admission import OPEN_METHODS
 from tests.integration.fake_trainer import FakeTrainer, expect
 from tests.integration.sidecar_process import Client, SidecarProcess, ticket, values_of, wait_until
-
-SERVICE = "/paramd.v1.SidecarService/"
-METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["SidecarService"].methods]
-
-
-def raw(
-    client: Client, path: str, data: bytes = b"", authorization: str | None = None
-) -> grpc.StatusCode:
-    """Status of a call with raw bytes."""
-    metadata = (("authorization", authorization),) if authorization is not None else ()
-    call = client.channel.unary_stream(path)(data, timeout=5, metadata=metadata)
-    with contextlib.suppress(grpc.RpcError):
-        for _ in call:
-            pass
-    code = call.code()
-    assert isinstance(code, grpc.StatusCode)
-    return code
-
-
-def test_before_the_first_trainer_everything_is_unavailable(process: SidecarProcess) -> None:
-    address = process.log.partition('"address": "')[2].partition('"')[0]
-    client = Client(address)
-    try:
-        for method in (one for one in METHODS if SERVICE + one not in OPEN_METHODS):
-            code = raw(client, SERVICE + method, authorization=f"Bearer {ticket()}")
-            assert code is grpc.StatusCode.UNAVAILABLE
-        health = health_pb2_grpc.HealthStub(client.channel)
-        request = health_pb2.HealthCheckRequest(service="paramd.v1.SidecarService")
-        answer = health.Check(request, timeout=5)
-        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-    finally:
-        client.close()
 
 
 def test_a_plan_for_another_incarnation_or_layout_is_stale(client: Client) -> None:
@@ -106,14 +71,6 @@ def test_nonsense_on_the_unix_socket_is_answered(process: SidecarProcess) -> Non
             )
     finally:
         connection.close()
-
-
-def test_detach_ends_the_sidecar_in_order(process: SidecarProcess, trainer: FakeTrainer) -> None:
-    handover.send(trainer.connection, {"op": "detach"})
-    assert process.process.wait(timeout=10) == 0
-    steps = [line for line in process.log.splitlines() if '"drain"' in line]
-    assert len(steps) == 5
-    assert not process.socket_path.exists()
 
 
 def test_a_running_call_may_end_while_the_sidecar_drains(

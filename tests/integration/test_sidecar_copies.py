@@ -14,7 +14,6 @@ from typing import Any
 import grpc
 import pytest
 
-from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import handover
 from paramd.memory.continuation import RECORD, TABLE, KeptSlots
 from paramd.memory.control_page import Word
@@ -24,27 +23,14 @@ from paramd.trainer.resume.choice import RankOffer
 from paramd.trainer.resume.copies import Copies, Damaged
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
+from tests.integration.client_job import halves
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import SidecarProcess, wait_until
 from tests.leaks import open_files
 from tests.orders import Ordering, bound
 
 ARENA_BYTES = 8 << 20
-NUMEL = ARENA_BYTES // 8
 DEADLINE_S = 60.0
-LAYOUT = Layout(
-    world_size=2,
-    arena_bytes=(ARENA_BYTES, ARENA_BYTES),
-    tensors=(
-        TensorLayout(
-            "w",
-            "int64",
-            (2 * NUMEL,),
-            TensorKind.PARAMETER,
-            tuple(Piece(r, 0, Box((r * NUMEL,), ((r + 1) * NUMEL,))) for r in range(2)),
-        ),
-    ),
-)
 
 
 def ticket(role: Role, rank: int, incarnation: int = 1) -> str:
@@ -87,7 +73,7 @@ class Rank:
     def meet(self, ranks: list[Rank]) -> None:
         assert self.trainer is not None
         peers = [one.trainer.peer() for one in ranks if one.trainer is not None]
-        self.trainer.send_mesh(LAYOUT, peers, buddies=[1, 0])
+        self.trainer.send_mesh(halves(ARENA_BYTES // 4), peers, buddies=[1, 0])
 
     def stand(self, step: int) -> None:
         """Make `step` the state, and ask for its snapshot until it is made."""

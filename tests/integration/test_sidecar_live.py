@@ -20,8 +20,8 @@ from paramd.memory import handover
 from paramd.memory.control_page import PAGE_BYTES, Word
 from paramd.security.tickets import Role
 from tests.integration.client_job import Job, running_job
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach, layout_of
-from tests.integration.sidecar_process import SidecarProcess, ticket, wait_until
+from tests.integration.fake_trainer import FakeTrainer, layout_of
+from tests.integration.sidecar_process import SidecarProcess, ticket
 from tests.integration.test_client import layout, write_arenas
 
 ARENA_BYTES = 1 << 20
@@ -128,29 +128,6 @@ def test_any_other_request_is_refused_in_our_words(
     assert "handover-failed" not in process.log
 
 
-def test_without_a_mesh_and_after_a_torn_end_nothing_is_given(process: SidecarProcess) -> None:
-    attached = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
-    try:
-        assert refused(process.socket_path, asking()) == "UNAVAILABLE"
-    finally:
-        attached.close()
-
-
-def test_many_readers_leave_no_descriptor_behind(
-    process: SidecarProcess, trainer: FakeTrainer
-) -> None:
-    def count() -> int:
-        return len(os.listdir(f"/proc/{process.process.pid}/fd"))
-
-    with given(process.socket_path):
-        pass
-    before = count()
-    for _ in range(200):
-        with given(process.socket_path):
-            pass
-    wait_until(lambda: count() <= before, "descriptors are given back")
-
-
 @pytest.fixture
 def job() -> Iterator[Job]:
     with running_job(layout()) as found:
@@ -198,24 +175,6 @@ def test_a_summon_reads_settled_ranks_without_a_copy_and_without_a_trace(
         assert torch.equal(converted["rows"], whole["rows"][1:3].double())
         assert torch.equal(converted["turned"], whole["turned"].double())
         assert changed(job, before) == []
-
-
-def test_a_summon_of_what_is_not_settled_or_was_changed_is_of_snapshots(job: Job) -> None:
-    whole = write_arenas(job)
-    with paramd.connect(job.url, job.token) as mesh:
-        found = mesh.summon("rows")
-        assert torch.equal(found["rows"], whole["rows"])
-        copies = job.ranks[0].page[Word.COPY_BEGUN]
-        assert copies, "nobody vouches for it"
-        settle(job)
-        job.ranks[1].page[Word.SETTLED_DIGEST] = 1
-        with pytest.raises(ParamdError):
-            mesh.summon("rows", timeout=1.0)
-        settle(job)
-        job.ranks[1].page[Word.SETTLED_DIGEST] = 0
-        copies = job.ranks[0].page[Word.COPY_BEGUN]
-        assert torch.equal(mesh.summon("rows")["rows"], whole["rows"])
-        assert job.ranks[0].page[Word.COPY_BEGUN] == copies, "live again"
 
 
 def test_a_dead_socket_of_a_living_sidecar_is_no_reason_to_fail(job: Job) -> None:

@@ -15,11 +15,12 @@ from tests.integration.sidecar_process import Client, client_of, values_of
 
 
 def capture(
-    client: Client, number: int, *snapshot_ids: str, timeout_s: float = 5.0
+    client: Client, number: int, *snapshot_ids: str, timeout_s: float = 5.0, **fields: int
 ) -> pb.ReachBoundaryResponse:
     request = pb.ReachBoundaryRequest(
-        incarnation=client.incarnation, boundary=number, token=number, snapshot_ids=snapshot_ids
-    )
+        incarnation=client.incarnation, boundary=number, token=number, snapshot_ids=snapshot_ids,
+        **fields,
+    )  # fmt: skip
     answer = client.call("ReachBoundary", request, timeout_s)
     assert isinstance(answer, pb.ReachBoundaryResponse)
     return answer
@@ -98,4 +99,15 @@ def test_a_request_that_can_never_be_agreed_ends_at_once(
         assert (answer.captured, why in answer.reason) == (False, True), answer.reason
         assert time.monotonic() - begin_s < 30.0
         assert trainer.page[Word.READY] == 0
+    trainer.finish()
+
+
+def test_a_sidecar_obeys_no_lower_generation_than_it_has_met(trainer: FakeTrainer) -> None:
+    trainer.start()
+    with client_of(trainer, Role.CONTROL) as client:
+        assert capture(client, 1, generation=5).captured
+        with pytest.raises(grpc.RpcError, match="generation 5 has taken over") as refused:
+            capture(client, 2, generation=4)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert capture(client, 2, generation=6).captured
     trainer.finish()

@@ -18,12 +18,11 @@ import pytest
 from paramd import streams
 from paramd.cli.main import main
 from paramd.errors import DeniedError, NotFoundError, ParamdError, UsageError
-from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.security.tickets import Role
 from paramd.streams import DATA, FAILED, LAST, Opening
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import checksum_of
-from tests.integration.client_job import running_job
+from tests.integration.client_job import halves, running_job
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import (
     Client,
@@ -215,21 +214,18 @@ def test_a_range_outside_of_the_snapshot_is_refused(client: Client) -> None:
         assert "expected a range within" in str(error)
 
 
-def test_a_grant_of_a_released_snapshot_is_refused(client: Client) -> None:
+def test_a_grant_of_a_snapshot_that_is_released_or_not_filled_is_refused(
+    trainer: FakeTrainer, client: Client
+) -> None:
     pin = client.pin()
     grant = granted(client, pin.snapshot_id)
     client.release(pin.snapshot_id)
     assert isinstance(refusal(Stream(grant, 0, 1)), NotFoundError)
-    with pytest.raises(grpc.RpcError) as refused:
-        granted(client, pin.snapshot_id)
-    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-def test_a_grant_of_a_snapshot_that_is_not_filled_is_refused(trainer: FakeTrainer) -> None:
-    with client_of(trainer, Role.CONTROL) as client:
-        prepared = client.pin(at_boundary=True)
-        with pytest.raises(grpc.RpcError, match="schedule a boundary first"):
-            granted(client, prepared.snapshot_id)
+    with client_of(trainer, Role.CONTROL) as control:
+        prepared = control.pin(at_boundary=True)
+        for other, why in ((pin, "no such snapshot"), (prepared, "schedule a boundary first")):
+            with pytest.raises(grpc.RpcError, match=why):
+                granted(control, other.snapshot_id)
 
 
 def stalled(client: Client, snapshot_id: str) -> Stream:
@@ -359,15 +355,8 @@ def test_a_drained_sidecar_ends_its_streams_and_leaves_in_time(
         assert stream.ends()
 
 
-def big_layout() -> Layout:
-    half = ARENA_BYTES // 8
-    pieces = tuple(Piece(rank, 0, Box((rank * half,), ((rank + 1) * half,))) for rank in (0, 1))
-    tensor = TensorLayout("w", "int64", (2 * half,), TensorKind.PARAMETER, pieces)
-    return Layout(2, (ARENA_BYTES, ARENA_BYTES), (tensor,))
-
-
 def test_a_revoked_token_ends_its_stream_while_another_goes_on() -> None:
-    with running_job(big_layout()) as job, ExitStack() as stack:
+    with running_job(halves(ARENA_BYTES // 4)) as job, ExitStack() as stack:
         doomed, other = User(job, "doomed", stack), User(job, "other", stack)
         running = {user.name: _running(user, stack) for user in (doomed, other)}
         unused = _granted(doomed)

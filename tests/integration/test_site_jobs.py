@@ -18,14 +18,7 @@ import pytest
 
 from paramd.trainer.helpers.control_link import TIMEOUT_S as WAITS_S
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
-from tests.integration.control_process import (
-    TOKEN,
-    Control,
-    control_plane,
-    site_plane,
-    site_token,
-    until,
-)
+from tests.integration.control_process import TOKEN, Control, site_plane, site_token, until
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
@@ -327,25 +320,3 @@ async def test_no_generation_that_a_rank_names_ends_a_control_plane(control: Con
 def varint(value: int) -> bytes:
     low, rest = value & 127, value >> 7
     return bytes([low | 128]) + varint(rest) if rest else bytes([low])
-
-
-def test_registering_is_refused_where_and_how_it_must_not_be(control: Control) -> None:
-    with control_plane() as embedded:
-        refused = post(embedded, job="another", world_size=1)
-        assert refused.status_code == 409
-        assert "belongs to one job" in refused.json()["detail"]
-
-    def known() -> list[str]:
-        return [job["job"] for job in document(control, "")["jobs"]]
-
-    before = known()
-    for body in (
-        {"job": "../up", "world_size": 1},
-        {"job": "_site", "world_size": 1},
-        {"job": "run", "world_size": 0},
-        {"job": "run", "world_size": 1 << 20},
-        {"job": "run", "world_size": 1, "incarnation_floor": -1},
-        {"job": "run"},
-    ):
-        assert post(control, **body).status_code == 422, body
-    assert known() == before

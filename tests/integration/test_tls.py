@@ -21,7 +21,6 @@ import torch
 
 import paramd
 from paramd.errors import UnreachableError
-from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.peers.bulk import BulkStream, NoStreamError
 from paramd.mesh.peers.sidecars import StreamOffer
 from paramd.security import authority
@@ -29,7 +28,7 @@ from paramd.security.tickets import Role
 from paramd.security.tls import SCHEME, ClientTls, open_channel
 from paramd.streams import Grant, Opening
 from paramd.v1 import common_pb2, control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
-from tests.integration.client_job import JOB, Job, running_job
+from tests.integration.client_job import JOB, Job, halves, running_job
 from tests.integration.control_process import TOKEN, Control, FakeSidecar, control_plane, ticket
 from tests.integration.fake_trainer import TrainerSettings, attach
 from tests.integration.sidecar_process import Client, sidecar, wait_until
@@ -143,17 +142,11 @@ async def test_clients_without_a_certificate_are_refused_when_one_is_asked_for(
         assert await call_code(control.grpc_address, mine) is grpc.StatusCode.UNAUTHENTICATED
 
 
-def layout() -> Layout:
-    halves = (Piece(0, 0, Box((0, 0), (2, 4))), Piece(1, 0, Box((2, 0), (4, 4))))
-    weight = TensorLayout("weight", "float32", (4, 4), TensorKind.PARAMETER, halves)
-    return Layout(world_size=2, arena_bytes=(64, 64), tensors=(weight,))
-
-
 @pytest.fixture
 def job(certs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     # Its sidecars' memory is measured.
     monkeypatch.setenv("PARAMD_TESTS_COLD", "1")
-    with running_job(layout()) as found:
+    with running_job(halves(8)) as found:
         for rank in found.ranks:
             floats = rank.arena.buffer.cast("f")
             for at in range(8):
@@ -207,12 +200,6 @@ def test_a_whole_job_works_over_tls_and_its_clients_trust_the_ca(
 NUMEL = 3 << 20
 
 
-def large_layout() -> Layout:
-    halves = tuple(Piece(rank, 0, Box((rank * NUMEL,), ((rank + 1) * NUMEL,))) for rank in range(2))
-    weight = TensorLayout("weight", "float32", (2 * NUMEL,), TensorKind.PARAMETER, halves)
-    return Layout(world_size=2, arena_bytes=(4 * NUMEL, 4 * NUMEL), tensors=(weight,))
-
-
 @pytest.mark.parametrize(
     ("days", "trusted", "told"),
     [
@@ -250,7 +237,7 @@ def test_many_windows_cross_tls_whole(
 ) -> None:
     monkeypatch.setattr(StreamOffer, "leaves_host", property(lambda _: with_checksums))
     expected = torch.arange(2 * NUMEL, dtype=torch.float32)
-    with running_job(large_layout()) as job:
+    with running_job(halves(NUMEL)) as job:
         for rank in job.ranks:
             arena = torch.frombuffer(rank.arena.buffer, dtype=torch.float32)
             arena[:NUMEL] = expected[rank.rank * NUMEL : (rank.rank + 1) * NUMEL]
@@ -338,16 +325,6 @@ def stream_port(job: Job) -> int:
     found = psutil.Process(job.ranks[0].process.pid).net_connections("tcp")
     (port,) = {int(one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN} - {taken}
     return port
-
-
-def test_a_sidecars_certificate_is_replaced_while_a_client_reads_on(job: Job, certs: Path) -> None:
-    address = job.ranks[0].address
-    with paramd.connect(job.url, job.token) as mesh:
-        wait_until(lambda: _summons(mesh), "the sidecars have joined over TLS", 20.0)
-        authority.write(certs, names=NAMES, days=30)
-        shown = peer_certificate(address, certs / "ca.pem")
-        assert shown.split() == (certs / "server.pem").read_bytes().split()
-        assert _summons(mesh)
 
 
 def _summons(mesh: Any) -> bool:

@@ -294,17 +294,3 @@ def test_a_trainer_that_is_killed_goes_on_from_the_other_containers_memory(
         assert first is None
         assert second["step"] == step, training.output
         assert json.loads((life / f"final-{rank}").read_text()) == calm[rank]
-
-
-@pytest.mark.timeout(120)
-def test_without_the_other_container_the_error_says_what_to_run(pod: Pod, tmp_path: Path) -> None:
-    with pod.container(
-        "training", sys.executable, "-m", "tests.multiprocess.workers.stamp",
-        "--kind", "plain", "--stop", str(tmp_path / "stop"),
-        PARAMD_SIDECAR="external", PARAMD_SIDECAR_START_TIMEOUT_S="5",
-        WORLD_SIZE="1", RANK="0", LOCAL_RANK="0",
-    ) as training:  # fmt: skip
-        wait_until(
-            lambda: "paramd sidecar host" in training.output, "refused", timeout_s=PATIENCE_S
-        )
-        assert str(pod.state / "_sidecars" / "host.sock") in training.output

@@ -18,13 +18,10 @@ import httpx2
 import pytest
 import yaml
 
-from paramd import places
 from paramd.cli.main import main
 from paramd.errors import UsageError
 from paramd_service.control.alerts.config import Rule
-from paramd_service.control.base.config import ControlConfig
 from paramd_service.control.base.site import read_token
-from tests.integration.control_process import site_plane
 from tests.launch import ROOT
 from tests.needs import program
 
@@ -78,17 +75,6 @@ def test_the_local_mesh_is_read_as_it_says_and_ends_on_ctrl_c(
     assert list(tmp_path.glob("paramd-mesh-*")) == []
 
 
-def test_a_site_takes_its_token_from_a_file_and_keeps_no_copy(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text("a-token-from-a-file\n")
-    path.chmod(0o600)
-    with site_plane("--token-file", str(path)) as control:
-        assert control.get("/api/v1/jobs", "a-token-from-a-file").status_code == 200
-        assert control.get("/api/v1/jobs", "another-token-of-that-size").status_code == 401
-        assert not (places.state_dir() / "_site" / "token").exists()
-        assert "a-token-from-a-file" not in control.log.read_text()
-
-
 @pytest.mark.parametrize("text", ["", "short\n", "with a blank in it, long\n", "ünicode" * 4])
 def test_a_file_without_a_good_token_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "token"
@@ -105,16 +91,6 @@ def test_a_file_without_a_good_token_is_refused(tmp_path: Path, text: str) -> No
 def unit_command() -> list[str]:
     (line,) = re.findall(r"^ExecStart=(.*)$", UNIT.read_text(), re.MULTILINE)
     return shlex.split(line)
-
-
-def test_the_unit_starts_the_control_plane_with_options_that_it_has() -> None:
-    _, dash_m, module, *arguments = unit_command()
-    assert (dash_m, module) == ("-m", "paramd_service.control")
-    config = ControlConfig.from_arguments(arguments)
-    assert config.token_file == "%d/token"
-    assert re.search(
-        r"^Environment=PARAMD_LISTEN=127\.0\.0\.1:\d+$", UNIT.read_text(), re.MULTILINE
-    )
 
 
 def test_the_unit_is_sound_and_little_exposed(tmp_path: Path) -> None:

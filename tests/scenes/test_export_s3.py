@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import boto3
@@ -80,20 +78,6 @@ class Store:
         return found
 
 
-@contextmanager
-def environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> None:
     """Not looked at here: the store's client keeps its connections as long as the process."""
@@ -103,9 +87,11 @@ def nothing_is_left_behind() -> None:
 def store() -> Iterator[Store]:
     command = [sys.executable, "-c", _SERVER]
     with (
-        environment(KEYS),
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server,
+        pytest.MonkeyPatch.context() as patch,
     ):
+        for name, value in KEYS.items():
+            patch.setenv(name, value)
         assert server.stdout is not None
         try:
             found = Store(int(server.stdout.readline()))

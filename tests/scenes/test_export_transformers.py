@@ -25,18 +25,14 @@ from tests.integration.export_mesh import raw, still_mesh
 transformers = pytest.importorskip("transformers")
 
 WORDS = 61
+SMALL = {
+    "vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 def llama(*, tied: bool) -> torch.nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=28,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
+    config = transformers.LlamaConfig(**SMALL, intermediate_size=28, tie_word_embeddings=tied)
     return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
 
@@ -49,14 +45,7 @@ def gpt2() -> torch.nn.Module:
 
 def mixture() -> torch.nn.Module:
     config = transformers.MixtralConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
+        **SMALL, intermediate_size=20, num_local_experts=4, num_experts_per_tok=2
     )
     return transformers.MixtralForCausalLM(config)  # type: ignore[no-any-return]
 

@@ -8,31 +8,6 @@ from typing import Any
 import pytest
 
 from paramd.errors import UsageError
-from paramd.integrations import versions
-from paramd.integrations.versions import require
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        ("4.57.1", "transformers 4.57.1 is installed"),
-        ("6.0", "transformers 6.0 is installed"),
-        (None, "this needs transformers>=5.0,<6; run: pip install 'paramd[hf]'"),
-    ],
-)
-def test_a_version_out_of_range_is_named_with_the_range(
-    found: str | None, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def version(package: str) -> str:
-        if found is None:
-            raise versions.PackageNotFoundError(package)
-        return found
-
-    monkeypatch.setattr(versions, "version", version)
-    with pytest.raises(UsageError) as caught:
-        require("transformers", at_least="5.0", below="6", extra="hf")
-    assert said in str(caught.value)
-    assert "transformers>=5.0,<6" in str(caught.value)
 
 
 def test_a_strategy_that_is_not_served_is_named_with_those_that_are() -> None:

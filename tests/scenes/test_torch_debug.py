@@ -16,7 +16,6 @@ pytest.importorskip("jinja2")
 
 from torch.distributed.debug import _frontend
 
-from paramd.errors import UsageError
 from paramd.integrations.torch_debug import ParamdHandler
 from tests.launch import start_ranks
 from tests.multiprocess.truth import wait_until
@@ -87,16 +86,3 @@ def test_torchs_server_shows_which_rank_keeps_the_others_waiting(
         except BaseException:
             print(ranks.outputs())
             raise
-
-
-def test_without_the_job_the_reason_stands_on_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path))
-    handler = ParamdHandler(job="nowhere")
-    with server(handler, monkeypatch) as url:
-        assert "paramd has no answer" in page(f"{url}/paramd")
-        assert "error" in json.loads(page(f"{url}/paramd_json"))
-    assert str(handler.dump()).startswith("paramd has no answer")
-    with pytest.raises(UsageError, match="0 to 100"):
-        ParamdHandler(job="nowhere", log_lines=101)

@@ -63,25 +63,6 @@ def test_a_link_signs_in_once_and_leaves_no_code_in_the_address(
         tab.messages.clear()  # the refusal
 
 
-def test_the_mesh_shows_what_the_ranks_report(tab: Tab, door: Door) -> None:
-    tab.open("mesh", rank="1")
-    tiles = tab.page.locator(".tile")
-    tiles.nth(1).wait_for()
-    told = door.get("ranks")["ranks"]
-    assert tiles.count() == len(told) == 2
-    tab.see(f"pid {told[1]['trainer_pid']},")
-    tab.see(f"pid {told[1]['sidecar_pid']},")
-    assert "axes shard 2" in tab.page.inner_text("main")
-    shown = int(tiles.nth(0).locator(".line").first.inner_text().split()[1].replace(",", ""))
-    assert 0 < shown <= door.get("ranks")["ranks"][0]["step"]
-    tab.page.get_by_role("button", name="Read the log").click()
-    log = tab.page.get_by_role("region", name="sidecar of rank 1")
-    log.wait_for()
-    assert '"event": "serving"' in log.inner_text()
-    assert tab.violations() == []
-    tab.page.get_by_role("button", name="Read again").click()
-
-
 def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     stats = door.get("params/stats", filter="still.weight")["stats"][0]
     tab.open("params", filter="still.weight", name="still.weight")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.web.door import Door, Tab, wait_for
 
 NAME = "still.bias"
@@ -93,24 +91,9 @@ def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) 
     wait_for("the mark is gone", lambda: not any(m["name"] for m in door.get("marks")["marks"]))
 
 
-def test_an_export_is_started_followed_and_verified(tab: Tab, door: Door, exports: Path) -> None:
+def test_exports_are_scheduled_and_a_schedule_removed(tab: Tab, door: Door) -> None:
     page = tab.page
     tab.open("exports")
-    page.fill("input[name=key]", "run/one")
-    page.get_by_role("button", name="Export", exact=True).click()
-    shown = page.locator("li[data-export]").filter(has_text="local/run/one")
-    shown.get_by_text("DONE").wait_for()
-    (told,) = (e for e in door.get("exports")["exports"] if e["destination"] == "local/run/one")
-    assert told["state"] == "DONE"
-    assert f"step {told['step']:,}" in shown.inner_text()
-    assert "local/run/one" in shown.inner_text()
-    shown.get_by_role("button", name="Files").click()
-    files = page.get_by_role("table", name="Files")
-    files.wait_for()
-    written = {path.name for path in (exports / "run" / "one").iterdir()}
-    for file in door.get(f"exports/{told['id']}")["files"]:
-        files.get_by_text(file["name"], exact=True).wait_for()
-        assert file["name"] in written
     page.select_option("select[name=when]", "steps")
     page.fill("input[name=key]", "run/more")
     page.fill("input[name=every]", "1000000")

@@ -76,12 +76,6 @@ def planted(door: Door, name: str) -> Iterator[None]:
     (door.folder / name).unlink()
 
 
-def test_is_it_healthy(tab: Tab, door: Door) -> None:
-    with begun(tab, "is it healthy", most=0) as task:
-        told = door.get("/jobs")["jobs"][0]["health"]
-        task.page.get_by_label("Health").get_by_text(told).first.wait_for()
-
-
 def test_the_largest_update_and_gradient(tab: Tab) -> None:
     with begun(tab, "largest update; gradient", most=5) as task:
         task.go("Parameters")

@@ -332,8 +332,8 @@ BUGS = (
     Bug(
         name="memory that a client has mapped is used again",
         file=SIDECAR + "snapshots/store.py",
-        old="if self._closed or snapshot.tainted or snapshot.map_count:",
-        new="if self._closed or snapshot.tainted:",
+        old="if self._closed or snapshot.tainted or snapshot.map_count or block.lost:",
+        new="if self._closed or snapshot.tainted or block.lost:",
         tests=("unit/sidecar/test_sidecar_snapshots.py",),
     ),
     Bug(

@@ -80,7 +80,7 @@ def test_replaced_files_are_taken_up_when_they_fit(files: TlsFiles, tmp_path: Pa
     files.cert.write_bytes(b"-----BEGIN CERTIFICATE-----\nsecret\n")
     assert not tls.refresh()
     assert tls.expires_s == before_s
-    assert "no PEM" in tls.failure
+    assert "not readable PEM" in tls.failure
     assert "secret" not in tls.failure
     files.cert.unlink()
     assert not tls.refresh()

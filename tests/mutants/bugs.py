@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 CLIENT = "client/paramd/"
@@ -24,323 +25,266 @@ class Bug:
     """Below `tests/`; at least one of them must fail."""
 
 
+def planted(file: str, *tests: str) -> Callable[[str, str, str], Bug]:
+    """What makes the bugs of one file, given name, `old` and `new`."""
+    return lambda name, old, new: Bug(name=name, file=file, old=old, new=new, tests=tests)
+
+
+GATE = planted(
+    CLIENT + "memory/gate.py",
+    "unit/memory/test_gate.py",
+    "unit/trainer/test_boundary.py",
+    "unit/trainer/test_editing.py",
+)
+WATCH = planted(CLIENT + "trainer/home/watch.py", "unit/trainer/test_glance.py")
+AGREEMENT = planted(CLIENT + "trainer/boundary/agreement.py", "unit/trainer/test_agreement.py")
+HOLD = planted(
+    CLIENT + "trainer/boundary/hold.py",
+    "unit/trainer/test_acting.py",
+    "unit/trainer/test_holding.py",
+)
+EDITS = planted(CLIENT + "trainer/boundary/edits.py", "unit/trainer/test_editing.py")
+MERGE = planted(CLIENT + "layout/merge.py", "unit/layout/test_merge.py")
+PLAN = planted(CLIENT + "layout/plan.py", "unit/layout/test_plan.py", "unit/layout/test_stats.py")
+SIDECARS = planted(CLIENT + "mesh/peers/sidecars.py", "unit/mesh/test_pin.py")
+STREAM = planted(CLIENT + "mesh/reading/stream.py", "unit/mesh/test_read.py")
+TICKETS = planted(CLIENT + "security/tickets.py", "unit/test_tickets.py")
+ORDERS = planted(SIDECAR + "orders.py", "unit/test_tickets.py", "integration/test_identity.py")
+AUTH = planted(
+    SIDECAR + "rpc/auth.py", "unit/sidecar/test_sidecar_parts.py", "integration/test_identity.py"
+)
+OWNER = planted(SIDECAR + "owner.py", "unit/sidecar/test_sidecar_parts.py")
+RANK = planted(SIDECAR + "rank.py", "integration/test_sidecar_admission.py")
+ADMISSION = planted("service/paramd_service/admission.py", "integration/test_bounds.py")
+UNIX_SERVER = planted(SIDECAR + "rpc/unix_server.py", "integration/test_auth_grpc.py")
+SNAPSHOTS = planted(SIDECAR + "snapshots/store.py", "unit/sidecar/test_sidecar_snapshots.py")
+EDIT_ENTRY = planted(SIDECAR + "edits/entry.py", "unit/sidecar/test_edits.py")
+EDIT_DATA = planted(SIDECAR + "edits/receive.py", "unit/sidecar/test_edits.py")
+PAGE_REQUESTS = planted(SIDECAR + "copying/page_requests.py", "unit/trainer/test_agreement.py")
+AIO = planted("service/paramd_service/aio.py", "unit/test_aio.py")
+JOIN = planted(
+    CONTROL + "access/join.py",
+    "unit/control/test_revocations.py",
+    "unit/control/test_auth_guard.py",
+    "unit/control/test_control_http.py",
+    "integration/test_revocation.py",
+)
+DOORWAY = planted(CONTROL + "access/doorway.py", "unit/control/test_session.py")
+COORDINATOR = planted(CONTROL + "mesh/coordinator.py", "unit/control/test_control_coordinator.py")
+EDIT_MACHINE = planted(
+    CONTROL + "edits/machine.py", "unit/control/test_edits_machine.py", "model/test_edit_machine.py"
+)
+EDIT_SERVICE = planted(CONTROL + "edits/service.py", "integration/test_edits_control.py")
+ROLES = planted(CONTROL + "access/roles.py", "unit/control/test_auth_roles.py")
+DIRECTORY = planted(
+    "service/paramd_service/destinations/directory.py",
+    "unit/exports/test_destinations.py",
+    "integration/test_export_files.py",
+)
+MEGATRON = planted(CLIENT + "integrations/megatron.py", "unit/test_partitioned.py")
+
 BUGS = (
-    Bug(
-        name="the gate is not looked at after a copy",
-        file=CLIENT + "memory/gate.py",
-        old="""        at_point("copy-moved")
+    GATE(
+        "the gate is not looked at after a copy",
+        """        at_point("copy-moved")
         if words[proof] != value:
             return CopyEnd.OVERTAKEN, state
 """,
-        new="""        at_point("copy-moved")
+        """        at_point("copy-moved")
 """,
-        tests=("unit/memory/test_gate.py",),
     ),
-    Bug(
-        name="a copy begins inside an update",
-        file=CLIENT + "memory/gate.py",
-        old="""    if seq & 1:
+    GATE(
+        "a copy begins inside an update",
+        """    if seq & 1:
         return CopyEnd.UPDATING, state_of(page)
 """,
-        new="",
-        tests=("unit/memory/test_gate.py",),
+        "",
     ),
-    Bug(
-        name="a state is settled when the update ends",
-        file=CLIENT + "memory/gate.py",
-        old="        words[_REST] = self._rests\n",
-        new="        words[_REST] = self._rests\n        words[_SEQ] += 1\n",
-        tests=("unit/memory/test_gate.py", "unit/trainer/test_boundary.py"),
+    GATE(
+        "a state is settled when the update ends",
+        "        words[_REST] = self._rests\n",
+        "        words[_REST] = self._rests\n        words[_SEQ] += 1\n",
     ),
-    Bug(
-        name="SEQ is even before STEP is written",
-        file=CLIENT + "memory/gate.py",
-        old="        words[_STEP], words[_ITERATION] = step, iteration\n",
-        new="        words[_SEQ] += words[_SEQ] & 1\n"
+    GATE(
+        "SEQ is even before STEP is written",
         "        words[_STEP], words[_ITERATION] = step, iteration\n",
-        tests=("unit/memory/test_gate.py",),
+        "        words[_SEQ] += words[_SEQ] & 1\n"
+        "        words[_STEP], words[_ITERATION] = step, iteration\n",
     ),
-    Bug(
-        name="parameters that were not found right are settled",
-        file=CLIENT + "memory/gate.py",
-        old="        if proven and words[_SEQ] & 1:\n",
-        new="        if words[_SEQ] & 1:\n",
-        tests=("unit/memory/test_gate.py", "unit/trainer/test_boundary.py"),
+    GATE(
+        "parameters that were not found right are settled",
+        "if proven and words[_SEQ] & 1:",
+        "if words[_SEQ] & 1:",
     ),
-    Bug(
-        name="what rests changes during a copy",
-        file=CLIENT + "memory/gate.py",
-        old="    if end is CopyEnd.DONE and digest() != before:\n",
-        new="    if False:\n",
-        tests=("unit/memory/test_gate.py", "unit/trainer/test_boundary.py"),
+    GATE(
+        "what rests changes during a copy",
+        "if end is CopyEnd.DONE and digest() != before:",
+        "if False:",
     ),
-    Bug(
-        name="tensors whose `.data` was replaced seem unchanged at a glance",
-        file=CLIENT + "trainer/home/watch.py",
-        old="            and take(self._inner).tobytes() == self._inner_words\n",
-        new="",
-        tests=("unit/trainer/test_glance.py",),
-    ),
-    Bug(
-        name="a parameter in another's place and memory is not watched",
-        file=CLIENT + "trainer/home/watch.py",
-        old="if glance is not None and all(map(is_, map(getitem, owners, keys), glance.tensors)):",
-        new="if glance is not None:",
-        tests=("unit/trainer/test_glance.py",),
-    ),
-    Bug(
-        name="ranks one iteration apart agree",
-        file=CLIENT + "trainer/boundary/agreement.py",
-        old=" and lowest == -minus_highest\n",
-        new="\n",
-        tests=("unit/trainer/test_agreement.py",),
-    ),
-    Bug(
-        name="an edit is not counted",
-        file=CLIENT + "memory/gate.py",
-        old="""        words[_EDITS] += 1
+    GATE(
+        "an edit is not counted",
+        """        words[_EDITS] += 1
         words[_SEQ] += 1
 """,
-        new="""        words[_SEQ] += 1
+        """        words[_SEQ] += 1
 """,
-        tests=("unit/memory/test_gate.py", "unit/trainer/test_editing.py"),
     ),
-    Bug(
-        name="a client does not bring frequent rounds back",
-        file=CLIENT + "trainer/boundary/hold.py",
-        old="quiet=words[Word.CLIENTS_UNTIL_NS] < now_ns,",
-        new="quiet=True,",
-        tests=("unit/trainer/test_acting.py",),
+    WATCH(
+        "tensors whose `.data` was replaced seem unchanged at a glance",
+        "            and take(self._inner).tobytes() == self._inner_words\n",
+        "",
     ),
-    Bug(
-        name="a quiet training may not hear a request for thousands of steps",
-        file=CLIENT + "trainer/boundary/agreement.py",
-        old="longest = min(QUIET_BOUNDARIES, ",
-        new="longest = max(QUIET_BOUNDARIES, ",
-        tests=("unit/trainer/test_agreement.py",),
+    WATCH(
+        "a parameter in another's place and memory is not watched",
+        "if glance is not None and all(map(is_, map(getitem, owners, keys), glance.tensors)):",
+        "if glance is not None:",
     ),
-    Bug(
-        name="equal numbers of two control planes are agreed",
-        file=CLIENT + "trainer/boundary/agreement.py",
-        old=" and token == -minus_token and",
-        new=" and",
-        tests=("unit/trainer/test_agreement.py",),
+    AGREEMENT("ranks one iteration apart agree", " and lowest == -minus_highest\n", "\n"),
+    AGREEMENT(
+        "a quiet training may not hear a request for thousands of steps",
+        "longest = min(QUIET_BOUNDARIES, ",
+        "longest = max(QUIET_BOUNDARIES, ",
     ),
-    Bug(
-        name="a rank that was never asked is pulled along",
-        file=CLIENT + "trainer/boundary/agreement.py",
-        old="same = number == -minus_number and",
-        new="same =",
-        tests=("unit/trainer/test_agreement.py",),
+    AGREEMENT(
+        "equal numbers of two control planes are agreed", " and token == -minus_token and", " and"
     ),
-    Bug(
-        name="a request that is taken back meanwhile stays promised",
-        file=CLIENT + "trainer/boundary/agreement.py",
-        old="""    if words[Word.READY] != number or words[Word.TOKEN] != request.token:
+    AGREEMENT(
+        "a rank that was never asked is pulled along",
+        "same = number == -minus_number and",
+        "same =",
+    ),
+    AGREEMENT(
+        "a request that is taken back meanwhile stays promised",
+        """    if words[Word.READY] != number or words[Word.TOKEN] != request.token:
         words[Word.PROMISED] = 0
         return NOTHING
 """,
-        new="",
-        tests=("unit/trainer/test_agreement.py",),
+        "",
     ),
-    Bug(
-        name="a request is agreed twice",
-        file=CLIENT + "trainer/boundary/agreement.py",
-        old="if not same or number <= self._last_agreed:",
-        new="if not same:",
-        tests=("unit/trainer/test_agreement.py",),
+    AGREEMENT(
+        "a request is agreed twice", "if not same or number <= self._last_agreed:", "if not same:"
     ),
-    Bug(
-        name="a promised edit is given up as early as anything else",
-        file=CLIENT + "trainer/boundary/agreement.py",
-        old="self._edit_timeout_s if self._request.action == EDIT else self._timeout_s",
-        new="self._timeout_s",
-        tests=("unit/trainer/test_agreement.py",),
+    AGREEMENT(
+        "a promised edit is given up as early as anything else",
+        "self._edit_timeout_s if self._request.action == EDIT else self._timeout_s",
+        "self._timeout_s",
     ),
-    Bug(
-        name="an edit is applied twice on one rank",
-        file=CLIENT + "trainer/boundary/edits.py",
-        old="            self._run(preparation.steps)\n",
-        new="            self._run(preparation.steps)\n            self._run(preparation.steps)\n",
-        tests=("unit/trainer/test_editing.py",),
+    HOLD(
+        "a client does not bring frequent rounds back",
+        "quiet=words[Word.CLIENTS_UNTIL_NS] < now_ns,",
+        "quiet=True,",
     ),
-    Bug(
-        name="an edit that failed half way is served",
-        file=CLIENT + "trainer/boundary/edits.py",
-        old="""            self.failed = True
+    HOLD("a hold outlives its lease", "return self._clock_ns() < until_ns", "return True"),
+    EDITS(
+        "an edit is applied twice on one rank",
+        "            self._run(preparation.steps)\n",
+        "            self._run(preparation.steps)\n            self._run(preparation.steps)\n",
+    ),
+    EDITS(
+        "an edit that failed half way is served",
+        """            self.failed = True
             words[Word.EDIT_FAILED] = request.number
             raise
 """,
-        new="""            words[Word.EDIT_FAILED] = request.number
+        """            words[Word.EDIT_FAILED] = request.number
 """,
-        tests=("unit/trainer/test_editing.py",),
     ),
-    Bug(
-        name="a hold outlives its lease",
-        file=CLIENT + "trainer/boundary/hold.py",
-        old="return self._clock_ns() < until_ns",
-        new="return True",
-        tests=("unit/trainer/test_holding.py",),
+    MERGE("ranks that tie different tensors are accepted", "if known != fqn:", "if False:"),
+    MERGE(
+        "the layout's digest does not tell whether it is mirrored",
+        "if layout.mirrored:\n        digest",
+        "if False:\n        digest",
     ),
-    Bug(
-        name="ranks that tie different tensors are accepted",
-        file=CLIENT + "layout/merge.py",
-        old="                if known != fqn:\n",
-        new="                if False:\n",
-        tests=("unit/layout/test_merge.py",),
+    PLAN(
+        "a replica counts twice",
+        "found.setdefault(piece.region, []).append(piece)",
+        "found.setdefault((piece.region, piece.rank), []).append(piece)",
     ),
-    Bug(
-        name="the layout's digest does not tell whether it is mirrored",
-        file=CLIENT + "layout/merge.py",
-        old="    if layout.mirrored:\n        digest",
-        new="    if False:\n        digest",
-        tests=("unit/layout/test_merge.py",),
+    SIDECARS(
+        "states with different edits are one state",
+        "found = {pin.state for pin in pins}",
+        "found = {pin.state._replace(edits=0) for pin in pins}",
     ),
-    Bug(
-        name="a replica counts twice",
-        file=CLIENT + "layout/plan.py",
-        old="found.setdefault(piece.region, []).append(piece)",
-        new="found.setdefault((piece.region, piece.rank), []).append(piece)",
-        tests=("unit/layout/test_plan.py", "unit/layout/test_stats.py"),
+    STREAM(
+        "another step's bytes are read",
+        "if sent != expected:",
+        "if sent.incarnation != expected.incarnation:",
     ),
-    Bug(
-        name="states with different edits are one state",
-        file=CLIENT + "mesh/peers/sidecars.py",
-        old="found = {pin.state for pin in pins}",
-        new="found = {pin.state._replace(edits=0) for pin in pins}",
-        tests=("unit/mesh/test_pin.py",),
+    STREAM("checksums are not compared", "        chunk.check()\n", ""),
+    STREAM(
+        "a gap in a stream is not seen", "if offset_bytes != self.offset_bytes or end", "if end"
     ),
-    Bug(
-        name="another step's bytes are read",
-        file=CLIENT + "mesh/reading/stream.py",
-        old="if sent != expected:",
-        new="if sent.incarnation != expected.incarnation:",
-        tests=("unit/mesh/test_read.py",),
+    TICKETS("an expired ticket is good", "if late_s > CLOCK_SKEW_S:", "if False:"),
+    TICKETS(
+        "a ticket of another incarnation is good",
+        "if claims.incarnation != incarnation:",
+        "if False:",
     ),
-    Bug(
-        name="checksums are not compared",
-        file=CLIENT + "mesh/reading/stream.py",
-        old="        chunk.check()\n",
-        new="",
-        tests=("unit/mesh/test_read.py",),
+    TICKETS(
+        "a ticket shown with another server's key is good",
+        "if not (_fits(proof, self._place, claims.keys)",
+        "if not (bool(proof)",
     ),
-    Bug(
-        name="a gap in a stream is not seen",
-        file=CLIENT + "mesh/reading/stream.py",
-        old="if offset_bytes != self.offset_bytes or end",
-        new="if end",
-        tests=("unit/mesh/test_read.py",),
+    TICKETS(
+        "a ticket without keys is good",
+        "if role in OF_RANKS else keys is not None",
+        "if role in OF_RANKS else True",
     ),
-    Bug(
-        name="an expired ticket is good",
-        file=CLIENT + "security/tickets.py",
-        old="        if late_s > CLOCK_SKEW_S:\n",
-        new="        if False:\n",
-        tests=("unit/test_tickets.py",),
+    TICKETS(
+        "the signature is not looked at",
+        "self._jws.decode(ticket, self._key, [_ALGORITHM])",
+        "pass",
     ),
-    Bug(
-        name="a ticket of another incarnation is good",
-        file=CLIENT + "security/tickets.py",
-        old="        if claims.incarnation != incarnation:\n",
-        new="        if False:\n",
-        tests=("unit/test_tickets.py",),
+    ORDERS("an order of the control plane is taken again", "number in self._taken:", "False:"),
+    AUTH(
+        "an order of the control plane is good for another request",
+        "if order is not None and order.digest != CALLER.get().told:",
+        "if False:",
     ),
-    Bug(
-        name="a ticket shown with another server's key is good",
-        file=CLIENT + "security/tickets.py",
-        old="        if not (_fits(proof, self._place, claims.keys)",
-        new="        if not (bool(proof)",
-        tests=("unit/test_tickets.py",),
+    AUTH(
+        "two authorization values are as good as one",
+        "if len(values) == 1 and isinstance",
+        "if values and isinstance",
     ),
-    Bug(
-        name="a ticket without keys is good",
-        file=CLIENT + "security/tickets.py",
-        old=" if role in OF_RANKS else keys is not None\n",
-        new=" if role in OF_RANKS else True\n",
-        tests=("unit/test_tickets.py",),
+    OWNER(
+        "a stale incarnation takes a sidecar over",
+        "if stale or (request.incarnation == owner.incarnation and not same):",
+        "if False:",
     ),
-    Bug(
-        name="an order of the control plane is taken again",
-        file=SIDECAR + "orders.py",
-        old="number in self._taken:",
-        new="False:",
-        tests=("unit/test_tickets.py", "integration/test_identity.py"),
+    OWNER(
+        "a trainer that died inside an update left whole parameters",
+        "torn = inside or words",
+        "torn = words",
     ),
-    Bug(
-        name="an order of the control plane is good for another request",
-        file=SIDECAR + "rpc/auth.py",
-        old="if order is not None and order.digest != CALLER.get().told:",
-        new="if False:",
-        tests=("integration/test_identity.py",),
+    RANK(
+        "a plan of another incarnation is served",
+        "if incarnation != self.incarnation or layout_digest != mesh.layout_digest:",
+        "if layout_digest != mesh.layout_digest:",
     ),
-    Bug(
-        name="a request's parts are not counted before they are parsed",
-        file="service/paramd_service/admission.py",
-        old="MAX_PARTS: Final = 1 << 17\n",
-        new="MAX_PARTS: Final = 1 << 30\n",
-        tests=("integration/test_bounds.py",),
+    UNIX_SERVER(
+        "a viewer maps snapshots",
+        "check_role(self._caller(message), GATHERERS)\n        snapshot_id",
+        "self._caller(message)\n        snapshot_id",
     ),
-    Bug(
-        name="the signature is not looked at",
-        file=CLIENT + "security/tickets.py",
-        old="            self._jws.decode(ticket, self._key, [_ALGORITHM])\n",
-        new="            pass\n",
-        tests=("unit/test_tickets.py",),
+    ADMISSION(
+        "a request's parts are not counted before they are parsed",
+        "MAX_PARTS: Final = 1 << 17",
+        "MAX_PARTS: Final = 1 << 30",
     ),
-    Bug(
-        name="a stale incarnation takes a sidecar over",
-        file=SIDECAR + "owner.py",
-        old="    if stale or (request.incarnation == owner.incarnation and not same):\n",
-        new="    if False:\n",
-        tests=("unit/sidecar/test_sidecar_parts.py",),
+    SNAPSHOTS(
+        "a snapshot outlives its lease",
+        "if lease is None or lease.expires_ns <= self._clock_ns():",
+        "if lease is None:",
     ),
-    Bug(
-        name="a plan of another incarnation is served",
-        file=SIDECAR + "rank.py",
-        old="if incarnation != self.incarnation or layout_digest != mesh.layout_digest:",
-        new="if layout_digest != mesh.layout_digest:",
-        tests=("integration/test_sidecar_admission.py",),
+    SNAPSHOTS(
+        "memory that a client has mapped is used again",
+        "if self._closed or snapshot.tainted or snapshot.map_count or block.lost:",
+        "if self._closed or snapshot.tainted or block.lost:",
     ),
-    Bug(
-        name="a trainer that died inside an update left whole parameters",
-        file=SIDECAR + "owner.py",
-        old="torn = inside or words",
-        new="torn = words",
-        tests=("unit/sidecar/test_sidecar_parts.py",),
-    ),
-    Bug(
-        name="two authorization values are as good as one",
-        file=SIDECAR + "rpc/auth.py",
-        old="if len(values) == 1 and isinstance",
-        new="if values and isinstance",
-        tests=("unit/sidecar/test_sidecar_parts.py",),
-    ),
-    Bug(
-        name="a viewer maps snapshots",
-        file=SIDECAR + "rpc/unix_server.py",
-        old="        check_role(self._caller(message), GATHERERS)\n        snapshot_id",
-        new="        self._caller(message)\n        snapshot_id",
-        tests=("integration/test_auth_grpc.py",),
-    ),
-    Bug(
-        name="a snapshot outlives its lease",
-        file=SIDECAR + "snapshots/store.py",
-        old="if lease is None or lease.expires_ns <= self._clock_ns():",
-        new="if lease is None:",
-        tests=("unit/sidecar/test_sidecar_snapshots.py",),
-    ),
-    Bug(
-        name="memory that a client has mapped is used again",
-        file=SIDECAR + "snapshots/store.py",
-        old="if self._closed or snapshot.tainted or snapshot.map_count or block.lost:",
-        new="if self._closed or snapshot.tainted or block.lost:",
-        tests=("unit/sidecar/test_sidecar_snapshots.py",),
-    ),
-    Bug(
-        name="an undo swaps ranges of equal shape",
-        file=SIDECAR + "edits/entry.py",
-        old="    undoing = (_undoing(one, reset_moments) for one in records)\n",
-        new="    twins = {}\n"
+    EDIT_ENTRY(
+        "an undo swaps ranges of equal shape",
+        "    undoing = (_undoing(one, reset_moments) for one in records)\n",
+        "    twins = {}\n"
         "    for one in records:\n"
         "        twins.setdefault(one.sizes, []).append(one)\n"
         "    undoing = [\n"
@@ -349,135 +293,82 @@ BUGS = (
         "        )\n"
         "        for one in records\n"
         "    ]\n",
-        tests=("unit/sidecar/test_edits.py",),
     ),
-    Bug(
-        name="NaN is taken as data",
-        file=SIDECAR + "edits/receive.py",
-        old="if not self._allow_nonfinite and not is_finite(block, part.dtype):",
-        new="if False:",
-        tests=("unit/sidecar/test_edits.py",),
+    EDIT_ENTRY("an edit in doubt never happened", " or promised == number:", ":"),
+    EDIT_ENTRY(
+        "what a rank has promised is read last",
+        "or promised == number:",
+        "or words[Word.PROMISED] == number:",
     ),
-    Bug(
-        name="an edit in doubt never happened",
-        file=SIDECAR + "edits/entry.py",
-        old=" or promised == number:\n",
-        new=":\n",
-        tests=("unit/sidecar/test_edits.py",),
+    EDIT_DATA(
+        "NaN is taken as data",
+        "if not self._allow_nonfinite and not is_finite(block, part.dtype):",
+        "if False:",
     ),
-    Bug(
-        name="what a rank has promised is read last",
-        file=SIDECAR + "edits/entry.py",
-        old=" or promised == number:\n",
-        new=" or words[Word.PROMISED] == number:\n",
-        tests=("unit/sidecar/test_edits.py",),
+    PAGE_REQUESTS(
+        "READY stands before TOKEN",
+        "        words[Word.READY] = 0\n        words[Word.TOKEN] = boundary.token\n",
+        "        words[Word.READY] = number\n        words[Word.TOKEN] = boundary.token\n",
     ),
-    Bug(
-        name="READY stands before TOKEN",
-        file=SIDECAR + "copying/page_requests.py",
-        old="        words[Word.READY] = 0\n        words[Word.TOKEN] = boundary.token\n",
-        new="        words[Word.READY] = number\n        words[Word.TOKEN] = boundary.token\n",
-        tests=("unit/trainer/test_agreement.py",),
+    AIO(
+        "a cancelled call lets go of what its thread uses",
+        "while not running.done():",
+        "while False:",
     ),
-    Bug(
-        name="a cancelled call lets go of what its thread uses",
-        file="service/paramd_service/aio.py",
-        old="        while not running.done():\n",
-        new="        while False:\n",
-        tests=("unit/test_aio.py",),
+    JOIN(
+        "gRPC of the control plane ignores revocations", "        self.check_revoked(claims)\n", ""
     ),
-    Bug(
-        name="gRPC of the control plane ignores revocations",
-        file=CONTROL + "access/join.py",
-        old="        self.check_revoked(claims)\n",
-        new="",
-        tests=("unit/control/test_revocations.py", "integration/test_revocation.py"),
+    JOIN(
+        "the limiter's burst is not capped",
+        "left = min(self.burst, left + (now_s - seen_s) * self.per_s)",
+        "left = left + (now_s - seen_s) * self.per_s",
     ),
-    Bug(
-        name="the limiter's burst is not capped",
-        file=CONTROL + "access/join.py",
-        old="left = min(self.burst, left + (now_s - seen_s) * self.per_s)",
-        new="left = left + (now_s - seen_s) * self.per_s",
-        tests=("unit/control/test_auth_guard.py", "unit/control/test_control_http.py"),
+    DOORWAY(
+        "a malformed Authorization falls back to the session",
+        'if _values(scope, b"authorization"):\n            return',
+        "if bearer_of(scope):\n            return",
     ),
-    Bug(
-        name="a malformed Authorization falls back to the session",
-        file=CONTROL + "access/doorway.py",
-        old="""        if _values(scope, b"authorization"):
-            return""",
-        new="""        if bearer_of(scope):
-            return""",
-        tests=("unit/control/test_session.py",),
+    COORDINATOR(
+        "one caller's conflict ends the round of all",
+        "if len(self._current) > 1 and _refused(self._round):",
+        "if False:",
     ),
-    Bug(
-        name="one caller's conflict ends the round of all",
-        file=CONTROL + "mesh/coordinator.py",
-        old="if len(self._current) > 1 and _refused(self._round):",
-        new="if False:",
-        tests=("unit/control/test_control_coordinator.py",),
+    COORDINATOR(
+        "boundary numbers are lowered",
+        "self._last_boundary = max(self._last_boundary, number)",
+        "self._last_boundary = number",
     ),
-    Bug(
-        name="boundary numbers are lowered",
-        file=CONTROL + "mesh/coordinator.py",
-        old="self._last_boundary = max(self._last_boundary, number)",
-        new="self._last_boundary = number",
-        tests=("unit/control/test_control_coordinator.py",),
+    COORDINATOR("ranks at different steps are one capture", "if len(steps) > 1:", "if False:"),
+    COORDINATOR("an answer of another incarnation counts", "if foreign:", "if False:"),
+    EDIT_MACHINE(
+        "an edit is APPLIED when the first rank says so",
+        "        if len(self._applied) < self.world_size:\n            return []\n",
+        "",
     ),
-    Bug(
-        name="ranks at different steps are one capture",
-        file=CONTROL + "mesh/coordinator.py",
-        old="    if len(steps) > 1:\n",
-        new="    if False:\n",
-        tests=("unit/control/test_control_coordinator.py",),
+    EDIT_SERVICE(
+        "an editor commits another's edit",
+        "if by.name != row.actor and not by.may(Action.EDIT_ANY):",
+        "if False:",
     ),
-    Bug(
-        name="an answer of another incarnation counts",
-        file=CONTROL + "mesh/coordinator.py",
-        old="    if foreign:\n",
-        new="    if False:\n",
-        tests=("unit/control/test_control_coordinator.py",),
+    ROLES(
+        "statistics of a slice are a viewer's",
+        'return Action.READ if needed is Action.VIEW and "[" in query else needed',
+        "return needed",
     ),
-    Bug(
-        name="an edit is APPLIED when the first rank says so",
-        file=CONTROL + "edits/machine.py",
-        old="        if len(self._applied) < self.world_size:\n            return []\n",
-        new="",
-        tests=("unit/control/test_edits_machine.py", "model/test_edit_machine.py"),
-    ),
-    Bug(
-        name="an editor commits another's edit",
-        file=CONTROL + "edits/service.py",
-        old="    if by.name != row.actor and not by.may(Action.EDIT_ANY):\n",
-        new="    if False:\n",
-        tests=("integration/test_edits_control.py",),
-    ),
-    Bug(
-        name="statistics of a slice are a viewer's",
-        file=CONTROL + "access/roles.py",
-        old='return Action.READ if needed is Action.VIEW and "[" in query else needed',
-        new="return needed",
-        tests=("unit/control/test_auth_roles.py",),
-    ),
-    Bug(
-        name="an export appears before all of it is there",
-        file="service/paramd_service/destinations/directory.py",
-        old="        with explained(self._target), self._parent(make=True) as parent:\n",
-        new="        self._hidden = self._last\n"
+    DIRECTORY(
+        "an export appears before all of it is there",
         "        with explained(self._target), self._parent(make=True) as parent:\n",
-        tests=("integration/test_export_files.py",),
+        "        self._hidden = self._last\n"
+        "        with explained(self._target), self._parent(make=True) as parent:\n",
     ),
-    Bug(
-        name="an export follows symbolic links",
-        file="service/paramd_service/destinations/directory.py",
-        old="DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC",
-        new="DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC",
-        tests=("unit/exports/test_destinations.py", "integration/test_export_files.py"),
+    DIRECTORY(
+        "an export follows symbolic links",
+        "DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC",
+        "DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC",
     ),
-    Bug(
-        name="every rank's slice of a parameter is taken for the first one's",
-        file=CLIENT + "integrations/megatron.py",
-        old="        first = rank * prod(shape) if split == 0 else 0\n",
-        new="        first = 0\n",
-        tests=("unit/test_partitioned.py",),
+    MEGATRON(
+        "every rank's slice of a parameter is taken for the first one's",
+        "first = rank * prod(shape) if split == 0 else 0",
+        "first = 0",
     ),
 )

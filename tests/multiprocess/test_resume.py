@@ -365,8 +365,8 @@ CHANGES = (
     (("--kind", "plain"), 1, "the world size was 2 and is 1"),
     (("--optimizer", "sgd"), 2, "optimizer 0 was AdamW and is SGD"),
     (("--wider",), 2, "the model's parameters, or how they are sharded"),
-    (("--other-keep",), 2, "keep['scheduler'], an object of class Other, did not take"),
-    (("--without-loader",), 2, "keep had loader, scheduler and has scheduler"),
+    (("--other-keep",), 2, "extra_state['scheduler'], an object of class Other, did not load"),
+    (("--without-loader",), 2, "extra_state had loader, scheduler and has scheduler"),
 )
 """Options of another script, its world size, and what it is told."""
 

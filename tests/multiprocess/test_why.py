@@ -200,7 +200,7 @@ def steps_to_come(mesh: Mesh) -> None:
     for wrong in (("+4", "+4"), ("mark:", "now")):
         with pytest.raises(UsageError):
             mesh.diff(*wrong)
-    with pytest.raises(ConflictError, match="keeps none of that name; paramd marks"):
+    with pytest.raises(ConflictError, match="keeps none of that name, or no longer; paramd marks"):
         mesh.diff("mark:nobody")
     with pytest.raises(ConflictError, match=r"step 1 is past.*checkpoint"):
         mesh.diff(1)

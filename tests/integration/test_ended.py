@@ -103,7 +103,7 @@ def test_the_page_shows_an_ended_job_where_it_was_until_it_begins_again(past: st
             for method, path in (
                 ("GET", "params"),
                 ("GET", "marks"),
-                ("POST", "hold"),
+                ("POST", "pause"),
                 ("POST", "end"),
             ):
                 refused = client.request(method, f"/jobs/{JOB}/{path}", json={})

@@ -152,7 +152,7 @@ def test_compared_with_an_earlier_step(tab: Tab, door: Door) -> None:
         door.post(f"/jobs/{JOB}/pause", {"lease_s": 120.0})
         kept = wait_for("a standing snapshot", lambda: [
             f"mark:{one['step']}" for one in door.get("marks")["marks"]
-            if one["whole"] and not one["name"] and one["step"] < door.get("hold")["step"]
+            if one["whole"] and not one["name"] and one["step"] < door.get("pause")["step"]
         ])  # fmt: skip
         task.go("Parameters")
         task.press("Two states")
@@ -162,7 +162,7 @@ def test_compared_with_an_earlier_step(tab: Tab, door: Door) -> None:
         task.press("Compare")
         found = task.page.locator("main").get_by_text(re.compile(r"[1-9]\d* tensors? differ")).first
         found.wait_for(timeout=45_000)
-        door.delete("hold")
+        door.delete("pause")
 
 
 def test_heat_map_slice_and_value(tab: Tab, door: Door) -> None:

@@ -76,11 +76,10 @@ class Stream:
         end: int,
         *,
         checksums: bool = False,
-        secret: bytes | None = None,
         sealed: bytes | None = None,
         buffer_bytes: int = 0,
     ) -> None:
-        self.secret = secret if secret is not None else grant.secret
+        self.secret = grant.secret
         self.opening = Opening(grant.grant_id, begin, end, checksums)
         self.sealed = sealed if sealed is not None else self.opening.sealed(self.secret)
         self.socket = socket.socket()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import stat
 import subprocess
@@ -88,14 +87,11 @@ def test_a_file_without_a_good_token_is_refused(tmp_path: Path, text: str) -> No
     assert read_token("") is None
 
 
-def unit_command() -> list[str]:
-    (line,) = re.findall(r"^ExecStart=(.*)$", UNIT.read_text(), re.MULTILINE)
-    return shlex.split(line)
-
-
 def test_the_unit_is_sound_and_little_exposed(tmp_path: Path) -> None:
     unit = tmp_path / UNIT.name
-    unit.write_text(UNIT.read_text().replace(unit_command()[0], sys.executable))
+    text = UNIT.read_text()
+    (python,) = re.findall(r"^ExecStart=(\S+)", text, re.MULTILINE)
+    unit.write_text(text.replace(python, sys.executable))
     verified = analyze("verify", str(unit))
     assert (verified.returncode, verified.stdout + verified.stderr) == (0, "")
     scored = analyze("security", "--offline=true", "--no-pager", str(unit))

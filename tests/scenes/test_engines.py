@@ -105,7 +105,8 @@ def test_a_load_that_fails_half_way_leaves_the_old_weights_in_force(
 ) -> None:
     async def run() -> list[Update]:
         one = follower(open_engine(kind, url), tmp_path)
-        found = [await one.update(frame(1))] if await begun(one) else []
+        one._good = await one.engine.serving()
+        found = [await one.update(frame(1))]
         model.fail_after = 2
         found.append(await one.update(frame(2)))
         assert_holds(model, 1)
@@ -121,11 +122,6 @@ def test_a_load_that_fails_half_way_leaves_the_old_weights_in_force(
     ]
     assert "out of memory" in found[1].reason
     assert_holds(model, 2)
-
-
-async def begun(one: EngineFollower) -> bool:
-    one._good = await one.engine.serving()
-    return True
 
 
 def test_before_any_frame_an_engine_gets_back_what_it_was_started_with(
@@ -169,7 +165,7 @@ def test_an_engine_that_died_is_found_again_at_its_address(
     async def run() -> None:
         with engine_server(kind, model) as url:
             one = follower(open_engine(kind, url), tmp_path)
-            assert await begun(one)
+            one._good = await one.engine.serving()
             assert (await one.update(frame(1))).ok
         found = await one.update(frame(2))
         assert (found.ok, found.in_force) == (False, "")
@@ -213,12 +209,12 @@ def test_the_engines_key_is_sent_and_its_refusal_told(
 def test_a_directory_that_is_missing_or_full_leaves_the_engine_alone(
     kind: str, url: str, model: Model, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="make one that the engine can read too"):
+    with pytest.raises(UsageError, match="create one that the engine can read"):
         EngineFollower(engine=open_engine(kind, url), directory=tmp_path / "missing")
 
     async def run() -> Update:
         one = follower(open_engine(kind, url), tmp_path)
-        assert await begun(one)
+        one._good = await one.engine.serving()
         (tmp_path / "shared").rmdir()
         model.calls.clear()
         found = await one.update(frame(1))

@@ -64,19 +64,6 @@ def test_what_no_accelerator_has_prepared_is_refused() -> None:
         paramd.attach(model, optimizer, accelerator=accelerator, job="none")
 
 
-def test_an_optimizer_that_accelerate_prepared_is_the_one_inside() -> None:
-    import torch
-    from accelerate import Accelerator
-
-    from paramd.trainer.attaching.checks import optimizers_of
-
-    inner = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
-    prepared = Accelerator(cpu=True).prepare(inner)
-    assert prepared is not inner
-    assert optimizers_of(prepared) == [inner]
-    assert optimizers_of([prepared, inner]) == [inner]
-
-
 def test_a_trainer_with_deepspeed_is_refused() -> None:
     from paramd.integrations.hf import ParamdCallback
 

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import ctypes
 import json
-import mmap
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.memory import descriptors, handover
 from paramd.security.tls import Pems
 from paramd_service import core_dumps
-from paramd_service.admission import raise_descriptor_limit
+from paramd_service.admission import give_back_memory, raise_descriptor_limit
 from paramd_service.aio import stopped
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults, from_environment
@@ -45,9 +44,6 @@ _TRIM_THRESHOLD_BYTES = 256 << 20
 # gRPC's threads each made a heap of their own, which together kept what a flood of calls took.
 _ARENAS = 2
 
-_LOOK_S = 2.0
-_GROWN_BYTES = 16 << 20
-"""What the heap may keep beyond what it had, and how often that is looked at."""
 
 _TLS_OPTIONS = {
     "advertise": "host under which others find it",
@@ -69,22 +65,6 @@ def keep_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
         mallopt(_M_ARENA_MAX, _ARENAS)
-
-
-async def give_back_memory() -> None:
-    """Give back what the heap keeps of a burst of calls; in a pod it counts as the trainer's."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    kept = _private_bytes()
-    while trim is not None:
-        await asyncio.sleep(_LOOK_S)
-        if _private_bytes() > kept + _GROWN_BYTES:
-            await asyncio.to_thread(trim, 0)
-            kept = _private_bytes()
-
-
-def _private_bytes() -> int:
-    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-    return (resident - shared) * mmap.PAGESIZE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,6 +35,7 @@ from paramd.clock import now_s
 from paramd.errors import DeniedError, ExhaustedError, ParamdError, UsageError, codes_of
 from paramd.security.tickets import OF_RANKS, Claims
 
+_M_ARENA_MAX = -8
 _LOOK_S = 2.0
 _GROWN_BYTES = 16 << 20
 """What the heap may keep beyond what it had, and how often that is looked at."""
@@ -235,6 +236,14 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = Callable[
     [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]
 ]
+
+
+def few_heaps() -> None:
+    """Have glibc make no further heaps; each of gRPC's threads would have one of its own, which
+    together keep what a flood of calls took. Before threads are started."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 2)
 
 
 async def give_back_memory() -> None:

@@ -25,7 +25,8 @@ from tests.orders import bound, ordered
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 MOST_BYTES = 64 << 20
-"""What a server may grow by; twice that while it parses, which is given back."""
+"""What a server may grow by; twice that while it parses, and half as much again of what its heap
+keeps in pieces."""
 MESSAGE_BYTES = 4 << 20
 """Most that a server takes in one message."""
 ENDLESS = 64
@@ -119,7 +120,9 @@ def besieged(
             grown = high_water_bytes(pid) - resident
             assert grown < 2 * MOST_BYTES, f"{grown:,} bytes more at {path}"
     process = psutil.Process(pid)
-    wait_until(lambda: process.memory_info().rss < resident + MOST_BYTES, "it is given back")
+    wait_until(
+        lambda: process.memory_info().rss < resident + MOST_BYTES * 3 // 2, "it is given back"
+    )
     return count
 
 

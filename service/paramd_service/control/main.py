@@ -70,10 +70,11 @@ def _tell(where: Whereabouts) -> None:
 
 async def _run(config: ControlConfig, bootstrap: Bootstrap | None, claim: Claim) -> None:
     # Imported here, with gRPC, FastAPI and SQLAlchemy: the imports above take a tenth of the time.
-    from paramd_service.admission import give_back_memory
+    from paramd_service.admission import few_heaps, give_back_memory
     from paramd_service.aio import stopped
     from paramd_service.control.control_plane import ControlPlane
 
+    few_heaps()
     control = ControlPlane(config, bootstrap, claim)
     _handle_signals(control)
     giving_back = asyncio.get_running_loop().create_task(give_back_memory())

@@ -20,7 +20,7 @@ from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.memory import descriptors, handover
 from paramd.security.tls import Pems
 from paramd_service import core_dumps
-from paramd_service.admission import give_back_memory, raise_descriptor_limit
+from paramd_service.admission import few_heaps, give_back_memory, raise_descriptor_limit
 from paramd_service.aio import stopped
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults, from_environment
@@ -35,14 +35,10 @@ from paramd_service.tls import JobPems
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_M_ARENA_MAX = -8
 
 # glibc's maximum: smaller blocks come from the heap, where pages stay warm.
 _MMAP_THRESHOLD_BYTES = 32 << 20
 _TRIM_THRESHOLD_BYTES = 256 << 20
-
-# gRPC's threads each made a heap of their own, which together kept what a flood of calls took.
-_ARENAS = 2
 
 
 _TLS_OPTIONS = {
@@ -64,7 +60,6 @@ def keep_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-        mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pems = read_pems(sys.stdin.buffer) if config.job_tls else None
         faults = from_environment(config.socket_path)
         keep_memory()
+        few_heaps()
         raise_descriptor_limit()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         with clock.kept(config.socket_path.with_suffix(".clock")):

@@ -40,7 +40,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     kind = kinds.named(arguments.kind)
     built, optimizer = make(kind, seed=0)
-    built.model.add_module("opaque", Opaque())
+    inner(built.model).add_module("opaque", Opaque())
     attachment = paramd.attach(built.model, optimizer, job=JOB)
     digests = {}
     stop_at = None
@@ -97,10 +97,17 @@ def note(model: nn.Module, step: int) -> None:
             module.step = step
 
 
+def inner(model: nn.Module) -> nn.Module:
+    """What FSDP1 wraps, or the model itself."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return model.module if isinstance(model, FullyShardedDataParallel) else model
+
+
 def make(kind: kinds.Kind, *, seed: int) -> tuple[kinds.Built, torch.optim.Optimizer]:
     built = kind.build(seed)
-    built.model.add_module("noted", Noted())
-    built.model.add_module("told", Told())
+    for name, module in (("noted", Noted()), ("told", Told())):
+        inner(built.model).add_module(name, module)
     wanted = [param for param in built.model.parameters() if param.requires_grad]
     return built, torch.optim.AdamW(wanted, lr=0.01, weight_decay=0.1)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import paramd
-from paramd.errors import DeadlineError, UsageError
+from paramd.errors import DeadlineError, DeniedError, NotFoundError, UnreachableError, UsageError
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import Job, running_job
@@ -259,3 +259,14 @@ def refusals_in_a_fork(job: Job, mesh: Mesh) -> Iterator[str]:
         except UsageError as error:
             yield str(error)
     mesh.close()
+
+
+def test_a_wrong_token_and_a_wrong_url_say_what_to_do(job: Job) -> None:
+    with pytest.raises(DeniedError, match=r"endpoint\.json"):
+        paramd.connect(job.url, "wrong")
+    with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:1"):
+        paramd.connect("http://127.0.0.1:1", job.token)
+    with pytest.raises(UsageError, match="expected one like"):
+        paramd.connect("127.0.0.1:8470", job.token)
+    with pytest.raises(NotFoundError, match="other-job"):
+        paramd.connect(job.url, job.token, job="other-job")

@@ -70,3 +70,16 @@ def test_a_trainer_with_deepspeed_is_refused() -> None:
     args: Any = SimpleNamespace(deepspeed={"zero_optimization": {"stage": 2}})
     with pytest.raises(UsageError, match=r"DeepSpeed is not supported.*FSDP2"):
         ParamdCallback(job="none").on_train_begin(args, Any, Any, model=None, optimizer=None)
+
+
+def test_an_optimizer_that_accelerate_prepared_is_the_one_inside() -> None:
+    import torch
+    from accelerate import Accelerator
+
+    from paramd.trainer.attaching.checks import optimizers_of
+
+    inner = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    prepared = Accelerator(cpu=True).prepare(inner)
+    assert prepared is not inner
+    assert optimizers_of(prepared) == [inner]
+    assert optimizers_of([prepared, inner]) == [inner]

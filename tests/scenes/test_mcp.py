@@ -136,7 +136,7 @@ async def test_a_change_is_told_first_and_made_only_with_its_code(state: Path) -
         assert all(row["state"] != "APPLIED" for row in (await asked(client, "edits"))["rows"])
         code = told["confirm"]
 
-        assert "of other arguments" in await refused(
+        assert "to other arguments" in await refused(
             client, "edit", patterns=[name], mul=0.1, note="spike", confirm=code
         )
         assert "unknown, used" in await refused(

@@ -89,9 +89,9 @@ _add(
 _add(
     LOOK,
     summon,
-    "'*' -o model.safetensors",
+    "'*' -f model.safetensors",
     "'layers.0.*' --dtype bfloat16 -f layer0.safetensors --overwrite",
-    "'head.weight[0:4]' -o rows.safetensors",
+    "'head.weight[0:4]' -f rows.safetensors",
 )
 _add(
     CHANGE,

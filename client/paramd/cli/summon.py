@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Option
 
-from paramd.cli.options import Buffers, Dtype, Globs, Replica, Target, with_target
+from paramd.cli.options import Buffers, Dtype, Globs, Replica, Target, duration, with_target
 from paramd.cli.output import seconds, size
 from paramd.cli.shell import say
 from paramd.errors import UsageError
@@ -82,6 +82,11 @@ def summon(
         Option("--transport", metavar="auto|same-host|stream|grpc",
                help="Transport to use."),
     ] = "auto",
+    timeout: Annotated[
+        float | None,
+        Option("--timeout", metavar="S", parser=duration,
+               help="Give up after S.  [default: no limit]"),
+    ] = None,
 ) -> None:  # fmt: skip
     """Write full parameters, all of one step, to a safetensors file.
 
@@ -100,6 +105,7 @@ def summon(
             replica=replica,
             overwrite=overwrite,
             transport=cast("Transport", transport),
+            timeout=timeout,
         )
 
 
@@ -113,6 +119,7 @@ def fetch(
     replica: int | None = None,
     name_map: Mapping[str, str] | None = None,
     transport: Transport = "auto",
+    timeout: float | None = None,
 ) -> None:
     """Download to a file, with a progress bar. Raises as `Mesh.download`."""
     try:
@@ -126,6 +133,7 @@ def fetch(
                 overwrite=overwrite,
                 name_map=name_map,
                 transport=transport,
+                timeout=timeout,
                 progress=lambda done_bytes, size_bytes: moved(path.name, done_bytes, size_bytes),
                 on_message=say,
             )

@@ -1186,6 +1186,7 @@ class AsyncMesh:
             replica: As in `summon`.
             overwrite: Replace an existing file.
             name_map: Names in the model to names in the file; each may hold one "*".
+            timeout: Seconds; None, the default, means no limit.
             transport: As in `summon`.
             progress: Called with bytes done and total bytes.
             on_message: Called with a message when the download resumes, retries or starts over.

@@ -85,7 +85,7 @@ def summon(
     timeout: Annotated[
         float | None,
         Option("--timeout", metavar="S", parser=duration,
-               help="Give up after S.  [default: no limit]"),
+               help="Give up after S; by default never."),
     ] = None,
 ) -> None:  # fmt: skip
     """Write full parameters, all of one step, to a safetensors file.

@@ -87,6 +87,8 @@ class Endpoint:
 
 STARTING_S = 60.0
 """Longest start of a control plane, in seconds."""
+BEGINNING_S = 10.0
+"""Longest time from its note that it begins to its endpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,8 +237,10 @@ def is_starting(job: str) -> bool:
     past, found = incarnations(job), _load(path.parent / ENDPOINT_FILE)
     last = past[-1] if past else None
     if last is not None and last.incarnation == taken:
-        # It notes that it begins before it says where it is.
-        begins = last.ended_s is None and (found is None or found.incarnation < taken)
+        # It notes that it begins just before it says where it is; one that was killed while it
+        # ended has neither said nor noted anything for longer.
+        young = time.time() - last.began_s < BEGINNING_S
+        begins = young and last.ended_s is None and (found is None or found.incarnation < taken)
     else:
         begins = last is None or taken > last.incarnation
     return age_s < STARTING_S and begins

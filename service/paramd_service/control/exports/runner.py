@@ -51,8 +51,6 @@ NOBODY_S: Final = 10.0
 """How long to wait for a writer while no rank is joined."""
 PIN_S: Final = 60.0
 """How long to wait for boundaries at least."""
-FIRST_PIN_S: Final = 600.0
-"""The same before a rank's steps have been timed: the first may compile."""
 DROP_S: Final = 20.0
 
 _LOOK_S: Final = 0.5
@@ -339,9 +337,8 @@ def _patience_s(view: MeshView, most_s: float) -> float:
     """How long to wait for boundaries. What kinds of state there are is read first, and agreeing on
     a boundary takes up to two steps: with one miss that is six of the slowest rank's steps.
     """
-    times_ns = [one.state.step_time_ns for one in view.joined]
-    steps_s = 8e-9 * max(times_ns, default=0)
-    return min(max(PIN_S, steps_s if all(times_ns) else FIRST_PIN_S), most_s)
+    steps_s = 8e-9 * max((one.state.step_time_ns for one in view.joined), default=0)
+    return min(max(PIN_S, steps_s), most_s)
 
 
 async def _tell_waits(job: ExportJob) -> None:

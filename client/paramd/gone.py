@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from paramd.errors import GoneError
+from paramd.errors import GoneError, UsageError
 
 API = "/api/v1"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -182,16 +182,26 @@ def operation(method: str, path: str) -> Gone | None:
     return None
 
 
+def renamed(of: str, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of a function by their present names; UsageError if one has both of its names."""
+    found = dict(named)
+    for keyword in named:
+        if new := RENAMED.get(f"{of}({keyword})"):
+            if new in found:
+                raise UsageError(f"{of}: {keyword}= is now {new}=; give only {new}=")
+            warnings.warn(f"{of}({keyword}=) is now {new}=", FutureWarning, stacklevel=3)
+            found[new] = found.pop(keyword)
+    return found
+
+
 def keywords(of: str) -> Callable[[_Function], _Function]:
     """Decorator: GoneError for a keyword of the function that is gone ("attach(standby)")."""
 
     def decorated(function: _Function) -> _Function:
         @functools.wraps(function)
         def checked(*args: Any, **named: Any) -> Any:
-            for keyword in list(named):
-                if new := RENAMED.get(f"{of}({keyword})"):
-                    warnings.warn(f"{of}({keyword}=) is now {new}=", FutureWarning, stacklevel=2)
-                    named[new] = named.pop(keyword)
+            named = renamed(of, named)
+            for keyword in named:
                 check("python", f"{of}({keyword})", f"{of}({keyword}=...)")
                 if of == "attach":
                     check("setting", keyword, f"{of}({keyword}=...)")

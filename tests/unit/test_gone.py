@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from paramd.cli.main import main
 from paramd.cli.settings import read_file
 from paramd.errors import GoneError, UsageError
 from paramd.gone import GONE, Door, Gone
+from paramd.integrations import training
 from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.edits.calls import PauseState, PauseWord
 from paramd.mesh.mesh import Mesh
@@ -146,9 +148,27 @@ def test_a_name_from_users_loops_works_with_a_warning(old: str) -> None:
         taking = gone.keywords(of)(lambda **named: named)
         with pytest.warns(FutureWarning, match=f"{keyword}=\\) is now {new}="):
             assert taking(**{keyword: 3}) == {new: 3}
+        with pytest.raises(UsageError, match=f"{keyword}= is now {new}=; give only {new}="):
+            taking(**{keyword: 3, new: 4})
         return
     owner, _, name = old.partition(".")
     paused = PauseState(state=PauseWord.PAUSED)
     holder = paused if owner == "PauseState" else object.__new__(KINDS[owner])
     with pytest.warns(FutureWarning, match=f"{old} is now {owner}.{new}"):
         assert getattr(holder, name) == getattr(holder, new)
+
+
+def test_a_frameworks_own_state_stays_beside_what_a_user_names_in_the_old_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: dict[str, Any] = {}
+
+    def attached(*_: object, **named: Any) -> Any:
+        taken.update(named)
+        return SimpleNamespace(rank=1)
+
+    monkeypatch.setattr(training, "attach", attached)
+    with pytest.warns(FutureWarning, match="extra_state="):
+        begun = training.Training("none", {"keep": {"loader": 1}})
+    begun.begin(None, None, step=3, extra_state={"scheduler": 2})
+    assert taken["extra_state"] == {"scheduler": 2, "loader": 1}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from paramd import gone
 from paramd.errors import ConflictError, UsageError
 from paramd.trainer.attaching.attach import attach
 from paramd.trainer.attaching.attachment import Attachment
@@ -28,7 +29,8 @@ class Training:
     def __init__(self, job: str, options: dict[str, Any]) -> None:
         """`options`: further arguments of `paramd.attach`."""
         self._job = job
-        self._options = options
+        # Before the framework's own state is put beside the user's.
+        self._options = gone.renamed("attach", options)
         self.attachment: Attachment | None = None
 
     @cached_property

@@ -77,6 +77,11 @@ async def test_a_job_is_its_tokens_and_a_token_has_a_share_of_all_jobs(
     with pytest.raises(ExhaustedError, match="2 with 65,536 ranks of one token"):
         await jobs.register("b5", world_size=1, owner="b")
     await jobs.register("c", world_size=1, owner="c")
+    request.leaving = True  # that of b4
+    left = jobs.get("b4")
+    left.registry.join(request, HERE)
+    assert (await jobs.register("b4", world_size=1, owner="b")).number == 2
+    assert "all 1 ranks have detached" in str(left.over), "why, though no tick came between"
     await jobs.close()
 
 

@@ -327,6 +327,8 @@ class Jobs:
         if past is not None:
             mesh.recall(past)
         if older is not None:
+            # What ended it is not that this one begins, when no tick came between.
+            self._end_if_over(older, older.registry.view(), time.monotonic())
             self._end(older, ConflictError(f"run {bootstrap.incarnation} has begun; attach again"))
         self._current[bootstrap.job] = mesh
         self._current.move_to_end(bootstrap.job)
@@ -455,16 +457,19 @@ class Jobs:
             mesh.watch.tick(view)
             for callback in self.on_view:
                 callback(mesh, view)
-            reason = why_end(
-                view,
-                empty_since_s=mesh.registry.empty_since_s,
-                now_s=now_s,
-                empty_end_s=self._empty_end_s,
-            )
-            if mesh.over is not None:
-                self._end(mesh, mesh.over)
-            elif reason is not None:
-                self._end(mesh, ConflictError(f"{reason}; attach again"))
+            self._end_if_over(mesh, view, now_s)
+
+    def _end_if_over(self, mesh: Incarnation, view: MeshView, now_s: float) -> None:
+        reason = why_end(
+            view,
+            empty_since_s=mesh.registry.empty_since_s,
+            now_s=now_s,
+            empty_end_s=self._empty_end_s,
+        )
+        if mesh.over is not None:
+            self._end(mesh, mesh.over)
+        elif reason is not None:
+            self._end(mesh, ConflictError(f"{reason}; attach again"))
 
     async def keep_channels(self) -> None:
         """Close channels to replaced sidecars."""

@@ -87,8 +87,6 @@ class Endpoint:
 
 STARTING_S = 60.0
 """Longest start of a control plane, in seconds."""
-BEGINNING_S = 10.0
-"""Longest time from its note that it begins to its endpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,16 +232,11 @@ def is_starting(job: str) -> bool:
         age_s, taken = time.time() - path.stat().st_mtime, _counted(path)
     except (OSError, ConflictError):
         return False
-    past, found = incarnations(job), _load(path.parent / ENDPOINT_FILE)
-    last = past[-1] if past else None
-    if last is not None and last.incarnation == taken:
-        # It notes that it begins just before it says where it is; one that was killed while it
-        # ended has neither said nor noted anything for longer.
-        young = time.time() - last.began_s < BEGINNING_S
-        begins = young and last.ended_s is None and (found is None or found.incarnation < taken)
-    else:
-        begins = last is None or taken > last.incarnation
-    return age_s < STARTING_S and begins
+    if age_s >= STARTING_S:
+        return False
+    # A control plane notes that it has begun once its endpoint is there.
+    past = incarnations(job)
+    return not past or taken > past[-1].incarnation
 
 
 def end_text(last: IncarnationRecord) -> str:

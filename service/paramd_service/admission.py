@@ -255,6 +255,7 @@ async def give_back_memory() -> None:
         if _private_bytes() > kept + _GROWN_BYTES:
             await asyncio.to_thread(trim, 0)
             kept = _private_bytes()
+        kept = min(kept, _private_bytes())
 
 
 def _private_bytes() -> int:

@@ -49,6 +49,9 @@ from tests.orders import bound, reads
 HALF = 1 << 20
 """Each rank holds a half, at the same place of its arena: only its values tell whose it is."""
 
+OTHER_EDIT = "f" * 32
+"""Never staged by anybody."""
+
 SWAPS = ("addresses", "sockets", "both")
 
 
@@ -65,6 +68,13 @@ def job() -> Iterator[Job]:
             # A rank that has not joined has no place that could be another's.
             wait_for(lambda: not any(row.reason for row in mesh.status()), "both ranks")
         yield job
+
+
+def of(job: Job) -> Bootstrap:
+    """What the job's control plane was told."""
+    return Bootstrap(
+        job=JOB, incarnation=1, world_size=2, private_key=job.private_key, token=job.token
+    )
 
 
 @contextmanager
@@ -143,9 +153,7 @@ def test_a_job_whose_ranks_changed_places_is_found_again(job: Job) -> None:
 
 
 def test_the_control_plane_takes_no_answer_of_another_rank(job: Job) -> None:
-    bootstrap = Bootstrap(
-        job=JOB, incarnation=1, world_size=2, private_key=job.private_key, token=job.token
-    )
+    bootstrap = of(job)
     manifest = sidecar_pb2.EditManifest(edit_id="e", incarnation=1)
     target = export_pb2.ExportTarget()
 
@@ -302,9 +310,7 @@ def test_what_a_rank_is_ever_shown_is_good_for_nothing_elsewhere(
         ended.set()
         joined.cancel()
     # As in an export, whose writers read from the others.
-    bootstrap = Bootstrap(
-        job=JOB, incarnation=1, world_size=2, private_key=job.private_key, token=job.token
-    )
+    bootstrap = of(job)
 
     async def export() -> None:
         calls = SidecarCalls(bootstrap, reads=True)
@@ -329,7 +335,7 @@ class Wire(grpc.GenericRpcHandler):
     def __init__(self, address: str) -> None:
         self.channel = grpc.insecure_channel(address)
         self.seen: list[Heard] = []
-        self.passes = True
+        self.passes, self.loses = True, 0
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         kept = ("authorization", READS_KEY, RANK_KEY, ASKED_BY_KEY)
@@ -341,7 +347,11 @@ class Wire(grpc.GenericRpcHandler):
             if not self.passes:
                 context.abort(grpc.StatusCode.ABORTED, "withheld")
             try:
-                yield from self.play(str(details.method), shown, data)
+                answers = self.play(str(details.method), shown, data)
+                if self.loses:
+                    self.loses -= len(list(answers))
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")
+                yield from answers
             except grpc.RpcError as error:
                 context.abort(error.code(), error.details())
 
@@ -352,11 +362,21 @@ class Wire(grpc.GenericRpcHandler):
         return many(iter(data), timeout=DEADLINE_S, metadata=shown)
 
 
+@contextmanager
+def wired(address: str) -> Iterator[tuple[Wire, str]]:
+    """A wire to a rank, and where it is called."""
+    wire = Wire(address)
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[wire])
+    there = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield wire, there
+    wire.channel.close()
+    server.stop(None).wait()
+
+
 async def ordered_all(job: Job, address: str) -> int:
     """Has the control plane order of rank 1 all that it may, by reflection; how many that is."""
-    bootstrap = Bootstrap(
-        job=JOB, incarnation=1, world_size=2, private_key=job.private_key, token=job.token
-    )
+    bootstrap = of(job)
     manifest = sidecar_pb2.EditManifest(
         edit_id="e" * 32, incarnation=1, layout_digest=job._digest,
         ops=[edit_op("halves", EditKind.FILL, value=7.0)],
@@ -391,16 +411,37 @@ def changed(what: str, method: str, shown: list[tuple[str, str]], data: list[byt
         return method, [*shown, (ASKED_BY_KEY, "a" * 16)], data
     if what == "reads":
         return method, [(k, v if k != READS_KEY else v + "0") for k, v in shown], data
+    if what == "another" and method.endswith("/StageEdit"):
+        told = sidecar_pb2.StageEditRequest.FromString(data[0])
+        told.manifest.edit_id = OTHER_EDIT
+        return method, shown, [told.SerializeToString()]
     return method, shown, [data[0] + b"\xf8\x7f\x01"]
+
+
+def test_a_read_whose_answer_is_lost_is_ordered_again(job: Job) -> None:
+    async def asked(there: str) -> Any:
+        channels, to = OwnChannels(of(job), generation=1 << 42), of(job).asked(1, there)
+        try:
+            request = sidecar_pb2.GetStateRequest()
+            return await channels.ask(to, "GetState", request, timeout_s=DEADLINE_S)
+        finally:
+            await channels.close()
+
+    with wired(job.ranks[1].address) as (wire, there):
+        wire.loses = 2
+        assert asyncio.run(asked(there)).header.rank == 1
+    orders = [dict(shown)["authorization"] for _, shown, _ in wire.seen]
+    assert len(set(orders)) == len(orders) == 3
 
 
 def test_no_order_is_obeyed_twice_nor_for_another_request(job: Job) -> None:
     """Played at the very rank it was for, and at its successor; and changed on the way there."""
+    with wired(job.ranks[1].address) as (wire, there):
+        play_orders(job, wire, there)
+
+
+def play_orders(job: Job, wire: Wire, there: str) -> None:
     one = job.ranks[1]
-    wire = Wire(one.address)
-    server = grpc.server(ThreadPoolExecutor(4), handlers=[wire])
-    there = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
     count = asyncio.run(ordered_all(job, there))
     assert len(wire.seen) == count > 30
 
@@ -416,7 +457,7 @@ def test_no_order_is_obeyed_twice_nor_for_another_request(job: Job) -> None:
         refused(method, shown, data, *taken)
     # Withheld, and used for another request or method, or in another's name.
     wire.passes, other = False, "ordered another thing"
-    for what in ("request", "more", "method", "name", "reads"):
+    for what in ("request", "more", "another", "method", "name", "reads"):
         wire.seen.clear()
         asyncio.run(ordered_all(job, there))
         for kept in wire.seen:
@@ -428,6 +469,12 @@ def test_no_order_is_obeyed_twice_nor_for_another_request(job: Job) -> None:
             error: Any = caught.value
             assert faulty or other in error.details(), (what, method, str(error))
             refused(*kept, *taken)
+    bearer = ("authorization", f"Bearer {bound(job.signer, Role.EDITOR, 1, job=JOB)}")
+    with grpc.insecure_channel(one.address) as channel:
+        stub: Any = sidecar_pb2_grpc.SidecarServiceStub(channel)
+        asked = sidecar_pb2.GetEditRequest(edit_id=OTHER_EDIT)
+        with pytest.raises(grpc.RpcError, match="unknown on this rank"):
+            stub.GetEdit(asked, metadata=(bearer,), timeout=DEADLINE_S)
     one.process.kill()
     one.process.wait()
     one.listen = one.address
@@ -435,8 +482,6 @@ def test_no_order_is_obeyed_twice_nor_for_another_request(job: Job) -> None:
     job.send_mesh(one)
     for method, shown, data in played:
         refused(method, shown, data, *taken)
-    wire.channel.close()
-    server.stop(None).wait()
 
 
 @pytest.mark.parametrize("lie", ["passed on", "of another key", "replayed"])

@@ -97,6 +97,7 @@ class Past:
             "private_key": new_private_key().hex(),
             "token": new_token(),
             "ended": True,
+            "parent": os.getpid(),
         }
         log_path = places.job_dir(self.job) / "past.log"
         server = helpers.spawn(

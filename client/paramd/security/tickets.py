@@ -97,7 +97,7 @@ class Role(Enum):
     sidecar of the rank named in the ticket, once. So nobody gains anything by the tickets that a
     rank receives."""
     SIDECAR = "sidecar"
-    """Join of the control plane as the rank named in the ticket, and GetState of its peers."""
+    """Join of the control plane as the rank named in the ticket."""
     GATHERER = "gatherer"
     """ReadSnapshot of the snapshots whose ids its holder was told, which nobody guesses. The rank
     that writes an export's file is handed one, to read its part of it from the others."""

@@ -95,7 +95,6 @@ class ControlPlane:
         self._token = ""
         self._past: IncarnationRecord | None = None
         """The incarnation whose records are shown, and nothing else."""
-        self._parent = os.getppid()
 
     @property
     def asked_to_stop(self) -> bool:
@@ -152,7 +151,8 @@ class ControlPlane:
         if self._bootstrap is not None and self._bootstrap.resumes:
             await self._all_joined(jobs.get(self._bootstrap.job))
         services = self._services(jobs, self._records, where.grpc_address)
-        services.sessions.keep(self._records.directory / "sessions.json")
+        if self._past is None:
+            services.sessions.keep(self._records.directory / "sessions.json")
         await self._http.start(build_app(services), self._claim.listener, tls=self._tls)
         # 5. Start watching; resume exports.
         self._watchers.pause = self._edits.pause_for if self._edits is not None else None
@@ -162,6 +162,8 @@ class ControlPlane:
         # 6. Announce the address to the job's programs, now that all of it works.
         if self._bootstrap is not None:
             self._claim.announce(self._bootstrap)
+        # Noted only now: who reads that it has begun finds its address, or that it has ended.
+        self._incarnations.start()
         mine = self._bootstrap
         whose = f"job {mine.job}, run {mine.incarnation}" if mine is not None else "a site"
         log.info("serving %s at %s", whose, where.url)
@@ -242,7 +244,9 @@ class ControlPlane:
             site = open_site(read_token(self._config.token_file))
             generation = next_generation(site_dir())
         elif mine.ended:
-            self._past, generation = places.incarnations(mine.job)[-1], 0
+            past = places.incarnations(mine.job)
+            self._past = next(one for one in past if one.incarnation == mine.incarnation)
+            generation = 0
         else:
             generation = next_generation(places.job_dir(mine.job))
         self._token = mine.token if mine is not None else site.token if site is not None else ""
@@ -275,7 +279,6 @@ class ControlPlane:
         jobs.on_begin.append(edits.began)
         jobs.on_end.append(edits.is_over)
         jobs.on_view.extend((edits.tick, records.tick))
-        self._incarnations.start()
         if mine is not None:
             jobs.open(mine, past=self._past)
         return jobs
@@ -286,7 +289,7 @@ class ControlPlane:
             return None
         if self._past is not None:
             job, last = self._bootstrap.job, self._past.incarnation
-            if os.getppid() != self._parent:
+            if os.getppid() != self._bootstrap.parent:
                 return "the process that started it has left"
             begins = places.is_starting(job) or places.incarnations(job)[-1].incarnation > last
             return "the job begins again" if begins else None

@@ -20,7 +20,13 @@ from paramd.errors import (
 )
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import Role, Signer
-from paramd_service.control.base.site import IncarnationNotes, Site, next_generation, open_site
+from paramd_service.control.base.site import (
+    GENERATION_STEP,
+    IncarnationNotes,
+    Site,
+    next_generation,
+    open_site,
+)
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.origin import Origin
@@ -119,7 +125,7 @@ def test_keys_of_incarnations_and_jobs_differ_and_stay() -> None:
 def test_generations_rise_whatever_the_clock_and_the_file_say(tmp_path: Path) -> None:
     first = next_generation(tmp_path, now_s=1000.0)
     assert first == 1_000_000
-    assert next_generation(tmp_path, now_s=10.0) == first + 1
+    assert next_generation(tmp_path, now_s=10.0) == first + GENERATION_STEP
     assert next_generation(tmp_path, now_s=2000.0) == 2_000_000
     (tmp_path / "generation").write_text("garbage")
     assert next_generation(tmp_path, now_s=3000.0) == 3_000_000

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import grpc
 import grpc.aio
@@ -204,13 +204,13 @@ MAX_CALL_S: Final = 500.0
 _PROBE_AFTER_S: Final = 1.5
 _WAITS_TO_RETRY: Final = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
-_READS: Final = ("GetState", "GetMesh", "GetLayout", "RenewSnapshot", "ReleaseSnapshot")
+READS: Final = ("GetState", "GetMesh", "GetLayout", "RenewSnapshot", "ReleaseSnapshot")
 # Only idempotent methods, and only on UNAVAILABLE: otherwise the server may have acted.
 _SERVICE_CONFIG: Final = json.dumps(
     {
         "methodConfig": [
             {
-                "name": [{"service": "paramd.v1.SidecarService", "method": m} for m in _READS],
+                "name": [{"service": "paramd.v1.SidecarService", "method": m} for m in READS],
                 "retryPolicy": {
                     "maxAttempts": 3,
                     "initialBackoff": "0.05s",
@@ -271,6 +271,8 @@ class Channels:
     so a renewed ticket needs no new channel.
     """
 
+    OPTIONS: ClassVar = CHANNEL_OPTIONS
+
     def __init__(
         self,
         ticket: Callable[[int | None], str],
@@ -318,7 +320,7 @@ class Channels:
             # gRPC reads certificates once per channel; calls in flight keep the old ones.
             self._retired.append(self._channels.pop(address))
         if address not in self._channels:
-            self._channels[address] = open_channel(target, tls, options=CHANNEL_OPTIONS, way=way)
+            self._channels[address] = open_channel(target, tls, options=self.OPTIONS, way=way)
             self._stamps[address] = stamp
         return self._channels[address]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from paramd import gone
 from paramd.errors import UsageError
 from paramd.places import check_job_name
-from paramd.security.tickets import Signer, key_from_hex
+from paramd.security.tickets import Role, Signer, key_from_hex, key_root
 from paramd.state_files import file_places
 from paramd_service.control.base.certificates import JobCertificates
 
@@ -151,6 +151,8 @@ class Bootstrap:
     """The training continues from memory: announce the addresses as soon as they are claimed."""
     ended: bool = False
     """The incarnation is over: show its records, and change nothing."""
+    parent: int = 0
+    """With `ended`, the process that it ends with."""
     certificates: JobCertificates = field(init=False, repr=False, compare=False)
     """Issued by the job's own CA."""
 
@@ -168,6 +170,23 @@ class Bootstrap:
         incarnation. A rank that is handed one knows the keys of no other use."""
         label = f"paramd ticket keys\0{self.job}\0{self.incarnation}\0{token_id}\0{use}"
         return hmac.digest(self.private_key, label.encode(), hashlib.sha256).hex()
+
+    def keyed_ticket(
+        self, role: Role, *, ttl_s: float, now_s: float, token_id: str | None = None, use: str = ""
+    ) -> tuple[str, str]:
+        """A ticket of a role that has keys, and the seed of them. Takes 0.1 s for 65,536 ranks, the
+        first time for each token and use."""
+        seed = self.ticket_seed(token_id, use)
+        ticket = self.signer.mint(
+            job=self.job,
+            incarnation=self.incarnation,
+            role=role,
+            ttl_s=ttl_s,
+            token_id=token_id,
+            keys=key_root(seed, self.world_size),
+            now_s=now_s,
+        )
+        return ticket, seed
 
     def asked(self, rank: int, address: str) -> Asked:
         """One rank's sidecar as the target of a call."""
@@ -196,6 +215,7 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
             own_tls=found.get("own_tls") is True,
             resumes=found.get("resumes") is True,
             ended=found.get("ended") is True,
+            parent=int(found.get("parent", 0)),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"stdin: cannot be read ({type(error).__name__})") from None

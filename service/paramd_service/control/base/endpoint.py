@@ -99,8 +99,9 @@ class Claim:
         if self.endpoint is None:
             where = self.whereabouts()
             self.endpoint = announce(bootstrap, where.url, where.grpc_address, with_ca=self.of_job)
-            with suppress(OSError):
-                replace(_port_file(bootstrap), f"{self.http.port}\n")
+            if not bootstrap.ended:
+                with suppress(OSError):
+                    replace(_port_file(bootstrap), f"{self.http.port}\n")
 
     def give_grpc(self) -> Address:
         """Release gRPC's port, for gRPC to bind it right away."""

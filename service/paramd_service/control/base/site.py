@@ -166,6 +166,11 @@ def read_token(path: str) -> str | None:
     return token
 
 
+GENERATION_STEP = 4096
+"""A control plane's orders are numbered from its generation (mesh/sidecars.py): where the clock
+went back, four thousand million of its predecessor's are below its own."""
+
+
 def next_generation(directory: Path, *, now_s: float | None = None) -> int:
     """A number above those of all earlier control planes of this directory. Raises UsageError when
     the directory cannot be written.
@@ -181,7 +186,7 @@ def next_generation(directory: Path, *, now_s: float | None = None) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             text = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             last = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
-            generation = max(last + 1, now_ms)
+            generation = max(last + GENERATION_STEP, now_ms)
             # Fixed width: no digits of the previous number can be left behind.
             os.pwrite(descriptor, f"{generation:018d}\n".encode(), 0)
             os.fsync(descriptor)

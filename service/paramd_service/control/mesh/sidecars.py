@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -28,6 +29,8 @@ from paramd.layout.codec import LayoutBound, decode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.select import NameIndex
 from paramd.mesh.peers.grpc import (
+    CHANNEL_OPTIONS,
+    READS,
     Asked,
     Channels,
     RankUnreachableError,
@@ -35,7 +38,7 @@ from paramd.mesh.peers.grpc import (
     told_errors,
     watched,
 )
-from paramd.security.tickets import Role, Told, handed, key_root
+from paramd.security.tickets import Role, Told, handed
 from paramd.security.tls import is_of_job
 from paramd.v1 import layout_pb2, sidecar_pb2, sidecar_pb2_grpc
 from paramd_service.control.base.config import Bootstrap
@@ -47,8 +50,13 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import KnownLayout, SidecarFinder
 
 TICKET_TTL_S = 600.0
-ORDER_TTL_S = 7200.0
-"""Lifetime of an order, which a rank takes once: longer than a host's clock is wrong."""
+ORDER_TTL_S = 60.0
+"""Least lifetime of an order, which is else that of its call; how wrong a host's clock may be is
+the rank's to know (`CLOCK_SKEW_S`)."""
+TRIES = 3
+"""Of a call that only reads: another order each time, as a rank takes none twice."""
+SIGNED_AT_ONCE = 32
+"""Orders between two turns of the event loop; one takes 70 us."""
 _ORDERS_BITS = 20
 """An order's number: the control plane's generation, which rises by the millisecond, and below it
 how many orders this process gave."""
@@ -90,16 +98,11 @@ class OwnDirectory:
         mine = self._mine
         if job != mine.job:
             raise NotFoundError(f"job {job[:64]!r} is not served here; only {mine.job!r} is")
-        now_s, seed = clock.now_s(), mine.ticket_seed(None)
+        now_s = clock.now_s()
         peers = list(self._registry.peers())
         of_job = any(is_of_job(peer.address) for peer in peers)
-        ticket = mine.signer.mint(
-            job=mine.job,
-            incarnation=mine.incarnation,
-            role=Role.READER,
-            ttl_s=TICKET_TTL_S,
-            keys=key_root(seed, mine.world_size),
-            now_s=now_s,
+        ticket, seed = await asyncio.to_thread(
+            mine.keyed_ticket, Role.READER, ttl_s=TICKET_TTL_S, now_s=now_s
         )
         return JobDocument(
             job=mine.job,
@@ -151,14 +154,36 @@ class OwnFinder:
 class OwnChannels(Channels):
     """Signs each call for its rank, once: what a sidecar is shown is good nowhere any more."""
 
+    OPTIONS = (*CHANNEL_OPTIONS, ("grpc.enable_retries", 0))
+
     def __init__(self, bootstrap: Bootstrap, *, generation: int = 0, reads: bool = False) -> None:
         """With `reads`, a sidecar is also handed a gatherer's ticket, to read other ranks with."""
         super().__init__(str, job_tls=bootstrap.certificates.own)
+        self._turn, self._turns = asyncio.Lock(), 0
         self._mine = bootstrap
         self._signer = bootstrap.signer
         self._generation = generation
         self._reads = reads
         self._gatherer = "", 0.0
+
+    async def ask(self, asked: Asked, method: str, request: Any, *, timeout_s: float) -> Any:
+        """As `Channels.ask`. Calls to all ranks at once leave others their turns."""
+        async with self._turn:
+            self._turns += 1
+            if self._turns % SIGNED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        until_s = time.monotonic() + timeout_s
+        for attempt in range(TRIES - 1 if method in READS else 0):
+            try:
+                left_s = until_s - time.monotonic()
+                return await super().ask(asked, method, request, timeout_s=left_s)
+            except UnreachableError:
+                pause_s = 0.05 * 2**attempt
+                if time.monotonic() + pause_s > until_s:
+                    raise
+                await asyncio.sleep(pause_s)
+        left_s = max(until_s - time.monotonic(), 0.001)
+        return await super().ask(asked, method, request, timeout_s=left_s)
 
     def open(self, asked: Asked, method: str, request: Any, *, timeout_s: float) -> Any:
         """As `Channels.open`; `request` may be a list of messages."""
@@ -171,7 +196,7 @@ class OwnChannels(Channels):
             incarnation=self._mine.incarnation,
             role=Role.CONTROL,
             rank=asked.rank,
-            ttl_s=ORDER_TTL_S,
+            ttl_s=max(ORDER_TTL_S, timeout_s),
             number=(self._generation << _ORDERS_BITS) + next(_orders),
             told=told.digest,
         )
@@ -191,16 +216,9 @@ class OwnChannels(Channels):
         mine, now_s = self._mine, clock.now_s()
         text, renew_s = self._gatherer
         if now_s >= renew_s:
-            seed = mine.ticket_seed(None, "gatherer")
-            ticket = self._signer.mint(
-                job=mine.job,
-                incarnation=mine.incarnation,
-                role=Role.GATHERER,
-                keys=key_root(seed, mine.world_size),
-                ttl_s=TICKET_TTL_S,
-                now_s=now_s,
+            text = handed(
+                *mine.keyed_ticket(Role.GATHERER, ttl_s=TICKET_TTL_S, now_s=now_s, use="gatherer")
             )
-            text = handed(ticket, seed)
             self._gatherer = text, now_s + TICKET_TTL_S / 2
         return text
 

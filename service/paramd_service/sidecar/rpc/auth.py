@@ -175,6 +175,16 @@ def as_ordered(request: bytes, *, last: bool = True) -> bytes:
     return request
 
 
+async def whole_if_ordered(rest: AsyncIterator[Any]) -> None:
+    """What acts on the first message of a stream awaits this before, with the rest of it.
+
+    An order is known to be one at its end, so it must end there. Raises DeniedError otherwise.
+    """
+    if _ORDER.get() is not None:
+        async for _ in rest:
+            raise DeniedError("the control plane ordered another thing: this message comes alone")
+
+
 def check_ordered() -> None:
     """Raise DeniedError unless all messages of the current task's order are those it was for."""
     order = _ORDER.get()

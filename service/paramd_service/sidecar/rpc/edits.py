@@ -23,7 +23,7 @@ from paramd_service.sidecar.edits.memory import Range, Ranges
 from paramd_service.sidecar.edits.receive import copy_of
 from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc import messages
+from paramd_service.sidecar.rpc import auth, messages
 from paramd_service.sidecar.rpc.auth import Call, CallTable
 from paramd_service.sidecar.rpc.statistics import on_stats_thread, place_in
 from paramd_service.sidecar.snapshots.marks import Mark
@@ -142,6 +142,7 @@ async def _stage(
             if isinstance(request, pb.StageEditRequest) != (entry is None):
                 raise UsageError(f"manifest: {_FIRST}")
             if isinstance(request, pb.StageEditRequest):
+                await auth.whole_if_ordered(requests)
                 rank.check_plan(request.manifest.incarnation, request.manifest.layout_digest)
                 entry = await rank.edits.begin(request.manifest)
                 continue

@@ -12,14 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from paramd import clock
 from paramd.errors import UnreachableError, UsageError
-from paramd.security.tickets import (
-    RANK_TICKET_TTL_S,
-    Role,
-    handed,
-    key_root,
-    mint_of_ranks,
-    shown_of,
-)
+from paramd.security.tickets import RANK_TICKET_TTL_S, Role, handed, mint_of_ranks, shown_of
 from paramd.security.tls import is_of_job
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.doorway import check_job, principal_of
@@ -211,19 +204,14 @@ async def _ticket(
 ) -> tuple[str, str]:
     """A fresh ticket and the seed of its keys; with a `use`, one that can read alone."""
     mine, now_s = mesh.bootstrap, clock.now_s()
-    seed = mine.ticket_seed(principal.token_id, use)
-    role = ticket_role(principal.role, readonly=services.config.readonly or bool(use))
-    ticket = mine.signer.mint(
-        job=mine.job,
-        incarnation=mine.incarnation,
-        role=role,
+    return await asyncio.to_thread(
+        mine.keyed_ticket,
+        ticket_role(principal.role, readonly=services.config.readonly or bool(use)),
         ttl_s=_ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s),
-        token_id=principal.token_id,
-        # 0.1 s for 65,536 ranks, once for each token.
-        keys=await asyncio.to_thread(key_root, seed, mine.world_size),
         now_s=now_s,
+        token_id=principal.token_id,
+        use=use,
     )
-    return ticket, seed
 
 
 async def job_document(services: Services, mesh: Incarnation, principal: Principal) -> JobDocument:

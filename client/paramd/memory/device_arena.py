@@ -329,6 +329,8 @@ class DeviceReader:
         self._request = request
         self._words = words
         self._lock = threading.Lock()
+        # Held around `_lock` while pages are locked, 0.07 s a GiB that no copy waits for.
+        self._locking = threading.Lock()
         self._undo = ExitStack()
         self._driver: Driver | None = None
         self._context = self._stream = self._event = self._copied = self._fence_room = 0
@@ -415,16 +417,18 @@ class DeviceReader:
 
     def lock(self, address: int, size_bytes: int) -> bool:
         """Have the device itself write to this memory, if it can. Slow; opens the device."""
-        with self._lock, suppress(DeviceError):
+        with self._locking, suppress(DeviceError):
             if size_bytes >= LOCKED_BYTES:
-                driver = self._driver if self._driver is not None else self._open()
+                with self._lock:
+                    driver = self._driver if self._driver is not None else self._open()
                 driver.enter(self._context)
                 driver.lock_pages(address, size_bytes)
-                self._locked[address] = address + size_bytes
+                with self._lock:
+                    self._locked[address] = address + size_bytes
         return address in self._locked
 
     def is_late(self, address: int) -> bool:
-        """Whether a copy to locked memory was given up: it may still come, so never reuse it."""
+        """Whether a copy to locked memory was given up and may still come: do not reuse it yet."""
         return address in self._late
 
     def unlock(self, address: int) -> None:
@@ -437,7 +441,7 @@ class DeviceReader:
 
     def close(self) -> None:
         """Give context, windows and map back. Idempotent; a lost device keeps what it has."""
-        with self._lock, suppress(DeviceError):
+        with self._locking, self._lock, suppress(DeviceError):
             if self._driver is not None:
                 self._driver.enter(self._context)
                 while self._locked:
@@ -507,6 +511,11 @@ class DeviceReader:
         except BaseException:
             self._late.update(direct.values())
             raise
+        # Of one stream: those that were given up have ended before this one.
+        for address in self._late - self._locked.keys():
+            with suppress(DeviceError):
+                driver.unlock_pages(address)
+        self._late.clear()
 
     def _lock_at(self, span: CopySpan) -> int:
         """The first byte of the locked memory that the span goes to; 0 if there is none."""

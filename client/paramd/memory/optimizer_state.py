@@ -43,6 +43,7 @@ TABLE_BYTES = 1 << 20
 """Room for a table."""
 
 _LENGTH = struct.Struct("=q")
+MAX_TABLE_TEXT_BYTES = TABLE_BYTES - _LENGTH.size
 _MAX_TEXT_BYTES = 64 << 20
 
 
@@ -279,7 +280,7 @@ def table_text(table: Mapping[str, Any]) -> bytes:
 def pack_table(table: Mapping[str, Any]) -> bytes:
     """A table; one that is too long becomes a table with that failure."""
     data = table_text(table)
-    if len(data) > TABLE_BYTES - _LENGTH.size:
+    if len(data) > MAX_TABLE_TEXT_BYTES:
         failure = f"its table takes {len(data):,} bytes, more than there is space for"
         data = table_text({**table, "keys": [], "params": [], "groups": [], "failure": failure})
     return with_length(data)
@@ -294,7 +295,7 @@ def parse_table(memory: memoryview | bytes) -> dict[str, Any]:
     """Parse a table and ignore bytes after it; UsageError if there is none."""
     try:
         (length,) = _LENGTH.unpack_from(memory, 0)
-        if not 0 <= length <= TABLE_BYTES - _LENGTH.size:
+        if not 0 <= length <= MAX_TABLE_TEXT_BYTES:
             raise ValueError(f"it says that it has {length} bytes")
     except (struct.error, ValueError) as error:
         raise UsageError(f"the table of state cannot be read: {error}") from None

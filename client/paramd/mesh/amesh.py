@@ -561,7 +561,12 @@ class AsyncMesh:
                 held, moments = await read_states(read, self._transfer, targets)
                 state = held.state
             elif not unsettled:
-                live = await self._transfer.read_live(sidecars, chosen, targets, transport, samples)
+                live = await self._transfer.read_live(
+                    sidecars, chosen, targets, transport, samples, self._reach.leave_out
+                )
+                if (live is None or live[1] is None) and self._reach.costs():
+                    # Without the ranks that were just found not to respond.
+                    samples = samples_for(self._reach, sidecars, chosen.tensors)
                 if live is not None:
                     state, differ = live
                     if differ is None:

@@ -31,7 +31,6 @@ from paramd_service.sidecar.snapshots.bases import Bases
 from paramd_service.sidecar.snapshots.moments import Moments, is_moments, is_table
 from paramd_service.sidecar.snapshots.standing import StandingLabel
 from paramd_service.sidecar.snapshots.store import (
-    Block,
     BlockMaker,
     Fill,
     Key,
@@ -437,16 +436,10 @@ class Pins:
         try:
             if snapshot.block is None and snapshot.size_bytes:
                 snapshot.block = await self._loop.run_in_executor(
-                    self._executor, self._made, snapshot.size_bytes
+                    self._executor, self._blocks.make, snapshot.size_bytes, self._attached.device
                 )
         finally:
             self.store.drop(snapshot)
-
-    def _made(self, size_bytes: int) -> Block:
-        block, device = self._blocks.make(size_bytes), self._attached.device
-        if device is not None:
-            block.lock(device)
-        return block
 
     def _why_not_copied(self, filling: _Filling, timeout_s: float) -> str:
         job, page = filling.job, self._attached.page

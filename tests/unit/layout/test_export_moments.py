@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from paramd.layout.exports.optimizer import OptimizerTable, StateScalar, optimiz
 from paramd.layout.exports.plan import plan_export
 from paramd.layout.exports.settings import FORMATS, ExportSettings
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
+from paramd.memory.optimizer_state import parse_text, table_text
 
 
 def table(*params: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -80,11 +83,12 @@ def test_state_that_one_rank_has_is_taken_from_it_and_where_none_has_it_there_is
     assert found.replicas == {"b": 1}
     assert not spread(kept, found)
     for name in FORMATS:
-        plan = plan_export(
-            kept, ExportSettings(format=name), OptimizerTable.from_json(found.to_json())
-        )
+        plan = plan_export(kept, ExportSettings(format=name, patterns=("a", "b")), found)
         assert dict(plan.sources[""].spans) == {0: ((0, 80),)}
         assert dict(plan.sources["exp_avg"].spans) == {0: ((0, 16),), 1: ((64, 80),)}
+    odd = {"a": (StateScalar("mu", "float32", -math.inf), StateScalar("on", "bool", True))}
+    found = replace(found, scalars=odd)
+    assert OptimizerTable.from_plain(parse_text(table_text(found.to_plain()))) == found
     # Muon for one, AdamW for the other: each has the state of its own optimizer.
     muon = param(0, 16, keys=["momentum_buffer"])
     both = table(muon, param(64, 80), keys=["momentum_buffer", "exp_avg"])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
 from paramd.errors import ConflictError, NotFoundError, UsageError
 from paramd.layout.exports.dcp import MAX_CHUNK_BYTES
+from paramd.layout.exports.extra import EXTRA_STATE_BYTES, ExtraState
 from paramd.layout.exports.optimizer import OptimizerTable, StateScalar
 from paramd.layout.exports.plan import plan_export
 from paramd.layout.exports.settings import ExportSettings, NameMap
@@ -80,3 +84,28 @@ def test_names_that_collide_and_rules_that_fit_nothing_are_refused() -> None:
     }  # fmt: skip
     with pytest.raises(UsageError, match="or one on each side"):
         odd.apply(["a.x"])
+
+
+def test_a_digest_tells_apart_what_differs_in_numbers_alone() -> None:
+    def digest(lr: float = 0.1, value: int = 1, **settings: Any) -> bytes:
+        table = OptimizerTable({}, {}, ({"lr": lr, "params": ["a"]},))
+        extra = ExtraState({"a._extra_state": {"value": value}})
+        return plan_export(layout(tensor("a", 4)), ExportSettings(**settings), table, extra).digest
+
+    assert digest() == digest()
+    assert len({digest(), digest(0.2), digest(value=2), digest(max_shard_bytes=1 << 20)}) == 4
+
+
+def test_extra_state_that_a_rank_makes_up_is_refused_and_json_counts_with_all_its_bytes() -> None:
+    three, told = {"data": "AAAA", "dtype": "int8"}, layout(tensor("a", 4))
+    for name, one, match in (
+        ("x", [1], "'x' is malformed"),
+        ("x", {"data": 3}, "'x' is malformed"),
+        ("x", {"value": 3, "why": ""}, "'x' is malformed"),
+        ("x", {**three, "shape": [math.inf]}, "'x' is malformed"),
+        ("x", {**three, "shape": [-1, -3]}, "'x' has 3 bytes"),
+        ("a", {**three, "shape": [3]}, "'a' has the name of a parameter"),
+    ):
+        with pytest.raises(UsageError, match=f"extra state {match}"):
+            plan_export(told, ExportSettings(), None, ExtraState.merged([{name: one}]))
+    assert not ExtraState.merged([{"x": {"value": "v" * (EXTRA_STATE_BYTES - 1)}}]).kept

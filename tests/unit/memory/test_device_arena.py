@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -201,18 +202,29 @@ def test_memory_whose_copy_was_given_up_is_late_until_the_end(
     monkeypatch.setenv("PARAMD_STANDIN_LATE_US", "0")
     monkeypatch.setattr(device_arena, "LATE_S", 5.0)
     assert both.read() == {1}  # behind the one that was given up
+    assert (loaded[1].locked, both.reader.is_late(address)) == (0, False)
 
 
-def test_a_driver_that_refuses_to_lock_pages_copies_through_windows(
-    both: Both, loaded: tuple[Driver, Standin]
+def test_while_pages_are_locked_or_where_the_driver_refuses_copies_take_windows(
+    both: Both, loaded: tuple[Driver, Standin], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = ctypes.create_string_buffer(ARENA_BYTES)
-    loaded[1].fail("cuMemHostRegister_v2=801")
-    assert not both.reader.lock(ctypes.addressof(room), ARENA_BYTES)
-    loaded[1].fail("")
     both.update(1)
     both.trainer.publish()
-    assert both.read() == {1}
+    found: list[set[int]] = []
+    lock_pages = both.driver.lock_pages
+
+    def slowly(address: int, size_bytes: int) -> None:
+        reading = threading.Thread(target=lambda: found.append(both.read()), daemon=True)
+        reading.start()
+        reading.join(10)
+        loaded[1].fail("cuMemHostRegister_v2=801")
+        lock_pages(address, size_bytes)
+
+    monkeypatch.setattr(both.driver, "lock_pages", slowly)
+    room = ctypes.create_string_buffer(ARENA_BYTES)
+    assert not both.reader.lock(ctypes.addressof(room), ARENA_BYTES)
+    loaded[1].fail("")
+    assert (found, both.read()) == ([{1}], {1})
 
 
 def test_the_trainer_knows_whether_the_device_is_behind(

@@ -6,17 +6,19 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from paramd.errors import UnreachableError
+from paramd.layout.replicas import Sample
 from paramd.memory import handover
 from paramd.mesh.peers.control import PeerAddress
+from paramd.mesh.peers.grpc import RankUnreachableError
 from paramd.mesh.reading import transfer
-from paramd.mesh.reading.transfer import SharedSnapshot, is_same_host
+from paramd.mesh.reading.transfer import SharedSnapshot, Transfer, is_same_host
 from paramd.places import host_id
 from paramd.security.tickets import Role, Signer, new_private_key
 
@@ -125,6 +127,33 @@ def test_a_sidecar_that_hangs_or_hangs_up_is_unreachable(
         pytest.raises(UnreachableError, match="closed"),
     ):
         SharedSnapshot.open(peer, TICKET, "s")
+
+
+class Stopped:
+    """In the place of `Sidecars` and their document: a peer that answers no probe either."""
+
+    incarnation, layout_digest = 3, ""
+
+    def __init__(self, peer: PeerAddress) -> None:
+        self.document, self.peers, self.peer = self, [peer], lambda _: peer
+
+    def shown(self, _: int) -> str:
+        return TICKET
+
+    async def probe(self, rank: int) -> None:
+        raise RankUnreachableError(rank, "it does not answer", stopped=True)
+
+
+async def test_a_replica_that_hangs_is_left_out_of_the_next_comparisons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_ANSWER_S", 0.05)
+    done, left_out = threading.Event(), []
+    with sidecar(tmp_path, lambda _: done.wait(10) and None) as peer, closing(Transfer()) as one:
+        sidecars, samples = Stopped(peer), [Sample("a", ((0, 1),), {0: 0})]
+        await one._open_samples(sidecars, {}, samples, ExitStack(), left_out.append)
+        done.set()
+    assert left_out == [0]
 
 
 def test_memory_shorter_than_said_is_refused_not_touched(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from paramd.memory.device_arena import STATE_BASE, DeviceArenaRequest, TrainerDe
 from paramd.memory.gate import CopySpan
 from paramd.memory.handover import MAX_ALLOCATIONS, optimizer_bytes
 from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, attach_memory
+from paramd_service.sidecar.snapshots.store import Block
 from tests.gpu.driver import Standin, driver_in
 
 ARENA_BYTES = 4096
@@ -87,3 +88,13 @@ def test_no_more_is_made_than_has_a_place(attached: AttachedMemory, standin: Sta
     with pytest.raises(ExhaustedError, match="bytes of device memory"):
         attached.add_state(0, 8)
     assert len(attached.shared.state) == MAX_ALLOCATIONS
+
+
+def test_a_block_whose_pages_cannot_be_locked_is_given_back(
+    attached: AttachedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(attached.device, "lock", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Block(8, attached.device)
+    assert os.listdir("/proc/self/fd") == before

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paramd.memory import descriptors
-from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
+from paramd.memory.control_page import PAGE_BYTES, ControlPage, Refusal, Word
 from paramd.memory.gate import CopyEnd, CopySpan, State, state_of
 from paramd_service.sidecar.copying.capture import REST_NS, RETRY_NS, Capture, CopyJob
 from paramd_service.sidecar.copying.copier import Copier
@@ -58,9 +58,10 @@ class Bench:
     def _done(self, state: State | None) -> None:
         self.steps.append(state.step if state is not None else None)
 
-    def arm(self, number: int) -> None:
+    def arm(self, number: int, **fields: Any) -> None:
+        spans, token = [CopySpan(0, 0, 8)], 10 * number
         self.capture.reaching.arm(
-            Boundary(number, [CopySpan(0, 0, 8)], False, self.outcomes.append, token=10 * number)
+            Boundary(number, spans, False, self.outcomes.append, token=token, **fields)
         )
 
     def train(self, step_time_ms: int, age_ms: int) -> None:
@@ -131,6 +132,26 @@ def test_a_passed_boundary_is_missed(bench: Bench) -> None:
     bench.capture.serve()
     assert [outcome.captured for outcome in bench.outcomes] == [False]
     assert "the next update began" in bench.outcomes[0].reason
+
+
+@pytest.mark.parametrize("overtaken", [False, True])
+def test_extra_state_is_of_the_boundary_or_it_is_missed(bench: Bench, overtaken: bool) -> None:
+    def fill() -> str:
+        bench.page[Word.EXTRA_FOR] = 2 if overtaken else 1
+        return ""
+
+    bench.arm(1, fill_extra=fill)
+    bench.page[Word.EXTRA_FOR] = 1
+    bench.boundary(agreed=1)
+    bench.capture.serve()
+    assert [one.missed for one in bench.outcomes] == [overtaken]
+
+
+def test_a_pause_on_gathered_parameters_is_told_as_such(bench: Bench) -> None:
+    bench.arm(1)
+    bench.page[Word.REFUSED], bench.page[Word.REFUSED_STEP] = 1, Refusal.GATHERED
+    bench.capture.serve()
+    assert "which an edit would not reach" in bench.outcomes[0].reason
 
 
 def test_words_of_an_agreement_still_being_written_are_waited_for(bench: Bench) -> None:

@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 
 from paramd.errors import ExhaustedError
-from paramd.memory.continuation import RECORD, TABLE, Checked, KeptSlots, check_left
+from paramd.memory.continuation import EXTRA, RECORD, TABLE, Checked, KeptSlots, check_left
 from paramd.memory.control_page import Word, step_of
 from paramd.memory.descriptors import SparseMemory
+from paramd.memory.optimizer_state import TABLE_BYTES, parse_table, table_text
+from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import Ownership
+from paramd_service.sidecar.snapshots.marks import Marks
+from paramd_service.sidecar.snapshots.moments import Moments, table_key
 from paramd_service.sidecar.snapshots.offer import offer_of
 from paramd_service.sidecar.snapshots.standing import Standing
-from paramd_service.sidecar.snapshots.store import Block, BlockMaker
+from paramd_service.sidecar.snapshots.store import Block, BlockMaker, Snapshot
 from tests.unit.sidecar.test_device_state import attached_to
 
 ARENA_BYTES, STATE_BYTES = 10_000, 5_000
@@ -170,7 +174,7 @@ def test_ranks_whose_copies_fail_at_different_times_keep_one_in_common(
 
 
 def test_what_a_rollback_left_stays_until_all_ranks_have_something_newer(
-    trainer: Trainer, standing: Standing
+    trainer: Trainer, standing: Standing, blocks: BlockMaker
 ) -> None:
     serve = standing.serving(trainer.attached, lambda: "")
     for step in (8, 9):
@@ -184,6 +188,29 @@ def test_what_a_rollback_left_stays_until_all_ranks_have_something_newer(
     assert steps(standing) == [6, 9]
     made_at(standing, trainer, serve, 7)
     assert steps(standing) == [7, 6]
+    # Of a step that came again the newest counts, though lineages are random.
+    trainer.page[Word.REWOUND], trainer.page[Word.LINEAGE] = 2, 5
+    made_at(standing, trainer, serve, 6, others=False)
+    settled(lambda: all(label.digest for label, _ in standing.labels()))
+    assert [(label.step, label.lineage) for label, _ in standing.labels()] == [(6, 5), (6, 78)]
+    marks = Marks(blocks, standing, budget_bytes=None)
+    assert marks.read("6", "", [(0, 1)], memoryview(bytearray(1))).lineage == 5
+
+
+def test_extra_state_that_is_not_there_or_too_long_is_a_miss(
+    trainer: Trainer, blocks: BlockMaker
+) -> None:
+    moments, slots = Moments(trainer.attached), KeptSlots(trainer._continuation, EXTRA)
+    block = blocks.make(TABLE_BYTES)
+    snapshot = Snapshot(table_key(1, pb.SOURCE_EXTRA_STATE), at_boundary=True, block=block)
+    assert "noted no extra state" in moments.fill_extra([snapshot])
+    slots.write(b"x" * TABLE_BYTES)
+    assert "noted no extra state" in moments.fill_extra([snapshot])
+    slots.write(table_text({"a": {"value": 1}}))
+    assert moments.fill_extra([snapshot]) == ""
+    assert parse_table(block.buffer) == {"a": {"value": 1}}
+    block.close()
+    moments.close()
 
 
 def test_what_a_dead_trainer_left_is_digested(trainer: Trainer, standing: Standing) -> None:

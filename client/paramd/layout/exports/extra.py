@@ -7,6 +7,7 @@ named in the manifest, with the reason (trainer/model/extra_state.py).
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -43,19 +44,26 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class ExtraState:
-    """The extra state of a job at one step."""
+    """The extra state of a job at one step. Made of what ranks say: UsageError if malformed."""
 
     table: Table
+
+    def __post_init__(self) -> None:
+        for name, one in self.table.items():
+            kinds = {"data", "value", "why"}.intersection(one) if isinstance(one, Mapping) else ()
+            if len(kinds) != 1 or not isinstance(one.get("data", ""), str):
+                raise UsageError(f"extra state {name!r} is malformed: no data, value or reason")
 
     @classmethod
     def merged(cls, tables: Iterable[Table]) -> ExtraState:
         """Each name's state as the first rank that has it; no more than `EXTRA_STATE_BYTES`."""
         found: dict[str, Mapping[str, Any]] = {}
         left_bytes = EXTRA_STATE_BYTES
-        for table in tables:
-            for name, one in table.items():
+        for told in map(cls, tables):
+            for name, one in told.table.items():
                 if name not in found or "why" in found[name]:
-                    size_bytes = len(str(one.get("data", one.get("value", "")))) * 3 // 4
+                    data, value = one.get("data"), one.get("value", "")
+                    size_bytes = len(data) * 3 // 4 if data is not None else len(json.dumps(value))
                     kept = size_bytes <= left_bytes
                     found[name] = one if kept else {"why": too_large(size_bytes)}
                     left_bytes -= size_bytes * kept
@@ -92,8 +100,8 @@ def _constant(name: str, one: Mapping[str, Any]) -> Constant:
     try:
         shape, dtype = tuple(map(int, one["shape"])), str(one["dtype"])
         data = base64.b64decode(one["data"], validate=True)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"extra state {name!r} is malformed: {error!r}") from None
-    if prod(shape) * item_bytes(dtype) != len(data):
+    if min(shape, default=0) < 0 or prod(shape) * item_bytes(dtype) != len(data):
         raise UsageError(f"extra state {name!r} has {len(data)} bytes for {shape} of {dtype}")
     return Constant(TensorLayout(name, dtype, shape, TensorKind.BUFFER, ()), data)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import isfinite
 from typing import Any
 
 from paramd.errors import ConflictError, UsageError
@@ -15,8 +14,6 @@ from paramd.layout.dtypes import ITEM_BYTES
 from paramd.layout.exports.files import piece_bytes
 from paramd.layout.plan import Replica
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
-
-MAX_TABLE_BYTES = 64 << 20
 
 _INFINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
@@ -66,49 +63,36 @@ class OptimizerTable:
                 {**group, "params": [fqn for fqn in group.get("params", ()) if fqn in names]}
                 for group in self.groups
             ),
+            {fqn: rank for fqn, rank in self.replicas.items() if fqn in names},
         )
 
-    def to_json(self) -> bytes:
-        """The table as JSON, compressed to travel in one message; equal tables, equal bytes."""
-        text = json.dumps(
-            {
-                "states": {key: dict(names) for key, names in self.states.items()},
-                "scalars": {
-                    fqn: [[s.key, s.dtype, s.value] for s in scalars]
-                    for fqn, scalars in self.scalars.items()
-                },
-                "groups": [dict(group) for group in self.groups],
-                "replicas": dict(self.replicas),
+    def to_plain(self) -> dict[str, Any]:
+        """The table as plain JSON, to travel in a message; equal tables are equal."""
+        return {
+            "states": {key: dict(names) for key, names in self.states.items()},
+            "scalars": {
+                fqn: [[s.key, s.dtype, s.value if isfinite(s.value) else str(s.value)] for s in of]
+                for fqn, of in self.scalars.items()
             },
-            separators=(",", ":"),
-        )
-        return zlib.compress(text.encode(), 1)
+            "groups": [dict(group) for group in self.groups],
+            "replicas": dict(self.replicas),
+        }
 
     @classmethod
-    def from_json(cls, text: bytes) -> OptimizerTable:
-        """The inverse of `to_json`; UsageError if malformed or too large."""
-        inflater = zlib.decompressobj()
+    def from_plain(cls, found: Mapping[str, Any]) -> OptimizerTable:
+        """The inverse of `to_plain`; UsageError if malformed."""
         try:
-            found = json.loads(inflater.decompress(text, MAX_TABLE_BYTES))
-            if inflater.unconsumed_tail:
-                raise ValueError("it has more than 64 MiB")
             states = {str(k): _names(v) for k, v in found["states"].items()}
             scalars = {
                 str(fqn): tuple(
-                    StateScalar(str(key), str(dtype), value) for key, dtype, value in of
+                    StateScalar(str(key), str(dtype), _INFINITE.get(value, value))
+                    for key, dtype, value in of
                 )
                 for fqn, of in found["scalars"].items()
             }
             replicas = {str(fqn): int(rank) for fqn, rank in found.get("replicas", {}).items()}
             return cls(states, scalars, tuple(map(dict, found["groups"])), replicas)
-        except (
-            zlib.error,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"the optimizer's table cannot be read: {error!r}") from None
 
 

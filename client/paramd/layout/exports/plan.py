@@ -11,6 +11,7 @@ Source: huggingface/huggingface_hub: serialization/_base.py (how shards are cut 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -109,8 +110,10 @@ class ExportPlan:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of files and spans."""
-        found = hashlib.sha256()
+        """SHA-256 of all that it has, as far as the layout does not tell it."""
+        optimizer = self.optimizer.to_plain() if self.optimizer is not None else None
+        beside = json.dumps([optimizer, self.extra.table if self.extra is not None else None])
+        found = hashlib.sha256(repr((self.settings, beside)).encode())
         for file in self.files:
             facts = (file.name, file.rank, file.size_bytes, file.header, file.entries)
             found.update(repr(facts).encode())
@@ -130,7 +133,7 @@ def plan_export(
 
     Raises:
         UsageError: a dtype that the format lacks, a pattern that is malformed or of a part of a
-            tensor, or a name rule that matches nothing.
+            tensor, a name rule that matches nothing, or extra state that is malformed.
         ConflictError: two tensors would have the same name.
         NotFoundError: nothing is included, or a pattern matches nothing.
     """
@@ -151,6 +154,9 @@ def plan_export(
     renamed = {one.fqn: one.hub[0].name for one in tensors if _is_renamed(one)}
     if extra is not None:
         extra = extra.of(settings.patterns)
+        own = extra.table.keys() & {n for t in layout.tensors for n in (t.fqn, *t.aliases)}
+        if own:
+            raise UsageError(f"extra state {min(own)!r} has the name of a parameter or buffer")
     constants = extra.constants if extra is not None else {}
     beside = sorted(extra.kept) if extra is not None else []
     names = settings.names.apply([*_written_names(tensors, settings), *beside])

@@ -58,7 +58,7 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
         dtype=settings.dtype if settings.dtype is not None else "",
         parameters=settings.parameters,
         buffers=settings.buffers,
-        optimizer=plan.optimizer.to_json() if plan.optimizer is not None else b"",
+        optimizer=table_text(plan.optimizer.to_plain()) if plan.optimizer is not None else b"",
         keep_tied=settings.keep_tied,
         patterns=settings.patterns,
         names=[
@@ -101,7 +101,7 @@ def decode_plan(message: export_pb2.ExportPlan, layout: Layout) -> ExportPlan:
     Raises UsageError as `decode_settings`, ConflictError if the digests differ: the sender's
     version plans differently.
     """
-    table = OptimizerTable.from_json(message.optimizer) if message.optimizer else None
+    table = OptimizerTable.from_plain(parse_text(message.optimizer)) if message.optimizer else None
     extra = ExtraState(parse_text(message.extra_state)) if message.extra_state else None
     plan = plan_export(layout, decode_settings(message), table, extra)
     if plan.digest != message.digest:

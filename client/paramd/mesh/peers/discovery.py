@@ -176,6 +176,10 @@ class SidecarFinder:
         self._down = {rank: until_s for rank, until_s in self._down.items() if until_s > now_s}
         return dict.fromkeys(self._down, _DOWN_COST)
 
+    def leave_out(self, rank: int) -> None:
+        """Note that a rank does not respond, so that the next reads do without it for a while."""
+        self._down[rank] = time.monotonic() + _DOWN_S
+
     async def index(self, sidecars: Sidecars) -> NameIndex:
         """Names and layout of the current incarnation; cached."""
         document = sidecars.document
@@ -277,7 +281,7 @@ class SidecarFinder:
             if error.stopped and error.rank in stopped:
                 raise error
             replan = error.rank not in self._down
-            self._down[error.rank] = time.monotonic() + _DOWN_S
+            self.leave_out(error.rank)
             if error.stopped:
                 stopped[error.rank] = error
         for rank, peer in (await self._looked_again(before, until_s)).peers.items():

@@ -397,11 +397,13 @@ class Transfer:
         targets: Targets,
         transport: Transport,
         samples: Sequence[Sample],
+        leave_out: Callable[[int], None],
     ) -> tuple[StateName, tuple[str, ...] | None] | None:
         """Fill the targets straight from the arenas, if all needed ranks are on this host; the
         state, and the tensors that differ there (None: not all ranks of `samples` had it still).
 
-        Returns None if it cannot be done, or training was too quick: read snapshots instead.
+        `leave_out` is told the ranks of `samples` alone that do not respond. Returns None if it
+        cannot be done, or training was too quick: read snapshots instead.
         """
         reads = chosen.plan.ranks
         document = sidecars.document
@@ -412,18 +414,12 @@ class Transfer:
             return None
         with ExitStack() as stack:
             ranks: dict[int, LiveRank] = {}
-            for peer, read in zip(peers, reads, strict=True):
-                try:
-                    opening = partial(open_live, peer, document, read.spans)
-                    ranks[peer.rank] = stack.enter_context(
-                        closing(await self.run(opening, LiveRank.close))
-                    )
-                except UnreachableError:
-                    await sidecars.probe(peer.rank)
+            for read in reads:
+                opened = await self._open_live(sidecars, read.rank, read.spans, stack)
+                if opened is None:
                     return None
-                except ParamdError:
-                    return None  # pins tell why, and serve what a torn rank still has
-            compared = await self._open_samples(sidecars, ranks, samples, stack)
+                ranks[read.rank] = opened
+            compared = await self._open_samples(sidecars, ranks, samples, stack, leave_out)
             jobs = [(ranks[read.rank], targets.places(read)) for read in reads]
 
             def copy() -> None:
@@ -441,30 +437,43 @@ class Transfer:
             self._live_backoff.differed(time.monotonic())
         return found
 
+    async def _open_live(
+        self, sidecars: Sidecars, rank: int, spans: Sequence[tuple[int, int]], stack: ExitStack
+    ) -> LiveRank | None:
+        """A rank's page and arena, which `stack` closes; None if they cannot be had. Raises
+        RankUnreachableError if its sidecar does not respond at all."""
+        document = sidecars.document
+        opening = partial(open_live, document.peer(rank), document, spans)
+        try:
+            return stack.enter_context(closing(await self.run(opening, LiveRank.close)))
+        except UnreachableError:
+            await sidecars.probe(rank)
+        except ParamdError:
+            pass  # pins tell why, and serve what a torn rank still has
+        return None
+
     async def _open_samples(
         self,
         sidecars: Sidecars,
         ranks: Mapping[int, LiveRank],
         samples: Sequence[Sample],
         stack: ExitStack,
+        leave_out: Callable[[int], None],
     ) -> dict[int, LiveRank] | None:
         """The ranks of samples, which `stack` closes; None if they cannot all be read here."""
-        document, wanted = sidecars.document, {rank for one in samples for rank in one.begins}
-        others = [document.peers[rank] for rank in wanted - ranks.keys()]
-        if not all(map(is_same_host, others)):
+        others = {rank for one in samples for rank in one.begins} - ranks.keys()
+        if not all(is_same_host(sidecars.document.peers[rank]) for rank in others):
             return None
-        try:
-            opened = await all_ended(
-                [
-                    self.run(partial(open_live, peer, document, ()), LiveRank.close)
-                    for peer in others
-                ],
-                LiveRank.close,
-            )
-        except ParamdError:
-            return None
-        found = {one.rank: stack.enter_context(closing(one)) for one in opened}
-        return {**ranks, **found}
+
+        async def opened(rank: int) -> LiveRank | None:
+            try:
+                return await self._open_live(sidecars, rank, (), stack)
+            except ParamdError:
+                leave_out(rank)
+                return None
+
+        found = {one.rank: one for one in await all_ended(map(opened, others)) if one is not None}
+        return {**ranks, **found} if len(found) == len(others) else None
 
     async def read_parts(self, reading: Reading, plan: ReadPlan, targets: Landings) -> None:
         """As `read`, but transfer only the bytes of each snapshot that `plan` lands."""

@@ -13,6 +13,7 @@ import base64
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from paramd.layout.merge import LocalLayout
 from paramd.memory.continuation import EXTRA, KeptSlots
 from paramd.memory.control_page import Word, Words
 from paramd.memory.descriptors import SparseMemory
-from paramd.memory.optimizer_state import table_text
+from paramd.memory.optimizer_state import MAX_TABLE_TEXT_BYTES, table_text
 from paramd.trainer.model.local_shard import dtype_name, walk
 from paramd.trainer.model.plain import has_plain_memory
 
@@ -73,20 +74,35 @@ class ExtraState:
         model: nn.Module,
         known: Callable[[], Collection[str]],
     ) -> None:
-        """`known`: the names of the tensors that have a place in the arena."""
+        """`known`: the names of the tensors that have a place in the arena; asked for once."""
         self._slots = KeptSlots(memory, EXTRA)
         self._words = words
         self._model = model
-        self._known = known
+        self._known = cache(known)
 
     def note_for(self, number: int) -> None:
         """Note it, for a request, as it is at this boundary. Costs what the modules' own functions
-        do, and a copy to host memory of what is on a device.
+        do, and a copy to host memory of what is on a device. Never raises: the log tells, and
+        what else the request wants does not wait for it.
         """
         self._words[Word.EXTRA_FOR] = 0
-        self._slots.write(table_text(plain(extra_state(self._model, self._known()))))
-        # Last: it vouches for the slot.
-        self._words[Word.EXTRA_FOR] = number
+        try:
+            self._slots.write(_text(plain(extra_state(self._model, self._known()))))
+            # Last: it vouches for the slot.
+            self._words[Word.EXTRA_FOR] = number
+        except Exception:
+            log.exception("paramd: extra state cannot be noted, so no export can have it")
+
+
+def _text(table: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """The table's text, without what the sidecar has no space for: reasons first, then all."""
+    text = table_text(table)
+    if len(text) > MAX_TABLE_TEXT_BYTES:
+        why = {"why": "there was no space for the reason"}
+        text = table_text({name: why if "why" in one else one for name, one in table.items()})
+    if len(text) > MAX_TABLE_TEXT_BYTES:
+        text = table_text({"(all extra state)": {"why": "its names and values take too much"}})
+    return text
 
 
 def plain(state: Mapping[str, object]) -> dict[str, dict[str, Any]]:

@@ -346,7 +346,8 @@ async def _tell_waits(job: ExportJob) -> None:
     while True:
         await asyncio.sleep(_TELL_S)
         reason = f"waits for {waited_for(job.group.mesh.registry.view())}"
-        job.change(replace(job.export, reason=reason))
+        if reason != job.export.reason:
+            job.change(replace(job.export, reason=reason))
 
 
 async def adopt(job: ExportJob) -> None:

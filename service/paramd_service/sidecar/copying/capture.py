@@ -416,7 +416,10 @@ class Capture:
         if boundary.fill_extra is not None:
             if words[Word.EXTRA_FOR] != boundary.number:
                 return "the trainer did not note its extra state"
-            boundary.fill_extra()
+            if why := boundary.fill_extra():
+                return why
+            if words[Word.EXTRA_FOR] != boundary.number:
+                return "a later request overtook its extra state"
         if boundary.state is None:
             return boundary.spans
         if not words[Word.MOMENTS_LIVE] and words[Word.MOMENTS_FOR] != boundary.number:

@@ -33,7 +33,7 @@ _REFUSALS: Mapping[int, str] = {
     Refusal.AWAY: "the parameters of this rank are not served (paramd status says why)",
     Refusal.GATHERED: (
         "training is paused in a forward that works on gathered parameters, which an edit would "
-        "reach; let it pass a step (paramd step)"
+        "not reach; let it pass a step (paramd step)"
     ),
     Refusal.NOT_HELD: "training is no longer paused; try again",
 }
@@ -79,8 +79,8 @@ class Boundary:
     """The trainer copies optimizer state for it, or waits longer for its copy."""
     state: Callable[[], Sequence[CopySpan] | None] | None = None
     """Finds the spans of optimizer state to copy along, right before; None: not recorded."""
-    fill_extra: Callable[[], None] | None = None
-    """Fills tables with the extra state that the trainer notes for it."""
+    fill_extra: Callable[[], str] | None = None
+    """Fills tables with the extra state that the trainer notes for it; why not, else empty."""
     token: int = 0
     action: int = CAPTURE
     argument: int = 0

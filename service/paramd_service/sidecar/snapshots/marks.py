@@ -180,8 +180,9 @@ class Marks:
             mark = self._marks.get(name)
         label, name = mark.label if mark is not None else None, name[:MAX_NAME]
         if name.isdecimal():
-            of_step = [one for one, _ in self._standing.labels() if one.step == int(name)]
-            label = max(of_step, key=lambda one: (one.lineage, one.edits), default=None)
+            # Newest first: of a step that came again after a rollback, the one that counts.
+            of_step = (one for one, _ in self._standing.labels() if one.step == int(name))
+            label = next(of_step, None)
         if label is None:
             # Not NOT_FOUND, which clients take for a lease that has ended, and try again.
             raise ConflictError(

@@ -210,12 +210,17 @@ class Moments:
 
         return prepare
 
-    def fill_extra(self, snapshots: Sequence[Snapshot]) -> None:
-        """Fill tables of extra state, as the trainer noted it last. On the copying thread."""
+    def fill_extra(self, snapshots: Sequence[Snapshot]) -> str:
+        """Fill tables of extra state, as the trainer noted it last; why not, else empty. On the
+        copying thread."""
+        kept = read_kept(self._continuation.buffer, EXTRA)
+        table = with_length(kept[0].payload) if kept else b""
+        if not 0 < len(table) <= TABLE_BYTES:
+            return f"the trainer noted no extra state of at most {TABLE_BYTES:,} bytes"
         for snapshot in snapshots:
             if snapshot.block is not None:
-                table = with_length(read_kept(self._continuation.buffer, EXTRA)[0].payload)
                 snapshot.block.buffer[: len(table)] = table
+        return ""
 
     def facts_of(self, snapshot: Snapshot) -> bytes:
         """Facts found with the last copy into `snapshot`, as in `PinSnapshotResponse`."""

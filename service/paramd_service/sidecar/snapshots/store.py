@@ -45,22 +45,21 @@ from paramd_service.admission import Shares, Who
 class Block:
     """A memfd; `buffer` and `address` are its mapping in this process."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, reader: DeviceReader | None = None) -> None:
+        """`reader`: have its device fill it by itself, if the driver allows that. Slow."""
+        self._reader: DeviceReader | None = None
         self.size_bytes = pages(size_bytes)
         self.descriptor = descriptors.create_memory("paramd-snapshot", self.size_bytes)
         try:
             self._arena = HostArena(self.descriptor, self.size_bytes)
             self._arena.populate()
+            self.buffer = self._arena.buffer
+            self.address = self._arena.address
+            if reader is not None and reader.lock(self.address, self.size_bytes):
+                self._reader = reader
         except BaseException:
             os.close(self.descriptor)
             raise
-        self.buffer = self._arena.buffer
-        self.address = self._arena.address
-        self._reader: DeviceReader | None = None
-
-    def lock(self, reader: DeviceReader) -> None:
-        """Have the device fill it by itself, if its driver allows that. Slow."""
-        self._reader = reader if reader.lock(self.address, self.size_bytes) else None
 
     @property
     def lost(self) -> bool:
@@ -82,10 +81,10 @@ class BlockMaker:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
-    def make(self, size_bytes: int) -> Block:
+    def make(self, size_bytes: int, reader: DeviceReader | None = None) -> Block:
         """Make a prefaulted block. Slow: call off the event loop. Raises ExhaustedError."""
         try:
-            return Block(size_bytes)
+            return Block(size_bytes, reader)
         except OSError as error:
             raise ExhaustedError(
                 f"no memory for a snapshot of {size_bytes:,} bytes ({error.strerror}); "

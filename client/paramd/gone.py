@@ -124,7 +124,7 @@ _MEANT: Mapping[str, str] = {
     "Mesh.stop Mesh.hold": "mesh.pause() (paramd never ends a training)",
     "Mesh.unpause": "mesh.resume()",
     "Summoned.to Summoned.cuda Summoned.half": "mesh.summon(..., device=..., dtype=...)",
-    "Summoned.diff Summoned.allclose": "found == other, or mesh.diff(found, other)",
+    "Summoned.diff Summoned.allclose": "mesh.diff(found, other), or found == other",
     "Summoned.to_pandas": "mesh.stats(...).to_pandas(), or found.numpy()",
     "paramd.jobs paramd.list_jobs": "paramd.places.running_jobs(), or `paramd jobs`",
     "paramd.Job paramd.summon paramd.status": "paramd.connect('JOB')",

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from paramd import gone
 from paramd.clock import seconds_of
 from paramd.errors import ConflictError, NotFoundError, UsageError
-from paramd.filters import filter_of
+from paramd.filters import Filter, filter_of
 from paramd.layout.edits.ops import EditTerms, ops_of
 from paramd.layout.exports.settings import NameMap
-from paramd.layout.select import Pattern, each_pattern, select
+from paramd.layout.select import Pattern, SelectedTensor, each_pattern, select
 from paramd.layout.types import Layout
 from paramd.mesh.edits.calls import (
     Edit,
@@ -300,22 +300,29 @@ class AsyncMesh:
         """
 
         wanted, deadline_s = filter_of(each_pattern(patterns)), self._deadline(timeout)
-
-        async def attempt(sidecars: Sidecars) -> Params:
-            index = await self._reach.index(sidecars)
-            chosen = select(index, wanted.patterns, with_buffers=buffers)
-            rows = (ParamInfo.of(item.tensor) for item in chosen)
-            right = (row for row in rows if wanted.matches(row.facts))
-            return Params(row for row in right if trainable is None or row.trainable is trainable)
-
-        found = await self._reach.attempts(attempt, deadline_s)
-        if not wanted.statistics or not found:
-            return found
-        names = [row.name for row in found]
-        numbers = await self._numbers(names, buffers=buffers, deadline_s=deadline_s)
-        pairs = zip(found, numbers, strict=True)
-        right = (row for row, one in pairs if wanted.matches_numbers(one.summary))
+        chosen = await self._chosen(wanted, buffers=buffers, deadline_s=deadline_s)
+        rows = [(ParamInfo.of(item.tensor), item.pattern) for item in chosen]
+        if trainable is not None:
+            rows = [(row, part) for row, part in rows if row.trainable is trainable]
+        if not wanted.statistics or not rows:
+            return Params(row for row, _ in rows)
+        parts = [part for _, part in rows]
+        numbers = await self._numbers(parts, buffers=buffers, deadline_s=deadline_s)
+        pairs = zip(rows, numbers, strict=True)
+        right = (row for (row, _), one in pairs if wanted.matches_numbers(one.summary))
         return Params(right, step=numbers.step)
+
+    async def _chosen(
+        self, wanted: Filter, *, buffers: bool, deadline_s: float
+    ) -> list[SelectedTensor]:
+        """What patterns and terms about facts choose, with its slices."""
+
+        async def attempt(sidecars: Sidecars) -> list[SelectedTensor]:
+            index = await self._reach.index(sidecars)
+            found = select(index, wanted.patterns, with_buffers=buffers)
+            return [one for one in found if wanted.matches(ParamInfo.of(one.tensor).facts)]
+
+        return await self._reach.attempts(attempt, deadline_s)
 
     async def _numbers(
         self, patterns: Sequence[str], *, buffers: bool, deadline_s: float, histogram: bool = False,
@@ -349,10 +356,10 @@ class AsyncMesh:
         Raises: as `summon`.
         """
         wanted, deadline_s = filter_of(each_pattern(patterns)), self._deadline(timeout)
-        names = wanted.patterns
+        names: Sequence[str] = wanted.patterns
         if wanted.facts:
-            facts = (*names, *map(str, wanted.facts))
-            names = tuple(row.name for row in await self.params(*facts, buffers=buffers))
+            chosen = await self._chosen(wanted, buffers=buffers, deadline_s=deadline_s)
+            names = [one.pattern for one in chosen]
             if not names:
                 raise NotFoundError(f"no tensor satisfies {' '.join(map(str, wanted.facts))}")
         found = await self._numbers(

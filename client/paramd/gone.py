@@ -190,7 +190,9 @@ def renamed(of: str, named: Mapping[str, Any]) -> dict[str, Any]:
             if new in found:
                 raise UsageError(f"{of}: {keyword}= is now {new}=; give only {new}=")
             warnings.warn(f"{of}({keyword}=) is now {new}=", FutureWarning, stacklevel=3)
-            found[new] = found.pop(keyword)
+            value = found.pop(keyword)
+            # timeout_s=None meant the default, which timeout=None does not.
+            found |= {new: value} if new != "timeout" or value is not None else {}
     return found
 
 

@@ -146,8 +146,9 @@ def test_a_name_from_users_loops_works_with_a_warning(old: str) -> None:
     if "(" in old:
         of, _, keyword = old.rstrip(")").partition("(")
         taking = gone.keywords(of)(lambda **named: named)
-        with pytest.warns(FutureWarning, match=f"{keyword}=\\) is now {new}="):
-            assert taking(**{keyword: 3}) == {new: 3}
+        for value, taken in ((3, {new: 3}), (None, {} if new == "timeout" else {new: None})):
+            with pytest.warns(FutureWarning, match=f"{keyword}=\\) is now {new}="):
+                assert taking(**{keyword: value}) == taken
         with pytest.raises(UsageError, match=f"{keyword}= is now {new}=; give only {new}="):
             taking(**{keyword: 3, new: 4})
         return
@@ -172,3 +173,16 @@ def test_a_frameworks_own_state_stays_beside_what_a_user_names_in_the_old_way(
         begun = training.Training("none", {"keep": {"loader": 1}})
     begun.begin(None, None, step=3, extra_state={"scheduler": 2})
     assert taken["extra_state"] == {"scheduler": 2, "loader": 1}
+
+
+async def test_an_export_without_a_limit_asks_for_the_longest() -> None:
+    asked: list[Any] = []
+
+    async def create(body: Any, _: object) -> None:
+        asked.append(body.get("timeout_s"))
+
+    mesh: Any = object.__new__(AsyncMesh)
+    mesh._exports = SimpleNamespace(create=create)
+    for given in ({}, {"timeout": None}, {"timeout": "20m"}):
+        await mesh.export("a/b", **given)
+    assert asked == [None, 86_400.0, 1200.0]

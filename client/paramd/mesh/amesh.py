@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -43,6 +42,7 @@ from paramd.mesh.edits.editing import (
 )
 from paramd.mesh.edits.lending import Lender
 from paramd.mesh.exports.calls import (
+    MAX_TIMEOUT_S,
     AsyncExport,
     ExportCalls,
     ExportFiles,
@@ -916,7 +916,7 @@ class AsyncMesh:
         Args:
             lease_s: The pause ends on its own after this many seconds, or "5m".
             renew: Renew the lease while this mesh is open, for at most 300 s in total.
-            timeout: Seconds to wait for all ranks to agree.
+            timeout: Seconds to wait for all ranks to agree, an hour at most; None means an hour.
 
         Raises:
             ConflictError: another client has paused it. DeadlineError: no boundary was reached.
@@ -1115,7 +1115,8 @@ class AsyncMesh:
             name_map: Names in the model to names in the files; each may hold one "*".
             assets: Directory whose regular files are copied into the export, 64 MiB in total.
             verify: Read everything back before publishing.
-            timeout: Seconds for the whole export, or a text such as "20m"; one hour by default.
+            timeout: Seconds for the whole export, or a text such as "20m"; one hour by default,
+                None means the longest that the control plane allows, a day.
 
         Returns:
             The running export; `wait()` returns when it is published.
@@ -1125,17 +1126,12 @@ class AsyncMesh:
             NotFoundError: no such destination. DeniedError: the role does not suffice.
             ExhaustedError: too many exports are queued.
         """
-        if not re.fullmatch(r"[^/]+/.+", destination):
-            raise UsageError(
-                f"destination: {destination!r}; expected 'NAME/KEY', a name of mesh.destinations() "
-                "and a relative key; mesh.download('FILE.safetensors') writes a file here"
-            )
         body = export_body(
             destination, format, max_shard_size, dtype, include, tied, name_map, verify, names,
             replica,
         ) | {"overwrite": overwrite}  # fmt: skip
-        if timeout is not UNSET and timeout is not None:
-            body["timeout_s"] = allowed_s(timeout)
+        if timeout is not UNSET:
+            body["timeout_s"] = MAX_TIMEOUT_S if timeout is None else allowed_s(timeout)
         return AsyncExport(self._exports, await self._exports.create(body, assets))
 
     async def exports(self, *, state: str | None = None, limit: int = 100) -> Exports:
@@ -1292,11 +1288,6 @@ class AsyncMesh:
         An export due while the previous one runs is skipped. Retention removes only
         exports of this schedule. Other Args, Raises: as `export`.
         """
-        if not re.fullmatch(r"[^/]+/.+", destination):
-            raise UsageError(
-                f"destination: {destination!r}; expected 'NAME/KEY', a name of mesh.destinations() "
-                "and a relative key; mesh.download('FILE.safetensors') writes a file here"
-            )
         body = export_body(
             destination, format, max_shard_size, dtype, include, tied, name_map, verify, names,
             replica,

@@ -22,7 +22,7 @@ from paramd.mesh.peers.control import REST_TIMEOUT_S
 from paramd.mesh.peers.discovery import AGAIN_S, JobRest, segment
 from paramd.mesh.peers.grpc import MORE_TIME, TELL_S
 from paramd.mesh.results import Table
-from paramd.wire import LEASE_S, MAX_LEASE_S
+from paramd.wire import LEASE_S, MAX_AGREE_S, MAX_LEASE_S
 
 _WAIT_S: Final = 3.0
 """Longest server-side wait of one request; below the request's timeout."""
@@ -437,7 +437,8 @@ class Holder:
         """Begin a pause; with `renew`, renew its lease until `resume` or `stop_renewing`."""
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
-        asked = {"lease_s": lease_s, "timeout_s": round(max(1.0, deadline_s - time.monotonic()), 3)}
+        left_s = min(max(1.0, deadline_s - time.monotonic()), MAX_AGREE_S)
+        asked = {"lease_s": lease_s, "timeout_s": round(left_s, 3)}
         telling = asyncio.create_task(self._tell(), name="paramd-pause-told")
         try:
             found = await self._calls.pause("POST", "", asked, deadline_s)

@@ -52,7 +52,10 @@ def run(app: Callable[[], object], *, debug: bool, given: Sequence[str] = ()) ->
 def _gone(error: Exception, given: Sequence[str]) -> Exception | None:
     """Instead of click's usage error, the advice for a name of an earlier release."""
     context = getattr(error, "ctx", None)
-    return gone.command_line(context.command_path.split()[1:], given) if context else None
+    if context is None:
+        return None
+    refusal = error.format_message()  # type: ignore[attr-defined]
+    return gone.command_line(context.command_path.split()[1:], given, refusal)
 
 
 def _unread(stdout: TextIO) -> int:

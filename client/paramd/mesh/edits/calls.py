@@ -6,12 +6,13 @@ import asyncio
 import logging
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from paramd import gone
 from paramd.documents import Document, Finite, Record, Text, read_document
@@ -35,6 +36,12 @@ _ANSWER_S: Final = 5.0
 _RENEW_TIMEOUT_S: Final = 5.0
 _FIRST_LOOK_S: Final = 0.01
 _LAST_LOOK_S: Final = 0.5
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        return gone.attribute(__name__, sys.modules[__name__], name)
+
 
 _RANGES = ("before", "after")
 _SHOWN = ("norm", "min", "max")

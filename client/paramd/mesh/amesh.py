@@ -902,7 +902,7 @@ class AsyncMesh:
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
 
     async def pause_state(self) -> PauseState:
-        """State of the job's pause."""
+        """Whether training is paused, by whom and for how long."""
         return await self._edits.pause("GET", "", None, self._deadline(UNSET))
 
     async def pause(

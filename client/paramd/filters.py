@@ -147,10 +147,8 @@ class Filter:
 
 
 def parse_filter(text: str, beside: Iterable[str] = ()) -> Filter:
-    """Parse a filter in linear time; FilterError says where it is invalid, and what fits there.
-
-    `beside`: more globs, as they are.
-    """
+    """Parse a filter in linear time, with globs `beside` it as they are; FilterError says where it
+    is invalid, and what fits there."""
     size_bytes = len(text.encode("utf-8", "surrogatepass"))
     if size_bytes > MAX_FILTER_BYTES:
         raise FilterError(

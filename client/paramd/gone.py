@@ -234,11 +234,7 @@ def attribute(of: str, holder: object, name: str) -> Any:
 def tells(kind: _Class) -> _Class:
     """Class decorator: attributes and methods' keywords that are gone raise GoneError."""
     of = kind.__name__.removeprefix("Async")
-
-    def missing(self: object, name: str) -> Any:
-        return attribute(of, self, name)
-
-    kind.__getattr__ = missing  # type: ignore[attr-defined]
+    kind.__getattr__ = lambda self, name: attribute(of, self, name)  # type: ignore[attr-defined]
     gone = (*(row.name for row in GONE), *RENAMED)
     for method in {name.partition("(")[0] for name in gone if "(" in name}:
         owner, _, name = method.partition(".")

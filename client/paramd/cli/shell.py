@@ -51,11 +51,8 @@ def run(app: Callable[[], object], *, debug: bool, given: Sequence[str] = ()) ->
 
 def _gone(error: Exception, given: Sequence[str]) -> Exception | None:
     """Instead of click's usage error, the advice for a name of an earlier release."""
-    context = getattr(error, "ctx", None)
-    if context is None:
-        return None
-    refusal = error.format_message()  # type: ignore[attr-defined]
-    return gone.command_line(context.command_path.split()[1:], given, refusal)
+    context, said = getattr(error, "ctx", None), getattr(error, "message", "")
+    return gone.command_line(context.command_path.split()[1:], given, said) if context else None
 
 
 def _unread(stdout: TextIO) -> int:

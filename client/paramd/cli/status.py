@@ -86,10 +86,9 @@ def jobs(
             last = places.incarnations(job)[-1:]
             found = asdict(last[0]) if last else {}
             here = running.get(job)
-            state = states.get(job, "not running")
-            rows.append({"job": job, "state": state, "url": here.url if here else "", **{
-                name: found.get(name) for name in ("incarnation", "world_size", "began_s")
-            }})  # fmt: skip
+            about = {"state": states.get(job, "not running"), "url": here.url if here else ""}
+            names = ("incarnation", "world_size", "began_s")
+            rows.append({"job": job, **about, **{name: found.get(name) for name in names}})
     target.show("jobs", rows, JOB_COLUMNS, id_key="job")
 
 

@@ -25,7 +25,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from paramd.errors import UsageError
@@ -42,6 +42,7 @@ FLAG_KEYS: Final = ("tied", "trainable")
 KEYS: Final = (*TEXT_KEYS, "shape", *COUNT_KEYS, *FLAG_KEYS, *STATISTIC_KEYS)
 
 _TERM = re.compile(r"([A-Za-z_]+)(!=|<=|>=|=|<|>|~)")
+_SPACED = re.compile(r"(?<!\s)\s*(!=|<=|>=|=|<|>|~)\s*")
 _QUOTED = re.compile(r'"((?:[^"]|"")*)"')
 _NUMBER = re.compile(r"([+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e[+-]?[0-9]{1,3})?)"
                      r"([kKMG]?)\Z")  # fmt: skip
@@ -127,8 +128,9 @@ class Filter:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Globs and terms, one by one, for `filter_of`."""
-        return (*self.patterns, *map(str, self.facts), *map(str, self.statistics))
+        """Globs in quotes and terms, one by one, for `filter_of`."""
+        globs = ('"' + glob.replace('"', '""') + '"' for glob in self.patterns)
+        return (*globs, *map(str, self.facts), *map(str, self.statistics))
 
     def matches(self, facts: Facts) -> bool:
         """Whether all terms about facts hold."""
@@ -144,15 +146,15 @@ class Filter:
         )
 
 
-def parse_filter(text: str) -> Filter:
-    """Parse a filter in linear time; FilterError says where it is invalid, and what fits there."""
+def parse_filter(text: str, beside: Iterable[str] = ()) -> Filter:
+    """Parse a filter in linear time, with globs `beside` it as they are; FilterError says where it
+    is invalid, and what fits there."""
     size_bytes = len(text.encode("utf-8", "surrogatepass"))
     if size_bytes > MAX_FILTER_BYTES:
         raise FilterError(
             MAX_FILTER_BYTES, f"{size_bytes} bytes", f"at most {MAX_FILTER_BYTES} bytes"
         )
-    patterns: list[str] = []
-    terms: list[Term] = []
+    patterns, terms = list(beside), list[Term]()
     words = _words(text)
     if len(words) > MAX_WORDS:
         raise FilterError(words[MAX_WORDS][0], words[MAX_WORDS][1], f"at most {MAX_WORDS} words")
@@ -171,17 +173,18 @@ def parse_filter(text: str) -> Filter:
 
 
 def filter_of(patterns: Iterable[str]) -> Filter:
-    """The filter of patterns given one by one: "numel > 1M" is a term, all else a glob."""
-    terms: list[str] = []
+    """The filter of patterns given one by one: one that begins with a term is read as a filter,
+    in which spaces may stand around comparisons; all else is a glob, in quotes or not."""
+    filters: list[str] = []
     globs: list[str] = []
     for pattern in patterns:
-        word = pattern.replace(" ", "")
-        found = _TERM.match(word)
+        text = _SPACED.sub(r"\1", pattern.strip())
+        found, quoted = _TERM.match(text), _QUOTED.fullmatch(pattern)
         if found and found[1] in KEYS:
-            terms.append(word)
+            filters.append(text)
         else:
-            globs.append(pattern)
-    return replace(parse_filter(" ".join(terms)), patterns=tuple(globs) if globs else ("*",))
+            globs.append(quoted[1].replace('""', '"') if quoted else pattern)
+    return parse_filter(" ".join(filters), globs)
 
 
 def _words(text: str) -> list[tuple[int, str, bool]]:

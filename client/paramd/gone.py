@@ -46,7 +46,7 @@ GONE: tuple[Gone, ...] = (
     Gone("flag", "follow --every", "use --every-steps"),
     Gone("flag", "summon --force", "use --overwrite"),
     Gone("flag", "summon --output", "use --file (-f)"),
-    Gone("flag", "summon -o", "use -f FILE (-o is the output's format, in all commands)"),
+    Gone("flag", "summon -o", "use -f FILE (-o is the format, in commands that print tables)"),
     Gone("rest", "GET /jobs/{}/hold", "use /pause"),
     Gone("rest", "POST /jobs/{}/hold", "use /pause"),
     Gone("rest", "POST /jobs/{}/hold/renew", "use /pause/renew"),
@@ -58,6 +58,10 @@ GONE: tuple[Gone, ...] = (
     Gone("python", "Mesh.download(replace)", "use overwrite="),
     Gone("python", "Mesh.restore(moved)", "use progress="),
     Gone("python", "Attachment.keeping", "use resume_cost()"),
+    Gone("python", "Attachment.follow", "give the optimizers to attach"),
+    Gone("python", "Attachment.holds", "compare with the ids of model.parameters()"),
+    Gone("python", "Attachment.track", "use attach(log=)"),
+    Gone("python", "Attachment.at_detach", "do it after detach()"),
     Gone(
         "flag",
         "export-schedule create --every",
@@ -102,6 +106,7 @@ RENAMED: Mapping[str, str] = {
     "Mesh.hold_state": "pause_state",
     "Mesh.writeback(hold)": "pause",
     "PauseState.held": "paused",
+    "paramd.mesh.edits.calls.Hold": "PauseState",
     "attach(keep)": "extra_state",
     "connect(timeout_s)": "timeout",
     "Mesh.export(timeout_s)": "timeout",
@@ -124,13 +129,13 @@ _MEANT: Mapping[str, str] = {
     "Mesh.stop Mesh.hold": "mesh.pause() (paramd never ends a training)",
     "Mesh.unpause": "mesh.resume()",
     "Summoned.to Summoned.cuda Summoned.half": "mesh.summon(..., device=..., dtype=...)",
-    "Summoned.diff Summoned.allclose": "found == other, or mesh.diff(found, other)",
+    "Summoned.diff Summoned.allclose": "mesh.diff(found, other), or found == other",
     "Summoned.to_pandas": "mesh.stats(...).to_pandas(), or found.numpy()",
     "paramd.jobs paramd.list_jobs": "paramd.places.running_jobs(), or `paramd jobs`",
     "paramd.Job paramd.summon paramd.status": "paramd.connect('JOB')",
     "connect(context)": "url=, token= or job= (contexts are of the command line)",
 }
-"""What people try first that never was there, and what they mean."""
+"""First guesses that never existed, and what to use instead."""
 
 
 def check(door: Door, name: str, shown: str) -> None:
@@ -143,16 +148,17 @@ def check(door: Door, name: str, shown: str) -> None:
             raise GoneError(_said(shown, row))
 
 
-def command_line(path: Sequence[str], given: Sequence[str]) -> GoneError | None:
-    """The removed name among the words `given`, which the command at `path` did not understand."""
+def command_line(path: Sequence[str], given: Sequence[str], refusal: str) -> GoneError | None:
+    """The removed name among the words `given`, if the command at `path` refused it by name."""
+    refused = re.findall(r"[\w-]+", refusal)
     typed = [word.partition("=")[0] for word in given]
     for row in GONE:
         words = row.name.split()
         rest = words[len(path) :]
-        if row.door not in ("command", "flag") or not rest or words[: len(path)] != list(path):
+        if row.door not in ("command", "flag") or [*path, *rest] != words or not rest:
             continue
         # Together, but not first: options may stand before a command.
-        if any(typed[at : at + len(rest)] == rest for at in range(len(typed))):
+        if rest[0] in refused and any(typed[at:][: len(rest)] == rest for at in range(len(typed))):
             return GoneError(_said(f"`paramd {row.name}`", row))
     return None
 
@@ -190,7 +196,9 @@ def renamed(of: str, named: Mapping[str, Any]) -> dict[str, Any]:
             if new in found:
                 raise UsageError(f"{of}: {keyword}= is now {new}=; give only {new}=")
             warnings.warn(f"{of}({keyword}=) is now {new}=", FutureWarning, stacklevel=3)
-            found[new] = found.pop(keyword)
+            value = found.pop(keyword)
+            # timeout_s=None meant the default, which timeout=None does not.
+            found |= {new: value} if new != "timeout" or value is not None else {}
     return found
 
 
@@ -212,19 +220,21 @@ def keywords(of: str) -> Callable[[_Function], _Function]:
     return decorated
 
 
+def attribute(of: str, holder: object, name: str) -> Any:
+    """What `holder` has by the present name, with a warning; GoneError or AttributeError."""
+    if new := RENAMED.get(f"{of}.{name}"):
+        more = "; compare its state with 'paused', not 'held'" if new == "pause_state" else ""
+        warnings.warn(f"{of}.{name} is now {of}.{new}{more}", FutureWarning, stacklevel=3)
+        return getattr(holder, new)
+    check("python", f"{of}.{name}", f"{of}.{name}")
+    # Python's own error, which suggests names.
+    return object.__getattribute__(holder, name)
+
+
 def tells(kind: _Class) -> _Class:
     """Class decorator: attributes and methods' keywords that are gone raise GoneError."""
     of = kind.__name__.removeprefix("Async")
-
-    def missing(self: object, name: str) -> Any:
-        if new := RENAMED.get(f"{of}.{name}"):
-            warnings.warn(f"{of}.{name} is now {of}.{new}", FutureWarning, stacklevel=2)
-            return getattr(self, new)
-        check("python", f"{of}.{name}", f"{of}.{name}")
-        # Python's own error, which suggests names.
-        return object.__getattribute__(self, name)
-
-    kind.__getattr__ = missing  # type: ignore[attr-defined]
+    kind.__getattr__ = lambda self, name: attribute(of, self, name)  # type: ignore[attr-defined]
     gone = (*(row.name for row in GONE), *RENAMED)
     for method in {name.partition("(")[0] for name in gone if "(" in name}:
         owner, _, name = method.partition(".")

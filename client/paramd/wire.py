@@ -27,6 +27,9 @@ LEASE_S = 30.0
 MAX_LEASE_S = 300.0
 """Longest lease of either, and longest pause, in seconds, whoever renews it."""
 
+MAX_AGREE_S = 3600.0
+"""Longest time for all ranks to agree on a pause."""
+
 _DATA_TAG = b"\x0a"
 _XXH3_TAG = b"\x11"
 _OFFSET_TAG = b"\x18"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from paramd import places
+from paramd.cli import status
 from paramd.cli.main import main
 from paramd.mesh.connect import connect
 from tests.integration.client_job import JOB, Capture, Job, answer, document, running_job, wait_for
@@ -113,3 +117,21 @@ def test_a_rank_without_its_sidecar_is_shown_and_makes_the_answer_partial(
         found = {row["check"]: row for row in rows}
         assert found[f"job {JOB} rank 1"]["verdict"] == "failed"
         assert "rank-1.log" in found[f"job {JOB} rank 1"]["advice"]
+
+
+def test_control_planes_that_hang_are_asked_at_once_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setattr(status, "ANSWER_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        host, port = silent.getsockname()
+        for n in range(12):
+            places.write_endpoint(places.Endpoint(
+                url=f"http://{host}:{port}", token="t", pid=os.getpid(), job=f"hung-{n}",
+                grpc_address=f"{host}:{port}", pid_start=places.process_start(os.getpid()),
+            ))  # fmt: skip
+        began_s = time.monotonic()
+        told = document(capsys, "jobs")["jobs"]
+    assert time.monotonic() - began_s < 8.0
+    assert [one["state"] for one in told] == ["unreachable"] * 12

@@ -189,8 +189,10 @@ def test_a_pause_is_a_block_and_an_edit_is_undone_by_itself(
 ) -> None:
     name, count = "layers.0.norm1.bias", 0
     with paramd.connect(JOB) as mesh:
-        with mesh.pause(lease_s="1m") as pause:
+        with mesh.pause(lease_s="1m", timeout=None) as pause:
             assert pause.paused
+            assert " paused " in ran("status")[0]
+            assert mesh.why()[0].phase == "PAUSED"
             before = mesh[name].summon()
             tried = mesh.edit(name, mul=2, dry_run=True)
             assert "DRY RUN, mul 2 " in repr(tried)
@@ -238,6 +240,8 @@ HABITS = (
     ("mesh.params('norm>1e9', 'numel>1')", "0 "),
     ("mesh.stats('norm>0', 'numel>1000')", "head.weight"),
     ("mesh.stats('numel>1e15')", "no tensor satisfies numel>1e15"),
+    ("mesh.stats('head.weight[0:2]', 'numel>1')[0].shape[0]", "^2$"),
+    ("mesh.params('head.weight[0:1]', f'norm>{mesh.stats()[\"head.weight\"].norm / 2}')", "\\n0 "),
     ("mesh.stats()['head.weight'].norm", "[0-9]"),
     ("sorted(mesh.stats(), key=lambda row: row.norm)[0]", "TensorStats"),
     ("'head.weight' in mesh.params()", "True"),
@@ -245,7 +249,8 @@ HABITS = (
     ("pickle.loads(pickle.dumps(mesh.stats())).step", "[0-9]"),
     ("pickle.loads(pickle.dumps(mesh.status())).job", "live"),
     ("torch_again(mesh.summon('head.weight'))", "head.weight"),
-    ("(found := mesh.summon('head.weight')) == found, found == {}", r"\(True, False\)"),
+    ("(found := mesh.summon('head.weight')) == found, found != found", r"\(True, False\)"),
+    ("mesh.summon('head.weight').allclose(1)", r"use mesh\.diff"),
     ("mesh.summon('head.weight').to('cpu')", "device="),
     ("mesh.summon('head.weight').half()", "dtype="),
     ("mesh.summon('head.weight').to_pandas()", "numpy"),
@@ -283,6 +288,7 @@ HABITS = (
     ("$ status --every 9d", "0.2 s to 1 h"),
     ("$ summon head.weight -o x.safetensors", "use -f FILE"),
     ("$ stats 'norm>0' numel>1000", "head.weight"),
+    ("$ stats 'max<-1e30' -o json", r'"stats": \[\]\s*}'),
     ("$ edit x --set 0", "--fill 0"),
     ("$ edit x --scale 2", "--mul 2"),
     ("$ undo last", "paramd edits"),

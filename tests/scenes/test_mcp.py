@@ -102,6 +102,7 @@ async def test_an_agent_looks_into_a_training_and_finds_no_tool_that_changes_it(
         statistics = await asked(client, "statistics", patterns=[name])
         assert statistics["rows"][0]["norm"] > 0
         assert statistics["step"] >= status["rows"][0]["step"]
+        assert (await asked(client, "statistics", patterns=["norm<-1"]))["total"] is None
         gradients = await asked(client, "gradients", patterns=[name])
         assert gradients["rows"][0]["norm"] >= 0
         (changed,) = (await asked(client, "diff", patterns=[name], steps=2))["rows"]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramd.errors import UsageError
-from paramd.filters import MAX_FILTER_BYTES, Facts, Filter, FilterError, parse_filter
+from paramd.filters import MAX_FILTER_BYTES, Facts, Filter, FilterError, filter_of, parse_filter
 from paramd.layout.stats import Summary
 from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
 
@@ -87,6 +87,17 @@ def test_globs_and_terms_are_told_apart() -> None:
     assert [str(term) for term in found.facts] == ["numel>10"]
     assert parse_filter(" ") == Filter(("*",), (), ())
     assert parse_filter("w[ab x").patterns == ("w[ab", "x")
+
+
+def test_patterns_one_by_one_are_globs_or_begin_with_a_term() -> None:
+    for words, patterns, terms in (
+        (["kind = buffer  numel > 1M"], ["*"], ["kind=buffer", "numel>1M"]),
+        (["numel>3 w*", "v*"], ["v*", "w*"], ["numel>3"]),
+        (['"rank=3"', "two words", "numl > 3"], ["rank=3", "two words", "numl > 3"], []),
+        (parse_filter('"rank=3" "a ""b" w* dims=2').words, ["rank=3", 'a "b', "w*"], ["dims=2"]),
+    ):
+        found = filter_of(words)
+        assert (list(found.patterns), [str(term) for term in found.facts]) == (patterns, terms)
 
 
 @pytest.mark.parametrize(

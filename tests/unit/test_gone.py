@@ -18,6 +18,7 @@ from paramd.errors import GoneError, UsageError
 from paramd.gone import GONE, Door, Gone
 from paramd.integrations import training
 from paramd.mesh.amesh import AsyncMesh
+from paramd.mesh.edits import calls
 from paramd.mesh.edits.calls import PauseState, PauseWord
 from paramd.mesh.mesh import Mesh
 from paramd.trainer.attaching.attach import attach
@@ -146,15 +147,17 @@ def test_a_name_from_users_loops_works_with_a_warning(old: str) -> None:
     if "(" in old:
         of, _, keyword = old.rstrip(")").partition("(")
         taking = gone.keywords(of)(lambda **named: named)
-        with pytest.warns(FutureWarning, match=f"{keyword}=\\) is now {new}="):
-            assert taking(**{keyword: 3}) == {new: 3}
+        for value, taken in ((3, {new: 3}), (None, {} if new == "timeout" else {new: None})):
+            with pytest.warns(FutureWarning, match=f"{keyword}=\\) is now {new}="):
+                assert taking(**{keyword: value}) == taken
         with pytest.raises(UsageError, match=f"{keyword}= is now {new}=; give only {new}="):
             taking(**{keyword: 3, new: 4})
         return
-    owner, _, name = old.partition(".")
-    paused = PauseState(state=PauseWord.PAUSED)
-    holder = paused if owner == "PauseState" else object.__new__(KINDS[owner])
-    with pytest.warns(FutureWarning, match=f"{old} is now {owner}.{new}"):
+    owner, _, name = old.rpartition(".")
+    made = {"PauseState": PauseState(state=PauseWord.PAUSED), calls.__name__: calls}
+    holder = made.get(owner) or object.__new__(KINDS[owner])
+    more = "; compare .* 'paused'" if new == "pause_state" else ""
+    with pytest.warns(FutureWarning, match=f"{old} is now {owner}.{new}{more}"):
         assert getattr(holder, name) == getattr(holder, new)
 
 
@@ -172,3 +175,16 @@ def test_a_frameworks_own_state_stays_beside_what_a_user_names_in_the_old_way(
         begun = training.Training("none", {"keep": {"loader": 1}})
     begun.begin(None, None, step=3, extra_state={"scheduler": 2})
     assert taken["extra_state"] == {"scheduler": 2, "loader": 1}
+
+
+async def test_an_export_without_a_limit_asks_for_the_longest() -> None:
+    asked: list[Any] = []
+
+    async def create(body: Any, _: object) -> None:
+        asked.append(body.get("timeout_s"))
+
+    mesh: Any = object.__new__(AsyncMesh)
+    mesh._exports = SimpleNamespace(create=create)
+    for given in ({}, {"timeout": None}, {"timeout": "20m"}):
+        await mesh.export("a/b", **given)
+    assert asked == [None, 86_400.0, 1200.0]

@@ -58,7 +58,7 @@ def dashboard(
         past.say()
         _open(target.at(endpoint), browser)
         if server is not None:
-            say("this shows them until Ctrl-C, or until the job begins again")
+            say("the records are shown until Ctrl-C, or until the job starts again")
             with suppress(KeyboardInterrupt):
                 server.wait()
 

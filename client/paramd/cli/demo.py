@@ -341,7 +341,7 @@ def _tour(training: Training, folder: Path) -> None:
         _heading("The full layer, while the loss falls", f"mesh.summon('{LAYER}')")
         summoned = _watch(mesh, training)
         path = folder / f"layer0-step-{summoned.step}.safetensors"
-        _heading("Save it and read it back", f"paramd summon '{LAYER}' -o {path.name}")
+        _heading("Save it and read it back", f"paramd summon '{LAYER}' -f {path.name}")
         _save_and_compare(summoned, path)
         _heading("Gradients, as updates consume them", f"paramd grads '{GRADIENTS}'")
         _gradients(mesh)

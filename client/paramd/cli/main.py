@@ -67,7 +67,7 @@ _add(LOOK, logs, "3", "3 -n 20 --job my-run", "0 -o json")
 _add(LOOK, alerts, "", "--all -o json", "-w")
 _add(LOOK, params, "", "'layers.*.weight' -o name", "'*' --buffers")
 _add(LOOK, stats, "", "'layers.*' 'norm>10'", "'layers.0.*' -o json", "head.weight --histogram")
-_add(LOOK, grads, "'*'", "'layers.*' --every 10 -o jsonl", "head.weight --histogram -n 1 -o json")
+_add(LOOK, grads, "'*'", "'layers.*' --every-steps 10 -o jsonl", "head.weight --histogram -n 1")
 _add(LOOK, updates, "", "'layers.*' -o json")
 _add(LOOK, spectrum, "layers.0.up.weight", "'layers.0.up.weight[0:512]' -k 16 -o json")
 _add(LOOK, verify, "", "'layers.*' --rank 3", "-n 100")
@@ -83,7 +83,7 @@ _add(LOOK, track, "--to tensorboard --dir runs", "--to wandb 'layers.*' --every 
 _add(
     LOOK,
     follow,
-    "--to vllm http://127.0.0.1:8000 --dir /dev/shm/weights --every 10",
+    "--to vllm http://127.0.0.1:8000 --dir /dev/shm/weights --every-steps 10",
     "--to sglang http://127.0.0.1:30000 --dir /dev/shm/weights --deltas",
 )
 _add(

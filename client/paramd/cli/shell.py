@@ -51,8 +51,8 @@ def run(app: Callable[[], object], *, debug: bool, given: Sequence[str] = ()) ->
 
 def _gone(error: Exception, given: Sequence[str]) -> Exception | None:
     """Instead of click's usage error, the advice for a name of an earlier release."""
-    context = getattr(error, "ctx", None)
-    return gone.command_line(context.command_path.split()[1:], given) if context else None
+    context, said = getattr(error, "ctx", None), getattr(error, "message", "")
+    return gone.command_line(context.command_path.split()[1:], given, said) if context else None
 
 
 def _unread(stdout: TextIO) -> int:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 from urllib.parse import quote
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 MAX_ALERTS = 1000
 ALERTS_EVERY_S = 2.0
+ANSWER_S = 4.0
+"""Longest wait of `paramd jobs`: 2 s for the control planes, and 2 s for sidecars."""
 
 CLEAR = "\033[H\033[2J"
 
@@ -73,26 +75,31 @@ def jobs(
 ) -> None:
     """List the jobs on this host, of this user."""
     running = {one.job: one for one in places.running_jobs()}
+
+    async def ask() -> list[str]:
+        return await asyncio.gather(*(_state_of(target.at(one)) for one in running.values()))
+
+    states = dict(zip(running, asyncio.run(ask()), strict=True))
     rows = []
     for job in places.known_jobs():
         if all_ or job in running:
             last = places.incarnations(job)[-1:]
             found = asdict(last[0]) if last else {}
             here = running.get(job)
-            state = _state_of(target, here) if here is not None else "not running"
-            rows.append({"job": job, "state": state, "url": here.url if here else "", **{
-                name: found.get(name) for name in ("incarnation", "world_size", "began_s")
-            }})  # fmt: skip
+            about = {"state": states.get(job, "not running"), "url": here.url if here else ""}
+            names = ("incarnation", "world_size", "began_s")
+            rows.append({"job": job, **about, **{name: found.get(name) for name in names}})
     target.show("jobs", rows, JOB_COLUMNS, id_key="job")
 
 
-def _state_of(target: Target, here: places.Endpoint) -> str:
+async def _state_of(target: Target) -> str:
     """Whether a job with a control plane runs: its trainers may all have ended."""
-    phases: set[str] = set()
-    named = replace(target.settings, job=here.job, url=here.url, token=here.token)
-    with suppress(ParamdError), Target(named).connect() as mesh:
-        phases = {row.phase for row in mesh.status()}
-    if not phases or phases - {"orphaned", "torn"}:
+    try:
+        async with asyncio.timeout(ANSWER_S), target.async_connect() as mesh:
+            phases = {row.phase for row in await mesh.status()}
+    except (ParamdError, TimeoutError):
+        return "unreachable"
+    if phases - {"orphaned", "torn"}:
         return "running"
     return "torn" if "torn" in phases else "orphaned"
 

@@ -156,7 +156,8 @@ def stats(
 
     Computed in place by the sidecars. Each element counts once, however many
     ranks hold it. Norm, mean, std, min and max cover the finite elements; NAN
-    and INF count the others. The last line is the total.
+    and INF count the others. The last line is the total, unless terms on
+    statistics left tensors out.
     """
     began_s = time.monotonic()
     with target.connect() as mesh:
@@ -190,7 +191,7 @@ def listing(found: StatsTable, *, age_s: float, with_histogram: bool) -> Listing
         ],
         columns=STATS_COLUMNS,
         about={name: getattr(found, name) for name in names} | {"age_s": age_s},
-        total={**_numbers(found.total, with_histogram), "name": "total"},
+        total={**_numbers(found.total, with_histogram), "name": "total"} if found.whole else None,
     )
 
 

@@ -145,7 +145,8 @@ class Tools:
 
         Args:
             patterns: Globs over names; each may end in a slice, such as "w[0:4]".
-            limit: Most rows, up to 200; `total` is over everything that matches.
+            limit: Most rows, up to 200; `total` is over everything that matches, and null where
+                terms on statistics left tensors out.
             unsettled: Accept weights that replace the training's for a while, such as averages.
         """
         found = await self._mesh.stats(*_patterns(patterns, some=True), unsettled=unsettled)
@@ -154,7 +155,7 @@ class Tools:
             **_fields(found, "incarnation", "step", "unsettled"),
             "label": untrusted(found.label),
             "matching": len(rows),
-            "total": found.total.summary.document(),
+            "total": found.total.summary.document() if found.whole else None,
         }
         return self._rows(rows, about, limit=limit)
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -16,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from paramd import gone
 from paramd.clock import seconds_of
 from paramd.errors import ConflictError, NotFoundError, UsageError
-from paramd.filters import filter_of
+from paramd.filters import Filter, filter_of
 from paramd.layout.edits.ops import EditTerms, ops_of
 from paramd.layout.exports.settings import NameMap
-from paramd.layout.select import Pattern, each_pattern, select
+from paramd.layout.select import Pattern, SelectedTensor, each_pattern, select
 from paramd.layout.types import Layout
 from paramd.mesh.edits.calls import (
     Edit,
@@ -43,6 +42,7 @@ from paramd.mesh.edits.editing import (
 )
 from paramd.mesh.edits.lending import Lender
 from paramd.mesh.exports.calls import (
+    MAX_TIMEOUT_S,
     AsyncExport,
     ExportCalls,
     ExportFiles,
@@ -300,22 +300,29 @@ class AsyncMesh:
         """
 
         wanted, deadline_s = filter_of(each_pattern(patterns)), self._deadline(timeout)
-
-        async def attempt(sidecars: Sidecars) -> Params:
-            index = await self._reach.index(sidecars)
-            chosen = select(index, wanted.patterns, with_buffers=buffers)
-            rows = (ParamInfo.of(item.tensor) for item in chosen)
-            right = (row for row in rows if wanted.matches(row.facts))
-            return Params(row for row in right if trainable is None or row.trainable is trainable)
-
-        found = await self._reach.attempts(attempt, deadline_s)
-        if not wanted.statistics or not found:
-            return found
-        names = [row.name for row in found]
-        numbers = await self._numbers(names, buffers=buffers, deadline_s=deadline_s)
-        pairs = zip(found, numbers, strict=True)
-        right = (row for row, one in pairs if wanted.matches_numbers(one.summary))
+        chosen = await self._chosen(wanted, buffers=buffers, deadline_s=deadline_s)
+        rows = [(ParamInfo.of(item.tensor), item.pattern) for item in chosen]
+        if trainable is not None:
+            rows = [(row, part) for row, part in rows if row.trainable is trainable]
+        if not wanted.statistics or not rows:
+            return Params(row for row, _ in rows)
+        parts = [part for _, part in rows]
+        numbers = await self._numbers(parts, buffers=buffers, deadline_s=deadline_s)
+        pairs = zip(rows, numbers, strict=True)
+        right = (row for (row, _), one in pairs if wanted.matches_numbers(one.summary))
         return Params(right, step=numbers.step)
+
+    async def _chosen(
+        self, wanted: Filter, *, buffers: bool, deadline_s: float
+    ) -> list[SelectedTensor]:
+        """What patterns and terms about facts choose, with its slices."""
+
+        async def attempt(sidecars: Sidecars) -> list[SelectedTensor]:
+            index = await self._reach.index(sidecars)
+            found = select(index, wanted.patterns, with_buffers=buffers)
+            return [one for one in found if wanted.matches(ParamInfo.of(one.tensor).facts)]
+
+        return await self._reach.attempts(attempt, deadline_s)
 
     async def _numbers(
         self, patterns: Sequence[str], *, buffers: bool, deadline_s: float, histogram: bool = False,
@@ -349,10 +356,10 @@ class AsyncMesh:
         Raises: as `summon`.
         """
         wanted, deadline_s = filter_of(each_pattern(patterns)), self._deadline(timeout)
-        names = wanted.patterns
+        names: Sequence[str] = wanted.patterns
         if wanted.facts:
-            facts = (*names, *map(str, wanted.facts))
-            names = tuple(row.name for row in await self.params(*facts, buffers=buffers))
+            chosen = await self._chosen(wanted, buffers=buffers, deadline_s=deadline_s)
+            names = [one.pattern for one in chosen]
             if not names:
                 raise NotFoundError(f"no tensor satisfies {' '.join(map(str, wanted.facts))}")
         found = await self._numbers(
@@ -900,7 +907,7 @@ class AsyncMesh:
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
 
     async def pause_state(self) -> PauseState:
-        """State of the job's pause."""
+        """Whether training is paused, by whom and for how long."""
         return await self._edits.pause("GET", "", None, self._deadline(UNSET))
 
     async def pause(
@@ -914,7 +921,7 @@ class AsyncMesh:
         Args:
             lease_s: The pause ends on its own after this many seconds, or "5m".
             renew: Renew the lease while this mesh is open, for at most 300 s in total.
-            timeout: Seconds to wait for all ranks to agree.
+            timeout: Seconds to wait for all ranks to agree, an hour at most; None means an hour.
 
         Raises:
             ConflictError: another client has paused it. DeadlineError: no boundary was reached.
@@ -1113,7 +1120,8 @@ class AsyncMesh:
             name_map: Names in the model to names in the files; each may hold one "*".
             assets: Directory whose regular files are copied into the export, 64 MiB in total.
             verify: Read everything back before publishing.
-            timeout: Seconds for the whole export, or a text such as "20m"; one hour by default.
+            timeout: Seconds for the whole export, or a text such as "20m"; one hour by default,
+                None means the longest that the control plane allows, a day.
 
         Returns:
             The running export; `wait()` returns when it is published.
@@ -1123,17 +1131,12 @@ class AsyncMesh:
             NotFoundError: no such destination. DeniedError: the role does not suffice.
             ExhaustedError: too many exports are queued.
         """
-        if not re.fullmatch(r"[^/]+/.+", destination):
-            raise UsageError(
-                f"destination: {destination!r}; expected 'NAME/KEY', a name of mesh.destinations() "
-                "and a relative key; mesh.download('FILE.safetensors') writes a file here"
-            )
         body = export_body(
             destination, format, max_shard_size, dtype, include, tied, name_map, verify, names,
             replica,
         ) | {"overwrite": overwrite}  # fmt: skip
-        if timeout is not UNSET and timeout is not None:
-            body["timeout_s"] = allowed_s(timeout)
+        if timeout is not UNSET:
+            body["timeout_s"] = MAX_TIMEOUT_S if timeout is None else allowed_s(timeout)
         return AsyncExport(self._exports, await self._exports.create(body, assets))
 
     async def exports(self, *, state: str | None = None, limit: int = 100) -> Exports:
@@ -1290,11 +1293,6 @@ class AsyncMesh:
         An export due while the previous one runs is skipped. Retention removes only
         exports of this schedule. Other Args, Raises: as `export`.
         """
-        if not re.fullmatch(r"[^/]+/.+", destination):
-            raise UsageError(
-                f"destination: {destination!r}; expected 'NAME/KEY', a name of mesh.destinations() "
-                "and a relative key; mesh.download('FILE.safetensors') writes a file here"
-            )
         body = export_body(
             destination, format, max_shard_size, dtype, include, tied, name_map, verify, names,
             replica,

@@ -18,8 +18,9 @@ from paramd.errors import NotFoundError, ParamdError, UsageError
 from paramd.filters import Facts
 from paramd.layout.stats import STATISTICS, Statistic, Summary
 from paramd.layout.types import TensorKind, TensorLayout, joined
+from paramd.mesh.peers.grpc import PHASE_NAMES
 from paramd.mesh.peers.sidecars import Sidecars
-from paramd.v1 import common_pb2, sidecar_pb2
+from paramd.v1 import sidecar_pb2
 
 if TYPE_CHECKING:
     import torch
@@ -253,7 +254,8 @@ def _shown(one: Statistic) -> Callable[[TensorStats], str]:
 
 
 class StatsTable(Table[TensorStats]):
-    """Statistics per tensor, all of one state; `total` is over all tensors."""
+    """Statistics per tensor, all of one state; `total` is over all tensors that patterns
+    and terms about facts chose."""
 
     columns = (
         ("name", lambda row: row.name),
@@ -281,11 +283,15 @@ class StatsTable(Table[TensorStats]):
         """As `Table._names`, with each number of the summary by its own name."""
         return ["name", "shape", "dtype", *(one.name for one in fields(Summary))]
 
+    @property
+    def whole(self) -> bool:
+        """Whether `total` is of these rows: not of `table[:3]`, nor where terms left some out."""
+        return sum(row.summary.count for row in self) == self.total.summary.count
+
     def cells(self) -> list[list[str]]:
-        """As `Table.cells`; the last row is the total, which a slice does not have."""
-        counted = sum(row.summary.count for row in self) == self.total.summary.count
+        """As `Table.cells`; the last row is the total, if it is of these rows."""
         last = [text(self.total) for _, text in self.columns]
-        return [*super().cells(), *([last] if counted else [])]
+        return [*super().cells(), *([last] if self.whole else [])]
 
     def summary(self) -> str:
         rests = unsettled_text(unsettled=self.unsettled, label=self.label)
@@ -474,9 +480,16 @@ class Summoned(_OneStep["torch.Tensor"]):
         save_file(own, path, metadata=about)
 
     def __eq__(self, other: object) -> bool:
-        """Whether names and values are those of another mapping of tensors."""
-        same = isinstance(other, Mapping) and self.keys() == other.keys()
-        return same and all(one.equal(other[name]) for name, one in self.items())  # type: ignore[index]
+        """Whether names, devices and values are those of another mapping; NaN is unlike NaN."""
+        if not isinstance(other, Mapping) or self.keys() != other.keys():
+            return False
+        pairs = ((one, other[name]) for name, one in self.items())
+        # What is no tensor has no such device.
+        return all(getattr(b, "device", None) == a.device and a.equal(b) for a, b in pairs)
+
+    def __ne__(self, other: object) -> bool:
+        # A dict's own would compare the tensors one element at a time.
+        return not self == other
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -584,10 +597,7 @@ async def _rank_status(sidecars: Sidecars, rank: int, timeout_s: float) -> RankS
 
 def rank_status(rank: int, address: str, answer: sidecar_pb2.GetStateResponse) -> RankStatus:
     state = answer.state
-    try:
-        phase = common_pb2.Phase.Name(state.phase).removeprefix("PHASE_").lower()
-    except ValueError:
-        phase = "unknown"  # from a newer sidecar
+    phase = PHASE_NAMES.get(state.phase, "unknown")  # from a newer sidecar
     reason = _REASONS.get(phase, state.phase_reason)
     if not reason and state.unserved_reason:
         reason = f"its parameters are not served: {state.unserved_reason}"

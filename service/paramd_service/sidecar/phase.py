@@ -74,7 +74,7 @@ def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now
     if process_state in STOPPED_STATES:
         return Doing(common_pb2.PHASE_STALLED, "its trainer's process is stopped (SIGSTOP)")
     if words[Word.HELD] == _HELD:
-        return Doing(common_pb2.PHASE_HELD, "training is held on request; it resumes by itself")
+        return Doing(common_pb2.PHASE_HELD, "training is paused on request; it resumes by itself")
     inside = words[Word.SEQ] & 1 == 1 and not words[Word.REST]
     boundary_ns, step_ns = words[Word.BOUNDARY_NS], words[Word.STEP_TIME_NS]
     age_ns = max(now_ns - boundary_ns, 0) if boundary_ns else 0

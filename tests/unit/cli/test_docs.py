@@ -6,15 +6,18 @@ import ast
 import inspect
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 import paramd
 from docs import from_code
+from paramd.cli import demo
 from paramd.cli.main import app
 from paramd.memory.control_page import Word
 from paramd.mesh.mesh import Mesh
@@ -79,13 +82,9 @@ def test_every_error_text_that_the_manual_explains_is_one_of_ours() -> None:
 
 
 INTERNAL = {
-    "PARAMD_FAULTS",
-    "PARAMD_FAULTS_DIR",
-    "PARAMD_TRAINER_FAULTS",
-    "PARAMD_GLANCES",
-    "PARAMD_TRAINER_FAULTS_DIR",
-    "PARAMD_PAGE",
-}
+    "PARAMD_FAULTS", "PARAMD_FAULTS_DIR", "PARAMD_TRAINER_FAULTS", "PARAMD_TRAINER_FAULTS_DIR",
+    "PARAMD_GLANCES", "PARAMD_PAGE",
+}  # fmt: skip
 """Read by tests and by the build alone."""
 
 
@@ -166,3 +165,14 @@ def test_what_a_page_types_exists_with_these_options(path: Path) -> None:
         known |= {name for one in command.params for name in one.secondary_opts} | {"--help", "--"}
         flags = {word for word in words if re.fullmatch("--[a-z][a-z-]+", word)}
         assert flags <= known, f"{path.name}: {line}: {flags - known}"
+
+
+def test_every_example_of_the_help_and_of_the_demo_is_a_command_line() -> None:
+    root: Any = typer.main.get_command(app)
+    lines = re.findall(r'"(paramd [a-z][^";]*)"', Path(demo.__file__).read_text())
+    for one in root.commands.values():
+        lines += re.findall(r"^  (paramd .+)$", one.epilog or "", re.MULTILINE)
+    assert len(lines) > 60
+    for line in lines:
+        _, name, *words = shlex.split(line)
+        assert root.commands[name].make_context(name, words), line

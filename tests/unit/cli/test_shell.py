@@ -36,6 +36,7 @@ def test_every_error_is_one_line_and_has_its_exit_code(
     ("arguments", "expected"),
     [
         (["stat"], "Did you mean 'stats', 'status'?"),
+        (["staus", "--job", "end"], "No such command 'staus'"),
         (["sumon", "*"], "Did you mean 'summon'?"),
         (["grads"], "GLOB"),
         (["status", "--no-such"], "--no-such"),

@@ -252,6 +252,11 @@ async def test_a_slow_rank_and_a_stuck_one_are_told_from_looks_and_held_training
     assert await after(9, at("other")) == []
     assert await after(1, at("other")) == ["slow-rank rank 1 firing"]
     assert (await after(9, at("collective")))[1:] == ["slow-rank rank 1 resolved"]
+    reading = [Evidence(rank=n, kind="dataloader", what="in next", step=7) for n in range(8)]
+    assert (await after(9, reading))[2:] == []
+    assert (await after(1, reading))[2:] == ["slow-rank mesh firing"]
+    await after(9, at("collective"))
+    del told[2:]
     # One that is long at different places, saves, or is waited for by nobody, does not hang.
     for seen_for_s, kind in ((9.0, "other"), (20.0, "checkpoint")):
         assert (await after(3, at(kind, seen_for_s, overdue=True)))[2:] == []

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from paramd import gone
 from paramd.documents import Document, Finite, Record, Text, read_document
@@ -22,7 +23,7 @@ from paramd.mesh.peers.control import REST_TIMEOUT_S
 from paramd.mesh.peers.discovery import AGAIN_S, JobRest, segment
 from paramd.mesh.peers.grpc import MORE_TIME, TELL_S
 from paramd.mesh.results import Table
-from paramd.wire import LEASE_S, MAX_LEASE_S
+from paramd.wire import LEASE_S, MAX_AGREE_S, MAX_LEASE_S
 
 _WAIT_S: Final = 3.0
 """Longest server-side wait of one request; below the request's timeout."""
@@ -35,6 +36,12 @@ _ANSWER_S: Final = 5.0
 _RENEW_TIMEOUT_S: Final = 5.0
 _FIRST_LOOK_S: Final = 0.01
 _LAST_LOOK_S: Final = 0.5
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        return gone.attribute(__name__, sys.modules[__name__], name)
+
 
 _RANGES = ("before", "after")
 _SHOWN = ("norm", "min", "max")
@@ -437,7 +444,8 @@ class Holder:
         """Begin a pause; with `renew`, renew its lease until `resume` or `stop_renewing`."""
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
-        asked = {"lease_s": lease_s, "timeout_s": round(max(1.0, deadline_s - time.monotonic()), 3)}
+        left_s = min(max(1.0, deadline_s - time.monotonic()), MAX_AGREE_S)
+        asked = {"lease_s": lease_s, "timeout_s": round(left_s, 3)}
         telling = asyncio.create_task(self._tell(), name="paramd-pause-told")
         try:
             found = await self._calls.pause("POST", "", asked, deadline_s)

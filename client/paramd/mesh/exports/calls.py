@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -136,6 +137,8 @@ ASSET_CHUNK_BYTES: Final = 512 << 10
 MAX_ASSETS_BYTES: Final = 64 << 20
 """Total size limit of an export's assets."""
 MAX_ASSETS: Final = 64
+MAX_TIMEOUT_S: Final = 86_400.0
+"""Longest time that an export may take."""
 
 _LOOK_S: Final = 0.5
 _FIRST_LOOK_S: Final = 0.05
@@ -241,7 +244,15 @@ def export_body(
     names: Sequence[str] | None,
     replica: int,
 ) -> dict[str, Any]:
-    """The body shared by requests for exports and schedules; see `AsyncMesh.export`."""
+    """The body shared by requests for exports and schedules; see `AsyncMesh.export`.
+
+    Raises UsageError for a malformed destination.
+    """
+    if not re.fullmatch(r"[^/]+/.+", destination):
+        raise UsageError(
+            f"destination: {destination!r}; expected 'NAME/KEY', a name of mesh.destinations() "
+            "and a relative key; mesh.download('FILE.safetensors') writes a file here"
+        )
     body: dict[str, Any] = {
         "id": secrets.token_hex(16),  # chosen here, so that resending is idempotent
         "destination": destination,

@@ -115,9 +115,9 @@ def stored_state(path: Path, patterns: Sequence[Pattern]) -> State:
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
-        raise NotFoundError(
-            f"{path}: there is no such file or directory (a mark is written '{MARK}{path}')"
-        )
+        mark = path.name == str(path) and not path.suffix
+        hint = f" (a mark is written '{MARK}{path}')" if mark else ""
+        raise NotFoundError(f"{path}: there is no such file or directory{hint}")
     found = sorted(path.glob("*.safetensors"))[:MAX_FILES] if path.is_dir() else [path]
     if not found:
         raise UsageError(

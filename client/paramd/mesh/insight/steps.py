@@ -144,8 +144,8 @@ async def _why_not_pinned(
     states, step = [answer.state for answer in found], wanted.step
     if any(answer.header.history != wanted.history for answer in found):
         return ConflictError(
-            f"training was rolled back before step {step}, which will be a different one when it "
-            f"comes; ask for a step of the present history ({error})"
+            f"training was rolled back before it reached step {step}; that step will differ when "
+            f"it comes; ask for a step of the present history ({error})"
         )
     at = max((state.step for state in states), default=-1)
     ended = isinstance(error, TrainingEndedError) or any(

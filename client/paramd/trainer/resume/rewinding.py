@@ -161,7 +161,7 @@ class Rollback:
         if threading.get_ident() not in owner.blocks:
             return NO_BLOCK
         if not owner.at_forward:
-            return "training is not held before a forward; let it pass a step (paramd step)"
+            return "training is not paused before a forward; let it pass a step (paramd step)"
         present = self._present()
         if isinstance(present, str):
             return present

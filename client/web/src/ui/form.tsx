@@ -37,11 +37,12 @@ export function Field(props: { label: ReactNode; wide?: "broad" | "full"; childr
   );
 }
 
-export function Text(props: { label: ReactNode; value: string; onChange: (value: string) => void; name?: string; wide?: "broad" | "full"; mono?: boolean; numeric?: boolean; max?: number; placeholder?: string; required?: boolean }): ReactNode {
-  const { label, value, onChange, wide, mono, numeric, max, ...rest } = props;
+/** A text; with `min` a whole number, which is empty while it is none. */
+export function Text(props: { label: ReactNode; value: string; onChange: (value: string) => void; name?: string; wide?: "broad" | "full"; mono?: boolean; numeric?: boolean; min?: number; max?: number; placeholder?: string; required?: boolean }): ReactNode {
+  const { label, value, onChange, wide, mono, numeric, min, max, ...rest } = props;
   return (
     <Field label={label} {...(wide ? { wide } : {})}>
-      <input type="text" className={mono ? "mono" : ""} spellCheck={!mono} inputMode={numeric ? "decimal" : "text"} maxLength={max} value={value} onChange={(event) => onChange(event.target.value)} {...rest} />
+      <input type={min === undefined ? "text" : "number"} min={min} className={mono ? "mono" : ""} spellCheck={!mono} inputMode={numeric ? "decimal" : "text"} maxLength={max} value={value} onChange={(event) => onChange(event.target.value)} {...rest} />
     </Field>
   );
 }
@@ -58,6 +59,25 @@ export function Select(props: { label: ReactNode; value: string; options: readon
         ))}
       </select>
     </Field>
+  );
+}
+
+/** A choice in a line of text. */
+export function Pick(props: { label: string; value: string; options: readonly [string, string][]; onPick: (value: string) => void }): ReactNode {
+  const { label, value, options, onPick } = props;
+  const known = options.some(([each]) => each === value);
+  return (
+    <label className="tick">
+      {label}
+      <select name={label} value={value} onChange={(event) => onPick(event.target.value)}>
+        {!known && <option value={value}>{value}</option>}
+        {options.map(([each, shown]) => (
+          <option key={each} value={each}>
+            {shown}
+          </option>
+        ))}
+      </select>
+    </label>
   );
 }
 
@@ -78,7 +98,7 @@ export function Question(props: {
   onGo: () => void;
   onClose: () => void;
   sending: Pick<Sending, "busy" | "problem">;
-  /** It takes something away: the button to leave has the focus. */
+  /** Destructive: Cancel has the focus. */
   danger?: boolean;
   disabled?: boolean;
   why?: string;

@@ -8,7 +8,7 @@ import { bodyOf, type Draft, EMPTY, FIELDS, MEANING, newId, type Op, OPS } from 
 import { count, number } from "../lib/format";
 import { Badge, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
-import { Question, Select, Text, Tick } from "../ui/form";
+import { Question, Select, Text, Tick, useSending } from "../ui/form";
 import { useQuery } from "../ui/hooks";
 import { Names, sizeText } from "./edits";
 
@@ -25,44 +25,29 @@ export function EditForm(): ReactNode {
   const [draft, setDraft] = useState<Draft>(EMPTY);
   const [tried, setTried] = useState<Tried | null>(null);
   const [asking, setAsking] = useState(false);
-  const [busy, setBusy] = useState(false);
-  const [problem, setProblem] = useState("");
+  const { busy, problem, send, say } = useSending();
   const [done, setDone] = useState<Edit | null>(null);
   const whole: Draft = { ...draft, pattern };
   const set = (patch: Partial<Draft>): void => {
     setDraft({ ...draft, ...patch });
     setTried(null);
   };
-  const send = async (dryRun: boolean): Promise<Edit | null> => {
+  const ask = (dryRun: boolean, then: (edit: Edit) => void): void => {
     const made = bodyOf(whole, newId(), dryRun);
-    if ("problem" in made) {
-      setProblem(made.problem);
-      return null;
-    }
-    setProblem("");
-    setBusy(true);
-    try {
-      return await post("/api/v1/jobs/{job}/edits", { path: { job }, body: made.body });
-    } catch (error) {
-      setProblem(error instanceof Error ? error.message : String(error));
-      return null;
-    } finally {
-      setBusy(false);
-    }
+    if ("problem" in made) say(made.problem);
+    else send(post("/api/v1/jobs/{job}/edits", { path: { job }, body: made.body }), then);
   };
   const dry = (event: FormEvent): void => {
     event.preventDefault();
     setDone(null);
-    void send(true).then((edit) => edit && setTried({ draft: whole, edit, at: Date.now() }));
+    ask(true, (edit) => setTried({ draft: whole, edit, at: Date.now() }));
   };
-  const apply = (): void => {
-    void send(false).then((edit) => {
+  const apply = (): void =>
+    ask(false, (edit) => {
       setAsking(false);
-      if (!edit) return;
       setDone(edit);
       setTried(null);
     });
-  };
   return (
     <Panel
       title="Change parameters"
@@ -82,13 +67,13 @@ export function EditForm(): ReactNode {
           <button type="submit" className={tried ? "" : "main"} disabled={busy}>
             Dry run
           </button>
-          <button type="button" className={tried ? "main" : ""} disabled={!tried || busy} onClick={() => setAsking(true)}>
+          <button type="button" className={tried ? "main" : ""} disabled={!tried || busy} onClick={() => { say(""); setAsking(true); }}>
             Apply …
           </button>
           {!tried && <span className="faint">do a dry run first: it shows what would change, and changes nothing</span>}
         </div>
       </form>
-      {problem && <Trouble>{problem}</Trouble>}
+      {problem && !asking && <Trouble>{problem}</Trouble>}
       {tried && (
         <>
           <Names edit={tried.edit} />

@@ -74,6 +74,8 @@ function scheduleOf(draft: Draft, name: string): ScheduleRequest {
   };
 }
 
+const isCount = (text: string): boolean => Number.isSafeInteger(Number(text)) && Number(text) >= 1;
+
 export function ExportForm(props: {
   destinations: readonly DestinationDocument[];
   at: number;
@@ -86,6 +88,7 @@ export function ExportForm(props: {
   const set = (patch: Partial<Draft>): void => setDraft({ ...draft, ...patch });
   const name = draft.name || destinations[0]?.name || "";
   const later = draft.when !== "now";
+  const counted = !later || (isCount(draft.every) && (!draft.keep.trim() || isCount(draft.keep)));
   const submit = (event: FormEvent): void => {
     event.preventDefault();
     const path = { job };
@@ -115,16 +118,17 @@ export function ExportForm(props: {
         {draft.format === "safetensors" && <Text label="Largest file" name="shard" value={draft.shard} onChange={(shard) => set({ shard })} />}
         <Select label="dtype" name="dtype" value={draft.dtype} options={DTYPES} onChange={(dtype) => set({ dtype: dtype as Draft["dtype"] })} />
         <Select label="When" name="when" value={draft.when} options={WHENS} onChange={(when) => set({ when: when as When })} />
-        {later && <Text label="Every" name="every" numeric value={draft.every} onChange={(every) => set({ every })} />}
-        {later && <Text label="Keep the last" name="keep" numeric value={draft.keep} onChange={(keep) => set({ keep })} />}
+        {later && <Text label="Every" name="every" numeric min={1} required value={draft.every} onChange={(every) => set({ every })} />}
+        {later && <Text label="Keep the last" name="keep" numeric min={1} value={draft.keep} onChange={(keep) => set({ keep })} />}
         <div className="actions full">
           {(["buffers", "optimizer", "overwrite", "verify"] as const).map((each) => (
             <Tick key={each} label={each} checked={draft[each]} onChange={(checked) => set({ [each]: checked })} />
           ))}
-          <button type="submit" className="main" disabled={busy || !draft.key.trim()}>
+          <button type="submit" className="main" disabled={busy || !draft.key.trim() || !counted}>
             {later ? "Schedule" : "Export"}
           </button>
           {!draft.key.trim() && <span className="faint">enter a folder name first: files are written there</span>}
+          {!counted && <span className="faint">both numbers are whole, 1 or more; without “Keep the last” all are kept</span>}
         </div>
       </form>
       {problem && <Trouble>{problem}</Trouble>}

@@ -9,7 +9,6 @@ import { Badge, Bar, Empty, Line, Name, Panel, Source, Trouble } from "../ui/bit
 import { useMay, useShared, useWhyNot } from "../ui/context";
 import { useSending } from "../ui/form";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
-import { textOf } from "../ui/problems";
 import { save } from "../ui/save";
 import { ExportForm } from "./export_form";
 
@@ -160,14 +159,11 @@ function Files(props: { id: string; everyMs: number; done: boolean; destination:
   const { job } = useShared();
   const mayEdit = useMay("edit");
   const [loading, setLoading] = useState("");
-  const [problem, setProblem] = useState("");
+  const { problem, send } = useSending();
   const download = (name: string): void => {
-    setProblem("");
     setLoading(`${name}: 0 %`);
-    exportFile(job, destination, name, (share) => setLoading(`${name}: ${Math.round(100 * share)} %`))
-      .then((blob) => save(name, blob))
-      .catch((error: unknown) => setProblem(textOf(error)))
-      .finally(() => setLoading(""));
+    const loaded = exportFile(job, destination, name, (share) => setLoading(`${name}: ${Math.round(100 * share)} %`));
+    send(loaded.finally(() => setLoading("")), (blob) => save(name, blob));
   };
   const found = usePoll(
     `${job} ${id}`,

@@ -8,7 +8,7 @@ import { endOf, newId } from "../lib/edits";
 import { bytes, clock, count, plural } from "../lib/format";
 import { Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
-import { Question, useSending } from "../ui/form";
+import { Question, Text, useSending } from "../ui/form";
 import { usePoll } from "../ui/hooks";
 import { whyNoMark } from "./keep";
 
@@ -145,16 +145,14 @@ function RollBack(props: { mark: Mark; onClose: () => void; onDone: () => void }
   return (
     <Question title={`Put training back to step ${count(mark.step)}?`} action={`Roll back to step ${count(mark.step)}`} danger sending={sending} onGo={go} onClose={onClose}>
       <p>
-        Parameters, optimizer state, hyper-parameters and everything in keep become what they were
+        Parameters, optimizer state, hyper-parameters and everything in extra_state become what they were
         {mark.name ? ` at restore point ${mark.name}` : ""}, on all ranks or on none.{" "}
         <strong>
           {steps > 0 ? `${plural(steps, "update")} since, with every edit made since, ${steps === 1 ? "is" : "are"} discarded` : "What was done since is discarded"}
         </strong>
         ; training continues from step {count(mark.step)}. Undoing the rollback goes forward to them, as long as no other rollback follows.
       </p>
-      <label>
-        note <input aria-label="Note" maxLength={1000} value={note} onChange={(event) => setNote(event.target.value)} />
-      </label>
+      <Text label="Note" name="note" max={1000} value={note} onChange={setNote} />
     </Question>
   );
 }

@@ -9,6 +9,7 @@ import { STATISTICS, type Stats } from "../lib/stats";
 import { Empty, Panel } from "../ui/bits";
 import { Chart } from "../ui/chart";
 import { useShared } from "../ui/context";
+import { Pick } from "../ui/form";
 import { useQuery } from "../ui/hooks";
 import { hasHistogram, overlay } from "./param_histogram";
 
@@ -24,6 +25,7 @@ export function Compare(props: {
   const [busy, setBusy] = useState(false);
   const of = (step: string, fallback: Sample | undefined): Sample | undefined =>
     samples.find((sample) => String(sample.step) === step) ?? fallback;
+  const options = samples.map(({ step, time_s, heat }): [string, string] => [String(step), `step ${count(step)}, ${clock(time_s)}${heat ? " ▦" : ""}`]);
   const before = of(a, samples[0]);
   const after = of(b, samples.at(-1));
   const both = before && after ? [before, after].filter(hasHistogram) : [];
@@ -50,8 +52,8 @@ export function Compare(props: {
       ) : (
         <>
           <div className="bar-row">
-            <Pick label="from" samples={samples} value={before} onPick={setA} />
-            <Pick label="to" samples={samples} value={after} onPick={setB} />
+            <Pick label="from" value={String(before.step)} options={options} onPick={setA} />
+            <Pick label="to" value={String(after.step)} options={options} onPick={setB} />
           </div>
           <Table before={before} after={after} />
           {both.length > 0 && <Chart label="Both histograms" height={220} deps={[before, after, dark]} option={(ink) => overlay(ink, both)} />}
@@ -63,27 +65,6 @@ export function Compare(props: {
         </>
       )}
     </Panel>
-  );
-}
-
-function Pick(props: {
-  label: string;
-  samples: readonly Sample[];
-  value: Sample;
-  onPick: (step: string) => void;
-}): ReactNode {
-  return (
-    <label className="tick">
-      {props.label}
-      <select value={String(props.value.step)} onChange={(event) => props.onPick(event.target.value)}>
-        {props.samples.map((sample) => (
-          <option key={sample.step} value={String(sample.step)}>
-            step {count(sample.step)}, {clock(sample.time_s)}
-            {sample.heat ? " ▦" : ""}
-          </option>
-        ))}
-      </select>
-    </label>
   );
 }
 

@@ -11,6 +11,7 @@ import { drawnOf, type Happening, timelineOf } from "../lib/timeline";
 import { badCount, badText, facts as statFacts, type Stats } from "../lib/stats";
 import { Badge, Choice, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
+import { Tick } from "../ui/form";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { Compare } from "./param_compare";
 import { HeatPanel } from "./param_heat";
@@ -105,14 +106,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
       {facts && (
       <div className="bar-row">
         <Choice label="Part" value={part as Part} options={offered} onChange={setPart} />
-        <label className="tick">
-          <input
-            type="checkbox"
-            checked={collecting === "on"}
-            onChange={(event) => setCollecting(event.target.checked ? "on" : "off")}
-          />
-          sample every 5 s
-        </label>
+        <Tick label="sample every 5 s" checked={collecting === "on"} onChange={(checked) => setCollecting(checked ? "on" : "off")} />
         <span className="faint">{plural(found.samples.length, "sample")}</span>
       </div>
       )}

@@ -8,6 +8,7 @@ import { count, number, percent, plural } from "../lib/format";
 import { placeHash } from "../lib/route";
 import { Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
+import { Pick } from "../ui/form";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { type Measure, MeasureTable } from "./measures";
 import { Change } from "./param_compare";
@@ -35,7 +36,7 @@ export function statesOf(
     ["now", "now"],
     ...AHEAD.map((n): [string, string] => [`+${n}`, n === 1 ? "the next step" : `${n} steps from now`]),
     // Without a name: an automatic one, which goes by its step.
-    ...[...marks].reverse().filter((one) => one.whole).map((one): [string, string] => [`mark:${one.name || one.step}`, one.name ? `restore point ${one.name}, step ${count(one.step)}` : `step ${count(one.step)}, kept until a later one is`]),
+    ...[...marks].reverse().filter((one) => one.whole).map((one): [string, string] => [`mark:${one.name || one.step}`, one.name ? `restore point ${one.name}, step ${count(one.step)}` : `step ${count(one.step)}, kept until a newer snapshot replaces it`]),
     ...exports
       .filter((one) => one.state === "DONE" && one.format === "safetensors" && !one.removed)
       .map((one): [string, string] => [`export:${one.id}`, `export ${one.destination}, step ${count(one.step ?? 0)}`]),
@@ -156,24 +157,6 @@ function HeatOf(props: { name: string; a: string; b: string }): ReactNode {
         Open the parameter
       </button>
     </section>
-  );
-}
-
-function Pick(props: { label: string; value: string; options: readonly [string, string][]; onPick: (value: string) => void }): ReactNode {
-  const { label, value, options, onPick } = props;
-  const known = options.some(([each]) => each === value);
-  return (
-    <label className="tick">
-      {label}
-      <select name={label} value={value} onChange={(event) => onPick(event.target.value)}>
-        {!known && <option value={value}>{value}</option>}
-        {options.map(([each, shown]) => (
-          <option key={each} value={each}>
-            {shown}
-          </option>
-        ))}
-      </select>
-    </label>
   );
 }
 

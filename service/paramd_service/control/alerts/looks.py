@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import Rule
-from paramd_service.control.insight.verdict import Evidence, culprits, slowing, verdict_of
+from paramd_service.control.insight.verdict import WILFUL, Evidence, culprits, slowing, verdict_of
 
 if TYPE_CHECKING:
     from paramd_service.control.alerts.watcher import Watcher
@@ -19,18 +19,15 @@ if TYPE_CHECKING:
 EVERY_S = 2.0
 KEPT = 12
 LEAST = 10
-"""Samples of the last `KEPT` in which one rank must be slow; among equal ranks, chance picks
-another one each time."""
+"""Samples of the last `KEPT` in which one rank must be slow, or all wait for data; among equal
+ranks, chance picks another one each time."""
 LEAST_OF_MANY = 7
-"""The same of `MANY` ranks or more, of which chance hardly picks the same one twice: a rank that
-makes steps three times as long is seen alone in two samples of three."""
+"""The same of one rank of `MANY` or more, of which chance hardly picks the same one twice: a rank
+that makes steps three times as long is seen alone in two samples of three."""
 MANY = 8
 
 STUCK_S = 15.0
 """Seconds that ranks must be seen at the same places before they are said to hang."""
-AT_EASE = frozenset({"checkpoint", "debugger"})
-"""Activities of a rank that others are meant to wait for, as for a long evaluation: `stalled-rank`
-tells of them after minutes."""
 
 RULES = frozenset({Rule.SLOW_RANK, Rule.STUCK})
 
@@ -60,19 +57,19 @@ class LookRounds:
             return [_finding(Rule.STUCK, verdict_of(seen), culprits(seen), seen)]
         late = any(one.overdue and one.kind != "dataloader" for one in seen)
         least = LEAST_OF_MANY if len(seen) >= MANY else LEAST
-        slow = slowing(self._looks, least=least) if not late else None
+        slow = slowing(self._looks, least=least, least_reading=LEAST) if not late else None
         return [_finding(Rule.SLOW_RANK, slow.text, slow.ranks, seen)] if slow is not None else []
 
 
 def is_stuck(seen: Sequence[Evidence]) -> bool:
     """Whether ranks hang: stopped, or waiting in a collective that does not end. Where all are at
     work, as in an evaluation, or one is gone, which is told already, none is stuck."""
+    if any(one.stopped for one in seen):
+        return True
     late = [one for one in seen if one.overdue]
     waiting = [one for one in late if one.waits]
-    if any(one.stopped for one in seen) or not waiting or any(one.gone for one in seen):
-        return any(one.stopped for one in seen)
     busy = [one for one in late if not one.waits]
-    if any(one.kind in AT_EASE for one in busy):
+    if not waiting or any(one.gone for one in seen) or any(one.kind in WILFUL for one in busy):
         return False
     seen_s = [max(one.seen_for_s for one in waiting), *(one.seen_for_s for one in busy)]
     return min(seen_s) >= STUCK_S

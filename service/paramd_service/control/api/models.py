@@ -16,7 +16,7 @@ from paramd.layout.stats import STATISTICS
 from paramd.mesh.edits.calls import Edit, Mark
 from paramd.mesh.peers.control import PeerAddress
 from paramd.places import IncarnationRecord
-from paramd.wire import LEASE_S, MAX_LEASE_S
+from paramd.wire import LEASE_S, MAX_AGREE_S, MAX_LEASE_S
 from paramd_service.control.edits.pauses import MAX_STEPS
 
 MAX_OPS = 10_000
@@ -208,7 +208,7 @@ class PauseRequest(HolderRequest):
     timeout_s: float | None = Field(
         None,
         gt=0,
-        le=3600,
+        le=MAX_AGREE_S,
         allow_inf_nan=False,
         description="Seconds for all ranks to agree on a pause; None: 60 and four of their steps",
     )

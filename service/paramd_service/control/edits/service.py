@@ -457,7 +457,7 @@ class EditRegistry:
         self._publish(Kind.MARK, {"mark": name, "at_step": step, "kept": mark is not None}, job=job)
 
     def _pause_changed(self, job: str, view: PauseState) -> None:
-        log.info("job %s is %s, by %s", job, view.state, view.holder or "nobody")
+        log.info("job %s is %s%s", job, view.state, f", by {view.holder}" if view.holder else "")
         data = {
             "state": view.state.value,
             "holder": view.holder,

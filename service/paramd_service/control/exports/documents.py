@@ -20,7 +20,13 @@ from paramd import clock
 from paramd.documents import read_document
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UnreachableError, UsageError
 from paramd.layout.exports.settings import CAST_DTYPES, FORMATS, ExportSettings, NameMap, parse_size
-from paramd.mesh.exports.calls import MAX_ASSETS, MAX_ASSETS_BYTES, ExportFile, ExportInfo
+from paramd.mesh.exports.calls import (
+    MAX_ASSETS,
+    MAX_ASSETS_BYTES,
+    MAX_TIMEOUT_S,
+    ExportFile,
+    ExportInfo,
+)
 from paramd.v1 import export_pb2
 from paramd_service.admission import CALLER, Shares, Who
 from paramd_service.control.base.config import table_of_file
@@ -38,7 +44,6 @@ MAX_MISSING = 1000
 MAX_OWNERS: Final = 64
 UNOWNED_S: Final = 3600.0
 """Assets that no export or schedule has claimed after this long are removed."""
-MAX_TIMEOUT_S: Final = 86_400.0
 
 _RESERVED: Final = (".partial", *(end for one in FORMATS.values() for end in one.endings))
 

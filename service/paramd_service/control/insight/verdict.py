@@ -90,9 +90,12 @@ class Slowing:
     text: str
 
 
-def slowing(looks: Sequence[Sequence[Evidence]], *, least: float) -> Slowing | None:
+def slowing(
+    looks: Sequence[Sequence[Evidence]], *, least: float, least_reading: float = 0
+) -> Slowing | None:
     """The only rank that is elsewhere than the others, which wait for each other, or the data that
-    all of them read, in `least` samples or more; None when there is none.
+    all of them read, in `least` samples or more (the data in `least_reading` or more, too); None
+    when there is none.
 
     Ranks that meet at every step have equal step times, which show nothing about them.
     """
@@ -105,7 +108,7 @@ def slowing(looks: Sequence[Sequence[Evidence]], *, least: float) -> Slowing | N
             said = f"{share.format(count)} rank {rank} was {what} while {others} waited for it"
             return Slowing((rank,), f"{said}: it slows the others.")
     reading = sum(bool(look) and all(one.kind == "dataloader" for one in look) for look in looks)
-    if reading >= least:
+    if reading >= max(least, least_reading):
         ranks = tuple(one.rank for one in looks[-1])
         said = f"{share.format(reading)} {ranks_text(ranks)} waited for data"
         return Slowing(ranks, f"{said}: reading it slows training.")
@@ -128,10 +131,11 @@ def _alone(look: Sequence[Evidence]) -> Evidence | None:
     """The only rank that is apart from those that meet, unless deliberately so for a while."""
     apart = [one for one in look if not (one.waits or one.kind == "backward")]
     lone = apart[0] if len(apart) == 1 < len(look) else None
-    return lone if lone is not None and lone.what and lone.kind not in _WILFUL else None
+    return lone if lone is not None and lone.what and lone.kind not in WILFUL else None
 
 
-_WILFUL = frozenset({"checkpoint", "debugger"})
+WILFUL = frozenset({"checkpoint", "debugger"})
+"""Activities of a rank that others are meant to wait for: it is neither slow nor stuck by them."""
 
 
 def _stopped(found: Sequence[Evidence]) -> list[str]:

@@ -12,6 +12,7 @@ from paramd.errors import ParamdError
 from paramd.mesh.insight.reports import RankActivity, RankLog, StackFrame, ThreadStack
 from paramd.mesh.insight.spectrum import Spectrum
 from paramd.mesh.insight.updates import UpdateRow
+from paramd.mesh.peers.grpc import PHASE_NAMES
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.doorway import may_see_logs, principal_of
@@ -262,7 +263,7 @@ def _row(found: Found, *, no_log: str) -> RankActivity:
         rank=rank.rank,
         error=error,
         step=state.step,
-        phase=common_pb2.Phase.Name(state.phase).removeprefix("PHASE_"),
+        phase=PHASE_NAMES.get(state.phase, "unspecified").upper(),
         phase_reason=state.phase_reason,
         boundary_age_s=_known(state.boundary_age_ns, 1e9),
         activity=answer.activity_kind,

@@ -139,18 +139,25 @@ def beside(*asks: Callable[[], object]) -> Iterator[None]:
     assert not failed, failed
 
 
-def others(control: Control, job: str, token: str) -> tuple[Callable[[], object], ...]:
+@contextlib.contextmanager
+def others(
+    url: str, address: str, job: str, token: str
+) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
     """What a job that is not besieged asks of its control plane: over REST, and over gRPC."""
-    channel = grpc.insecure_channel(control.grpc_address)
-    prove: Any = control_pb2_grpc.ControlServiceStub(channel).ProveControl
     asked = control_pb2.ProveControlRequest(
-        job=job, incarnation=1, address=control.grpc_address, nonce=bytes(32)
+        job=job, incarnation=1, address=address, nonce=bytes(32)
     )
 
     def rest() -> None:
-        assert control.get(f"/api/v1/jobs/{job}/ranks", token).status_code == 200
+        client.get(f"/api/v1/jobs/{job}/ranks").raise_for_status()
 
-    return rest, lambda: prove(asked, timeout=60)
+    head = {"authorization": f"Bearer {token}"}
+    with (
+        httpx2.Client(base_url=url, headers=head, trust_env=False, timeout=60) as client,
+        grpc.insecure_channel(address) as channel,
+    ):
+        prove: Any = control_pb2_grpc.ControlServiceStub(channel).ProveControl
+        yield rest, lambda: prove(asked, timeout=60)
 
 
 def besieged(
@@ -206,9 +213,9 @@ def test_a_control_plane_refuses_too_much_of_everything_and_serves_on(
     monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path))
     with control_plane() as control:
         service = control_pb2.DESCRIPTOR.services_by_name["ControlService"]
-        asks, own, pid = others(control, "run", TOKEN), Signer(PRIVATE_KEY), control.process.pid
-        there = control.grpc_address
-        assert besieged(pid, there, service, METHOD_ROLES, own, "run", None, *asks) > 100
+        there, own, pid = control.grpc_address, Signer(PRIVATE_KEY), control.process.pid
+        with others(control.url, there, "run", TOKEN) as asks:
+            assert besieged(pid, there, service, METHOD_ROLES, own, "run", None, *asks) > 100
 
 
 TEXTS = str(1 << 62), "-1", "NaN", MARKUP, "\ud800", "../" * 10_000
@@ -281,20 +288,14 @@ def requests(document: Any, job: str) -> Iterator[tuple[str, str, str | None]]:
                     yield method, path.format(**good), body
 
 
-def test_rest_refuses_too_much_of_everything_and_serves_other_jobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path))
-    with site_plane() as control, contextlib.ExitStack() as halves:
-        token, count, where = site_token(), 0, urlsplit(control.url)
-        head = {"authorization": f"Bearer {token}", "content-type": "application/json"}
-        client = halves.enter_context(
-            httpx2.Client(base_url=control.url, headers=head, trust_env=False, timeout=60)
-        )
-        for job in ("run", "other"):
-            client.post("/api/v1/jobs", json={"job": job, "world_size": 2}).raise_for_status()
+def besieged_over_rest(control: Control, token: str, *asks: Callable[[], object]) -> int:
+    """Sends all of it for the job "run" of a site; how many requests were answered."""
+    count, where = 0, urlsplit(control.url)
+    head = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+    client = httpx2.Client(base_url=control.url, headers=head, trust_env=False, timeout=60)
+    with client, contextlib.ExitStack() as halves:
         document = client.get("/api/v1/openapi.json").json()
-        with beside(*others(control, "other", token)), bounded(control.process.pid) as look:
+        with beside(*asks), bounded(control.process.pid) as look:
             for method, target, body in requests(document, "run"):
                 with client.stream(method, target, content=body) as answer:
                     told = answer.headers
@@ -310,4 +311,28 @@ def test_rest_refuses_too_much_of_everything_and_serves_other_jobs(
                         lines = f"{method.upper()} {target} HTTP/1.1", f"host: {where.netloc}", size
                         sent = "\r\n".join([*lines, *map(": ".join, head.items()), "", ""])
                         half.sendall(sent.encode() + b"1\r\n{\r\n" * 1000)
-        assert count > 1000
+    return count
+
+
+@contextlib.contextmanager
+def site() -> Iterator[tuple[Control, str]]:
+    """A site with the jobs "run" and "other", and its token."""
+    with site_plane() as control:
+        token = site_token()
+        for job in ("run", "other"):
+            httpx2.post(
+                f"{control.url}/api/v1/jobs", json={"job": job, "world_size": 2}, trust_env=False,
+                headers={"authorization": f"Bearer {token}"}, timeout=60,
+            ).raise_for_status()  # fmt: skip
+        yield control, token
+
+
+def test_rest_refuses_too_much_of_everything_and_serves_other_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path))
+    with (
+        site() as (control, token),
+        others(control.url, control.grpc_address, "other", token) as asks,
+    ):
+        assert besieged_over_rest(control, token, *asks) > 1000

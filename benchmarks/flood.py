@@ -1,5 +1,8 @@
 """1,500 connections a second from one address, while an owner at another asks: a control plane's
-REST, its gRPC, and a sidecar's gRPC. Each of the owner's requests has a connection of its own."""
+REST, its gRPC, and a sidecar's gRPC. Each of the owner's requests has a connection of its own.
+
+Then what another job asks of a site while somebody sends too much of everything to each operation
+of REST, and what is asked of a control plane whose gRPC is sent that."""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -19,8 +22,12 @@ import grpc
 import psutil
 import pytest
 
-from benchmarks.report import Report, Table
-from tests.integration.control_process import TOKEN, control_plane
+from benchmarks.report import Goal, Report, Table
+from paramd.security.tickets import Signer
+from paramd.v1 import control_pb2
+from paramd_service.control.access.join import METHOD_ROLES
+from tests.integration import test_bounds
+from tests.integration.control_process import PRIVATE_KEY, TOKEN, control_plane
 from tests.integration.control_process import ticket as control_ticket
 from tests.integration.fake_trainer import TrainerSettings, attach
 from tests.integration.sidecar_process import sidecar, ticket
@@ -28,6 +35,8 @@ from tests.integration.sidecar_process import sidecar, ticket
 PER_S = 1_500
 PAUSE_S = 0.05
 GIVEN_BACK_S = 20.0
+ANSWERED_S = 0.1
+"""Within which others are to be answered while a server is sent too much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +67,7 @@ def run(*, quick: bool) -> Report:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("PARAMD_STATE_DIR", folder)
+        goals = _besieged()
         found = _of_control_plane(seconds)
         with sidecar(Path(folder) / "s") as process:
             trainer = attach(process.socket_path, TrainerSettings(arena_bytes=1 << 20))
@@ -69,10 +79,47 @@ def run(*, quick: bool) -> Report:
     return Report(
         name="flood",
         tables=[_table(found)],
-        goals=[],
+        goals=goals,
         notes=[],
         numbers={"flooded": [asdict(one) for one in found]},
     )
+
+
+def _besieged() -> list[Goal]:
+    """The worst answers that others got, over REST and gRPC, in a siege by each."""
+    goals: list[Goal] = []
+    with (
+        test_bounds.site() as (control, token),
+        _asked_beside("REST", [control.url, control.grpc_address, "other", token], goals),
+    ):
+        test_bounds.besieged_over_rest(control, token)
+    with (
+        control_plane() as control,
+        _asked_beside("gRPC", [control.url, control.grpc_address, "run", TOKEN], goals),
+    ):
+        service = control_pb2.DESCRIPTOR.services_by_name["ControlService"]
+        test_bounds.besieged(
+            control.process.pid, control.grpc_address, service, METHOD_ROLES, Signer(PRIVATE_KEY),
+            "run", None,
+        )  # fmt: skip
+    return goals
+
+
+@contextmanager
+def _asked_beside(siege: str, arguments: list[str], goals: list[Goal]) -> Iterator[None]:
+    command = [sys.executable, "-m", "benchmarks.workers.others", *arguments]
+    with tempfile.NamedTemporaryFile() as told:
+        with subprocess.Popen(command, stdout=told) as asking:
+            while not Path(told.name).stat().st_size:
+                time.sleep(PAUSE_S)  # it imports
+            yield
+            asking.terminate()
+        lines = Path(told.name).read_text().splitlines()
+    for how in ("REST", "gRPC"):
+        times = [1e3 * float(line.split()[1]) for line in lines if line.startswith(how)]
+        p50 = f"p50 {statistics.median(times):.1f} ms"
+        what = f"beside too much over {siege}, another's {how}: worst of {len(times)} ({p50})"
+        goals.append(Goal(what=what, measured=max(times), limit=1e3 * ANSWERED_S, unit="ms"))
 
 
 def _of_control_plane(seconds: float) -> list[Flooded]:

@@ -19,7 +19,13 @@ import resource
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -249,18 +255,36 @@ def few_heaps() -> None:
 async def give_back_memory() -> None:
     """Give back what the heap keeps of a burst of calls; in a pod it counts as the trainer's."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    kept = _private_bytes()
+    kept = _private_bytes() + _free_bytes()
     while trim is not None:
         await asyncio.sleep(_LOOK_S)
-        if _private_bytes() > kept + _GROWN_BYTES:
+        if _private_bytes() + _free_bytes() > kept + _GROWN_BYTES:
             await asyncio.to_thread(trim, 0)
-            kept = _private_bytes()
-        kept = min(kept, _private_bytes())
+            kept = _private_bytes() + _free_bytes()
+        kept = min(kept, _private_bytes() + _free_bytes())
 
 
 def _private_bytes() -> int:
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     return (resident - shared) * mmap.PAGESIZE
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = (
+        ("before", ctypes.c_size_t * 8),
+        ("free", ctypes.c_size_t),
+        ("top", ctypes.c_size_t),
+    )
+
+
+def _free_bytes() -> int:
+    """What the heap has free, given back or not: what a call freed after a trim, as one that was
+    in progress, shows here alone. 0 where libc does not tell (glibc before 2.33, musl)."""
+    info = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if info is None:
+        return 0
+    info.restype = _Mallinfo
+    return int(info().free)
 
 
 def raise_descriptor_limit() -> None:
@@ -298,8 +322,6 @@ class Doors(grpc.aio.ServerInterceptor):
             return _Guarded(handler, method, lambda: places.one(None)).handler()
         if self.counted(method):
             return _Guarded(handler, method, lambda: self.calls.one(self.who())).handler()
-        if handler.request_deserializer is None:
-            return handler  # parses its own bytes
         return _Guarded(handler, method, nullcontext).handler()
 
 
@@ -329,27 +351,31 @@ class _Guarded:
     async def _one(self, incoming: Any, context: Any) -> Any:
         inner = self._inner
         behavior: Any = inner.stream_unary if inner.request_streaming else inner.unary_unary
-        try:
-            with self._place():
-                return await behavior(self._requests(incoming, context), context)
-        except (UsageError, ExhaustedError) as error:
-            await _abort(context, error)
+        async with _forgotten(incoming):
+            try:
+                with self._place():
+                    return await behavior(self._requests(incoming, context), context)
+            except (UsageError, ExhaustedError) as error:
+                await _abort(context, error)
 
     async def _many(self, incoming: Any, context: Any) -> None:
         inner = self._inner
         behavior: Any = inner.stream_stream if inner.request_streaming else inner.unary_stream
-        try:
-            with self._place():
-                answers = behavior(self._requests(incoming, context), context)
-                if not hasattr(answers, "__aiter__"):
-                    await answers  # writes by itself
-                    return
-                async for answer in answers:
-                    await context.write(answer)
-        except (UsageError, ExhaustedError) as error:
-            await _abort(context, error)
+        async with _forgotten(incoming):
+            try:
+                with self._place():
+                    answers = behavior(self._requests(incoming, context), context)
+                    if not hasattr(answers, "__aiter__"):
+                        await answers  # writes by itself
+                        return
+                    async for answer in answers:
+                        await context.write(answer)
+            except (UsageError, ExhaustedError) as error:
+                await _abort(context, error)
 
     def _requests(self, incoming: Any, context: Any) -> Any:
+        if self._inner.request_deserializer is None:
+            return incoming  # it parses its own bytes
         if self._inner.request_streaming:
             return self._parsed_stream(incoming, context)
         return self._parsed(incoming)
@@ -363,12 +389,10 @@ class _Guarded:
             yield request
 
     def _parsed(self, data: Any) -> Any:
-        if self._inner.request_deserializer is None:
-            return data
         parse: Any = self._inner.request_deserializer
         check_parts(parse.__self__.DESCRIPTOR, data)
         try:
-            return self._inner.request_deserializer(data)
+            return parse(data)
         except DecodeError:
             raise UsageError(f"the request is not a message of {self._method[:128]}") from None
 
@@ -421,6 +445,21 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 127) << shift
         shift, at = shift + 7, at + 1
     return value | byte << shift, at + 1
+
+
+@asynccontextmanager
+async def _forgotten(incoming: Any) -> AsyncIterator[None]:
+    """Let go of a call's requests at its end, which would else wait for a collection: gRPC keeps
+    the error of an aborted call, whose frames have them and the call itself, and raises it again;
+    and the stream that requests are read from keeps the last one, and is kept by it."""
+    try:
+        yield
+    except grpc.aio.AbortError as error:
+        error.__context__ = error.__traceback__ = None
+    finally:
+        if hasattr(incoming, "__aiter__"):
+            with suppress(RuntimeError):  # it is being read
+                await aiter(incoming).aclose()
 
 
 async def _abort(context: Any, error: ParamdError) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import stat
 import subprocess
@@ -117,6 +118,16 @@ def test_the_dockerfile_is_clean() -> None:
     assert (found.returncode, found.stdout) == (0, "")
     users = re.findall(r"^USER (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert users == ["10001"]
+
+
+def test_the_image_installs_all_it_needs_by_hash() -> None:
+    lock = runpy.run_path(str(DEPLOY / "lock.py"))
+    version, lines = lock["pins"](), lock["LOCK"].read_text().splitlines()[1:]
+    pinned = [f"{name}=={version[name]}" for name in lock["names"]()]
+    assert [line.split()[0] for line in lines] == pinned
+    assert all(re.fullmatch(r"\S+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)
+    installs = re.findall(r"pip install (.*)", (DEPLOY / "Dockerfile").read_text())
+    assert all("--no-deps" in one for one in installs), "nothing comes that the lock does not name"
 
 
 @pytest.fixture

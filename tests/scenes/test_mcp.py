@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.connect import async_connect
 from paramd.places import read_endpoint
 from tests.integration.client_job import Job, demo_training, running_job
+from tests.integration.test_bounds import Shapes, bounded
 from tests.launch import ROOT, free_port
 
 pytest.importorskip("mcp")
@@ -159,6 +161,29 @@ async def test_a_change_is_told_first_and_made_only_with_its_code(state: Path) -
         assert {"untrusted": "checkpoints"} in told["would"]["destinations"]
         begun = await asked(client, "export", destination="checkpoints/a", confirm=told["confirm"])
         assert (await asked(client, "exports"))["rows"][0]["id"] == begun["id"]
+
+
+async def test_no_tool_takes_too_much_of_anything(state: Path) -> None:
+    async with agent("--changes") as client:
+        (pid,) = (one.pid for one in psutil.Process().children() if "mcp" in one.cmdline())
+        tools, count = (await client.list_tools()).tools, 0
+        for tool in LOOK:  # what is loaded at the first call is loaded
+            await client.call_tool(tool, {"patterns": ["*"]} if tool in READ else {})
+        with bounded(pid) as look:
+            for tool in tools:
+                shapes = Shapes({"components": {"schemas": tool.input_schema.get("$defs", {})}})
+                for given in map(json.loads, shapes.bad(tool.input_schema)):
+                    # JSON-RPC's arguments are an object, and the client sends text that is UTF-8.
+                    if not isinstance(given, dict) or "\\ud800" in json.dumps(given):
+                        continue
+                    found = await client.call_tool(tool.name, given)
+                    text = "".join(part.text for part in found.content)  # type: ignore[union-attr]
+                    assert len(text) < 60_000, (tool.name, text[:200])
+                    assert "<img" not in text or found.is_error or "untrusted" in text, text
+                    count += 1
+                look(tool.name)
+        assert count > 100
+        assert (await asked(client, "status"))["job"] == JOB
 
 
 READ = {"statistics", "gradients", "diff"}

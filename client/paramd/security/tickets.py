@@ -60,6 +60,10 @@ without a renewal."""
 CONTROL_PLACE = 0
 """Place of the control plane among those that a ticket is shown to; rank r's is r + 1."""
 
+ORDER_BITS = 20
+"""An order's number: the control plane's generation, which rises by the millisecond, and in as many
+bits below it how many orders its process gave."""
+
 NONCE_BYTES = 32
 """What a sidecar has the control plane sign before it shows its ticket there."""
 

@@ -10,8 +10,19 @@ from __future__ import annotations
 
 from paramd.errors import UnreachableError
 from paramd.memory.control_page import ControlPage, Word
+from paramd.security.tickets import ORDER_BITS
 
 KEPT = 1024
+
+
+def fenced(generation: int, by: int) -> str:
+    """Why a control plane of a lower generation than one before it is not obeyed."""
+    return (
+        f"a control plane of generation {by} has taken over; generation {generation} is no longer "
+        "accepted. Generations follow the clock: if it is the later one, its host's clock is "
+        f"{(by - generation) / 1000:.0f} s behind; set that, or start it with the state directory "
+        "(PARAMD_STATE_DIR) of the one before"
+    )
 
 
 class ReplayedError(UnreachableError):
@@ -28,6 +39,9 @@ class Orders:
 
     def take(self, number: int) -> None:
         """Raise ReplayedError if it was taken before, or comes too late to tell."""
+        of, by = number >> ORDER_BITS, self._floor >> ORDER_BITS
+        if of < by:
+            raise ReplayedError(fenced(of, by))
         if number <= self._floor or number in self._taken:
             raise ReplayedError(
                 "the control plane's order was taken already, or is too old to tell; each is good "

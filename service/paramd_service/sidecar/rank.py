@@ -43,7 +43,7 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.slots import EndedError
 from paramd_service.sidecar.insight.line import TrainerInsight
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.orders import Orders
+from paramd_service.sidecar.orders import Orders, fenced
 from paramd_service.sidecar.owner import (
     AttachedMemory,
     AttachRequest,
@@ -303,10 +303,7 @@ class RankSidecar:
     def follow_control(self, generation: int) -> None:
         """Accept a control plane's generation; raise ConflictError if a later one has fenced it."""
         if generation < self.control_generation:
-            raise ConflictError(
-                f"a control plane of generation {self.control_generation} has taken over; "
-                f"generation {generation} is no longer accepted"
-            )
+            raise ConflictError(fenced(generation, self.control_generation))
         self.control_generation = generation
 
     async def find_control(self) -> str:

@@ -38,7 +38,7 @@ from paramd.mesh.peers.grpc import (
     told_errors,
     watched,
 )
-from paramd.security.tickets import Role, Told, handed
+from paramd.security.tickets import ORDER_BITS, Role, Told, handed
 from paramd.security.tls import is_of_job
 from paramd.v1 import layout_pb2, sidecar_pb2, sidecar_pb2_grpc
 from paramd_service.control.base.config import Bootstrap
@@ -57,9 +57,6 @@ TRIES = 3
 """Of a call that only reads: another order each time, as a rank takes none twice."""
 SIGNED_AT_ONCE = 32
 """Orders between two turns of the event loop; one takes 70 us."""
-_ORDERS_BITS = 20
-"""An order's number: the control plane's generation, which rises by the millisecond, and below it
-how many orders this process gave."""
 LAYOUT_TIMEOUT_S = 20.0
 PROBE_TIMEOUT_S = 3.0
 ASK_S = 5.0
@@ -197,7 +194,7 @@ class OwnChannels(Channels):
             role=Role.CONTROL,
             rank=asked.rank,
             ttl_s=max(ORDER_TTL_S, timeout_s),
-            number=(self._generation << _ORDERS_BITS) + next(_orders),
+            number=(self._generation << ORDER_BITS) + next(_orders),
             told=told.digest,
         )
         metadata = [("authorization", f"Bearer {order}"), *asked.metadata()]

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -84,6 +84,8 @@ class Measured:
     mesh: Frames
     cpu_share: float
     """Of one core of the control plane, for the requests of the Mesh view that is open."""
+    page_shares: list[float]
+    """Of one core, in percent, while nobody touches the Mesh view: the page, all of the browser."""
     memory: page_memory.Memory
 
 
@@ -101,7 +103,7 @@ def run(*, quick: bool) -> Report:
         memory, (paint_ms, usable_ms), page = page_memory.measure(
             browser, process, lambda page: _opened(page, url, token), window_s / 3
         )
-        with _watched(page) as asked:
+        with _watched(page) as asked, cpu_of(page) as page_s:
             time.sleep(window_s)
         share = _cost_s(process, asked, token, before_share) / window_s
         mesh = _frames(page, 5.0, pixels=0)
@@ -118,6 +120,7 @@ def run(*, quick: bool) -> Report:
             filtering=_filtering(page),
             mesh=mesh,
             cpu_share=share,
+            page_shares=[100 * one / window_s for one in page_s],
             memory=memory,
         )
         browser.close()
@@ -237,7 +240,7 @@ def _filtering(page: Page) -> Frames:
         " if (window.on_) requestAnimationFrame(count); })()"
     )
     field = page.locator("input[data-filter]")
-    with _cpu_of(page) as cpu:
+    with cpu_of(page) as cpu:
         for text in FILTERS:
             field.fill("")
             field.press_sequentially(text, delay=60)
@@ -247,7 +250,7 @@ def _filtering(page: Page) -> Frames:
 
 
 @contextmanager
-def _cpu_of(page: Page) -> Iterator[list[float]]:
+def cpu_of(page: Page) -> Iterator[list[float]]:
     """CPU seconds within the block, of the page's main thread and of the whole browser."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
@@ -263,12 +266,15 @@ def _cpu_of(page: Page) -> Iterator[list[float]]:
 
 
 def _browser_s() -> float:
-    found = psutil.Process().children(recursive=True)
-    return sum(site.cpu_used_s(one) for one in found if "chrom" in one.name())
+    used_s = 0.0
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            used_s += site.cpu_used_s(one) if "chrom" in one.name() else 0.0
+    return used_s
 
 
 def _frames(page: Page, seconds: float, *, pixels: int) -> Frames:
-    with _cpu_of(page) as cpu:
+    with cpu_of(page) as cpu:
         times = page.evaluate(RECORD, [seconds, pixels])
     return _summary(times, cpu)
 
@@ -309,6 +315,8 @@ def _report(found: Measured, ranks: int, tensors: int, idle_share: float, *, qui
              measured=found.filtering.least_per_s, limit=30, at_least=True),
         Goal(what=f"control plane's CPU for one open page, {ranks:,} ranks",
              measured=100 * found.cpu_share, limit=1, unit="%"),
+        Goal(what="CPU of a page that nobody touches", measured=found.page_shares[0], limit=4,
+             unit="%"),
         Goal(what="control plane's memory for one more open page",
              measured=found.memory.page_bytes / 2**20, limit=2, unit="MiB"),
     ]  # fmt: skip
@@ -348,7 +356,9 @@ def _report(found: Measured, ranks: int, tensors: int, idle_share: float, *, qui
         notes=[
             f"First paint {found.first_paint_ms:.0f} ms, a view {found.usable_ms:.0f} ms after "
             f"sign-in, all {tensors:,} names after {found.list_s:.1f} s. Without a page the "
-            f"control plane takes {100 * idle_share:.1f} % of a core.",
+            f"control plane takes {100 * idle_share:.1f} % of a core. While nobody touches it the "
+            f"page takes {found.page_shares[0]:.1f} %, all of the browser "
+            f"{found.page_shares[1]:.1f} %.",
             page_memory.note(found.memory),
             "Simulated ranks, control plane and browser share this machine; the ranks know the "
             "layout and no values, so the table's statistics stay empty.",

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import torch
 
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN, SMALL_NUMEL
@@ -329,6 +330,22 @@ def test_events_are_streamed_and_resumed(rest: Ready) -> None:
     assert problem["type"] == "urn:paramd:error:usage"
 
 
+def of_each_state(job: Any, asked: Rest) -> None:
+    """What is ordered and chosen by statistics is of the present state, however often it is asked;
+    in between, all is zero for one state."""
+
+    def clear(rank: Any, _: int) -> None:
+        torch.frombuffer(rank.arena.buffer, dtype=torch.uint8).zero_()
+
+    usual = asked.get("/params", filter="* norm>0", sort="-norm")["total_count"]
+    for step, write in ((1, None), (2, clear), (3, lambda *_: write_arenas(job))):
+        if write is not None:
+            job.update(write)
+        for sort in ("-norm", "mean"):
+            found = asked.get("/params", filter="* norm>0", sort=sort)
+            assert (found["step"], found["total_count"]) == (step, usual * (step % 2))
+
+
 def test_a_lost_rank_is_named_and_the_rest_is_answered(private_state_dir: Any) -> None:
     with running_job(layout()) as job:
         whole = write_arenas(job)
@@ -336,6 +353,7 @@ def test_a_lost_rank_is_named_and_the_rest_is_answered(private_state_dir: Any) -
         asked = Rest(job)
         wait_for(lambda: asked.joined_count() == 2, "both ranks join")
         asked.get("/params/stats", filter="rows")
+        of_each_state(job, asked)
         job.ranks[1].process.kill()
         wait_for(lambda: asked.joined_count() < 2, "it is missed")
         found = asked.get("/params/stats", filter="rows both flags")

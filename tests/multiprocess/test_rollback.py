@@ -16,6 +16,7 @@ import torch
 
 from paramd.errors import ConflictError, ExistsError, NotFoundError, ParamdError, UsageError
 from paramd.layout.edits.ops import EditState
+from paramd.mesh.insight.reports import Alert
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, run_ranks, start_ranks
 from tests.longer import sample
@@ -200,6 +201,10 @@ def test_a_rank_killed_within_a_rollback_leaves_no_mixture(
     assert final(tmp_path / "life", 2) == undisturbed(tmp_path, "fsdp2", last)
 
 
+def lost_marks(mesh: Mesh) -> list[Alert]:
+    return [one for one in mesh.alerts(state="firing") if one.rule == "lost-mark"]
+
+
 @pytest.mark.timeout(300)
 def test_helpers_killed_within_a_rollback_leave_it_everywhere_or_nowhere(
     tmp_path: Path, stack: ExitStack
@@ -227,7 +232,9 @@ def test_helpers_killed_within_a_rollback_leave_it_everywhere_or_nowhere(
         assert lost.reason == "ranks 1 do not have it (their sidecars were restarted)"
         with pytest.raises(ConflictError, match="do not have it"):
             mesh.rollback(point)
+        wait_for(lambda: [lost.reason in one.reason for one in lost_marks(mesh)] == [True], ranks)  # noqa: B023
         mesh.unmark(point)
+        wait_for(lambda: not lost_marks(mesh), ranks)
     step = mesh.mark("third").step
     wait_for(partial(reached, tmp_path, step + 5), ranks)
     (tmp_path / "faults" / "rank-1").write_text("agreed:stop")

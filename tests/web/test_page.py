@@ -10,12 +10,27 @@ from typing import TYPE_CHECKING
 import httpx2
 import pytest
 
+from benchmarks.screenshot import navigation
 from tests.web.door import Door, Tab, wait_for
 from tests.web.training import HOSTILE, JOB
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+PICTURE = Path(__file__).parents[2] / "docs/dashboard.png"
+CUT_OFF = """[...document.querySelectorAll('main table, main .rows, main button')].filter(one => {
+    for (let up = one; up; up = up.parentElement) {
+        const how = getComputedStyle(up).overflowX;
+        if (how === 'auto' || how === 'scroll') return false;
+    }
+    return one.getBoundingClientRect().right > innerWidth + 1;
+}).map(one => one.outerHTML.slice(0, 120))"""
+"""What is wider than the window, and cannot be scrolled to."""
+SMALL = """[...document.querySelectorAll('button, select, summary, nav a, input')].filter(one => {
+    const {width, height} = (one.closest('label') ?? one).getBoundingClientRect();
+    return one.checkVisibility() && width > 1 && (width < 24 || height < 24);
+}).map(one => one.outerHTML.slice(0, 120))"""
+"""What a finger misses: controls of less than 24 pixels."""
 VIEWS = ("overview", "runs", "mesh", "params", "grads", "edits", "exports", "alerts", "system")
 
 
@@ -135,6 +150,10 @@ def test_every_view_fits_says_where_it_is_from_and_stays_quiet(
             assert tab.page.evaluate(over) <= 0, view
             assert tab.page.locator("main .trouble").all_inner_texts() == [], view
             assert tab.violations() == [], view
+            if width < 400:
+                assert tab.page.evaluate(CUT_OFF) == [], view
+                assert tab.page.evaluate(SMALL) == [], view
+        assert navigation(tab.page).encode() in PICTURE.read_bytes(), "make screenshot"
         for part in ("", "heat", "where", "compare"):
             tab.open("params", name="still.weight", part=part)
             tab.see("1,920", within=".detail")

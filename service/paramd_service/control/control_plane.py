@@ -155,7 +155,9 @@ class ControlPlane:
             services.sessions.keep(self._records.directory / "sessions.json")
         await self._http.start(build_app(services), self._claim.listener, tls=self._tls)
         # 5. Start watching; resume exports.
-        self._watchers.pause = self._edits.pause_for if self._edits is not None else None
+        if (edits := self._edits) is not None:
+            self._watchers.pause = edits.pause_for
+            self._watchers.lost_marks = lambda job: edits.service(job).marks.lost()
         if self._past is None:
             self._watchers.start(jobs)
             self._exports.start(jobs)

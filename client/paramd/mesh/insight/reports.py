@@ -35,8 +35,8 @@ class Alert(Document):
     incarnation: int
     rule: str
     """non-finite, norm-jump, gradient-jump, replica-drift, stale-rank, stalled-rank, straggler,
-    slow-rank, stuck, stall-budget, layout-mismatch, certificate, store or logged-number;
-    docs/alerts.md says more."""
+    slow-rank, stuck, stall-budget, layout-mismatch, certificate, store, lost-mark or
+    logged-number; docs/alerts.md says more."""
     subject: str
     """The subject: a rank, a tensor, the mesh."""
     severity: str

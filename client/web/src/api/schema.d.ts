@@ -1230,8 +1230,8 @@ export interface components {
             /**
              * Rule
              * @description non-finite, norm-jump, gradient-jump, replica-drift, stale-rank, stalled-rank, straggler,
-             *     slow-rank, stuck, stall-budget, layout-mismatch, certificate, store or logged-number;
-             *     docs/alerts.md says more.
+             *     slow-rank, stuck, stall-budget, layout-mismatch, certificate, store, lost-mark or
+             *     logged-number; docs/alerts.md says more.
              */
             rule: string;
             /**

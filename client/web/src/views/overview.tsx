@@ -49,7 +49,6 @@ export default function Overview(): ReactNode {
         <p className="wrap">{health.why || "Every rank reports, no alert fires, no NaN or Inf found."}</p>
       </section>
       <Ended history={history} />
-      <LostMarks history={history} />
       <Firing history={history} />
       <Numbers events={events} />
       <LoggedNumbers incarnation={summary?.incarnation ?? -1} events={events} />
@@ -71,21 +70,6 @@ function Ended(props: { history: History }): ReactNode {
         <strong>Training ended{step >= 0 ? ` at step ${count(step)}` : ""}</strong>
         {run?.ended_s ? `, ${clock(run.ended_s)}, after ${duration(run.ended_s - run.began_s)}` : ""}
         {run?.reason ? `: ${run.reason}` : ""}. What was logged, changed and written is below; <code>paramd dashboard --job {job}</code> shows it again, at the address that the job had and that its next start has.
-      </p>
-    </section>
-  );
-}
-
-/** A restore point that some rank has lost cannot be used; nobody would learn of it before they need it. */
-function LostMarks(props: { history: History }): ReactNode {
-  const { job } = useShared();
-  const lost = props.history.marks.filter((mark) => mark.name && !mark.whole);
-  if (lost.length === 0) return null;
-  return (
-    <section className="panel verdict warn" aria-label="Lost restore points" role="status">
-      <p className="wrap">
-        {lost.map((mark) => `Restore point ${mark.name} (step ${count(mark.step)}) can no longer be used: ${mark.reason}`).join("; ")}.{" "}
-        <a href={placeHash({ job, view: "edits", query: {} })}>Restore points</a>
       </p>
     </section>
   );

@@ -6,10 +6,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paramd.errors import ParamdError, UsageError
+from paramd.mesh.edits.calls import Mark
 from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import kept
 from paramd_service.control.alerts.config import AlertConfig
@@ -57,6 +59,8 @@ class Watchers:
     trouble: Callable[[], str] = str
     pause: Pause | None = None
     """Pauses the training of a job, with the given reason; None: nothing can."""
+    lost_marks: Callable[[str], Awaitable[Sequence[Mark]]] | None = None
+    """Tells which marks of a job are no longer on all ranks; None: there are none."""
 
     def __post_init__(self) -> None:
         self.webhooks = Webhooks(self.config.webhooks)
@@ -95,6 +99,7 @@ class Watchers:
             ),
             look=_look_at(mesh),
             reaching=mesh.reaching,
+            lost_marks=partial(self.lost_marks, mesh.job) if self.lost_marks else None,
             webhooks=self.webhooks,
             store=self.store,
             offer=self.offer,

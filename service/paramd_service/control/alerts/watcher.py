@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from paramd.clock import now_s
 from paramd.errors import ParamdError
 from paramd.layout.types import Layout
+from paramd.mesh.edits.calls import Mark
 from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import stopped
 from paramd_service.control.alerts import looks
@@ -63,6 +64,7 @@ RANKS_PER_S = 1024
 POINTS_EVERY_S = 10.0
 LOGGED_EVERY_S = 2.0
 """As often as sidecars report that they have new entries."""
+MARKS_EVERY_S = 5.0
 HURRY_S = 5.0
 HURRIED_EVERY_S = 1.0
 WINDOW_PARTS = 6
@@ -201,6 +203,8 @@ class Watcher:
     """Asks the ranks what they are doing; None: never."""
     reaching: Callable[[], Awaitable[SidecarFinder]] | None = None
     """Opens the connections to the sidecars; None: only samples are compared."""
+    lost_marks: Callable[[], Awaitable[Sequence[Mark]]] | None = None
+    """Tells which marks are no longer on all ranks; None: there are none."""
     tell: Tell = lambda alert: None
     """Called with every alert that starts firing or is resolved, for the event bus."""
     expires_s: Callable[[], float | None] = lambda: None
@@ -256,6 +260,7 @@ class Watcher:
             ("stats", self.config.watch, self.config.stats_every_s, self.rounds.stats),
             ("gradients", self.config.watch, self.config.gradients_every_s, self.rounds.gradients),
             ("digests", self.config.compare, *digests),
+            ("marks", self.config.looks_for(Rule.LOST_MARK), MARKS_EVERY_S, self._marks),
         )
         self._tasks += [
             asyncio.create_task(self._run(name, every_s, look), name=f"paramd-watch-{name}")
@@ -312,6 +317,20 @@ class Watcher:
         if now_s >= self._points_due_s:
             self._points_due_s = now_s + POINTS_EVERY_S
             self.offer(points_of(now, job=self.job, incarnation=self.incarnation, time_s=now_s))
+
+    async def _marks(self) -> None:
+        findings = [
+            Finding(
+                rule=Rule.LOST_MARK,
+                subject=f"mark {one.name}",
+                severity=Severity.WARNING,
+                reason=f"mark {one.name!r} of step {one.step} can no longer be used: {one.reason}; "
+                "drop it (paramd unmark), and make another",
+                step=one.step,
+            )
+            for one in (await self.lost_marks() if self.lost_marks is not None else ())
+        ]
+        self.observe(findings, lambda alert: alert.rule == Rule.LOST_MARK)
 
     async def _run(
         self, kind: str, every_s: float, one: Callable[[], Awaitable[bool | None]]

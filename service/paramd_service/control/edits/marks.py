@@ -11,7 +11,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paramd.errors import ConflictError, ExistsError, NotFoundError, ParamdError, UnreachableError
 from paramd.mesh.edits.calls import Mark
@@ -23,6 +23,8 @@ from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView, listed
 from paramd_service.control.mesh.sidecars import on_all
 from paramd_service.control.records.records import Records
+
+_GONE = "no rank has it (their sidecars were restarted)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +47,13 @@ class Marks:
 
     def __post_init__(self) -> None:
         self._making = asyncio.Lock()
+        self._named: dict[str, KeptState] = {}
+        self._sidecars: list[int] = []
+        self._lost: list[KeptState] = []
 
-    async def all(self) -> list[KeptState]:
-        """Every state that some rank keeps, by step. Raises UnreachableError if no rank answers."""
+    async def all(self, *, of_all: bool = False) -> list[KeptState]:
+        """Every state that some rank keeps, by step. Raises UnreachableError if no rank answers, or
+        with `of_all` if one does not."""
         view = self.mesh.registry.view()
         found: dict[int, list[pb.KeptState]] = {}
         failure: ParamdError | None = None
@@ -62,9 +68,25 @@ class Marks:
                 failure = error
 
         await asyncio.gather(*(ask(report.rank, report.address) for report in view.joined))
-        if not found:
+        if not found or (of_all and failure is not None):
             raise failure if failure is not None else UnreachableError("no rank is joined")
         return merged(found, self.mesh.bootstrap.world_size)
+
+    async def lost(self) -> Sequence[KeptState]:
+        """Marks that some rank has no longer, as last known: ranks are asked when sidecars or marks
+        are others than they were. Raises as `all`."""
+        sidecars = [one.state.sidecar_pid for one in self.mesh.registry.view().joined]
+        whole = len(sidecars) == self.mesh.bootstrap.world_size
+        if whole and sidecars != self._sidecars and not self._making.locked():
+            async with self._making:  # while one is made, some ranks have it and others do not
+                states = {one.name: one for one in await self.all(of_all=True) if one.name}
+                self._named |= {name: one for name, one in states.items() if one.whole}
+                gone = [
+                    replace(self._named[name], reason=_GONE) for name in self._named.keys() - states
+                ]
+                self._lost = [*(one for one in states.values() if not one.whole), *gone]
+                self._sidecars = sidecars
+        return self._lost
 
     async def find(self, to: str | int) -> KeptState:
         """The state named by a mark, or the newest of a step. Raises NotFoundError when there is
@@ -95,21 +117,25 @@ class Marks:
         """
         self.mesh.check()
         async with self._making:
+            self._sidecars = []
             if any(one.name == name for one in await self.all()):
                 raise ExistsError(
                     f"mark {name!r} exists already; choose another name, or drop it (paramd unmark)"
                 )
             async with self.records.recorded(by, "mark.create", {"mark": name}, self.mesh) as entry:
-                made = await self._made(by, name)
+                made = self._named[name] = await self._made(by, name)
                 entry.outcome(step=made.step, size_bytes=made.size_bytes)
         self.on_change(self.mesh.job, name, made)
         return made
 
     async def drop(self, by: Principal, name: str) -> bool:
         """Delete a mark on all ranks; False if there was none. Idempotent."""
-        async with self.records.recorded(by, "mark.delete", {"mark": name}, self.mesh):
+        asked = {"mark": name}
+        async with self._making, self.records.recorded(by, "mark.delete", asked, self.mesh):
             view = self.mesh.coordinator.joined()
             dropped = await self._forget(view, name)
+            self._named.pop(name, None)
+            self._sidecars = []
         if dropped:
             self.on_change(self.mesh.job, name, None)
         return dropped

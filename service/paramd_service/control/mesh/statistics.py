@@ -11,16 +11,17 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paramd.errors import (
     ConflictError,
     DeadlineError,
     DeniedError,
     NotFoundError,
+    ParamdError,
     UsageError,
     asked_by,
 )
@@ -29,14 +30,17 @@ from paramd_service.aio import kept, stopped
 
 if TYPE_CHECKING:
     from paramd.layout.plan import ReadPlan
+    from paramd.layout.stats import Summary
+    from paramd.layout.types import TensorLayout
     from paramd.mesh.frames.frames import GradFrame, Kind
     from paramd.mesh.insight.spectrum import Spectrum
     from paramd.mesh.insight.updates import Updates
     from paramd.mesh.peers.discovery import SidecarFinder
-    from paramd.mesh.peers.sidecars import Pinned
+    from paramd.mesh.peers.sidecars import Pinned, Sidecars
     from paramd.mesh.reading.reductions import TensorHeatmap
     from paramd.mesh.reading.stream import Reading
     from paramd.mesh.results import StatsTable
+    from paramd.state import StateName
 
 MAX_HELD = 16
 """Most snapshots held at a time."""
@@ -47,7 +51,7 @@ FindSidecars = Callable[[], Awaitable["SidecarFinder"]]
 Work = Callable[["Reading", "ReadPlan"], Awaitable[Result]]
 """A read of pinned tensors."""
 
-TIMEOUT_S, TOLD_S = 30.0, 10.0
+TIMEOUT_S, TOLD_S, SEEN_S = 30.0, 10.0, 2.0
 MAX_CONCURRENT = 8
 """Most concurrent queries; each takes a thread and some memory on every rank."""
 
@@ -177,6 +181,18 @@ async def _until_over(held: LeasedSnapshot) -> None:
             continue  # `renew` may have moved the expiry meanwhile: check it again
 
 
+class Rows(NamedTuple):
+    """Statistics of many tensors."""
+
+    choice: object
+    """What chose the tensors, and for whom."""
+    rows: Sequence[tuple[TensorLayout, Summary]]
+    state: tuple[StateName, bool]
+    """Its whole name, and whether it was unsettled."""
+    ranks: Sequence[int]
+    """Those that were read: of one replica."""
+
+
 class StatsSource:
     """Queries that the sidecars reduce. Single event loop; connects on first use."""
 
@@ -185,6 +201,7 @@ class StatsSource:
         self._queries = Shares(MAX_CONCURRENT, "concurrent queries")
         self._spectra = asyncio.Lock()
         self._streams = Shares(MAX_STREAMS, "gradient streams")
+        self._kept: Rows | None = None
         self.held = HeldSnapshots()
         """Snapshots leased by REST callers."""
 
@@ -198,6 +215,41 @@ class StatsSource:
         work = partial(compute_stats, with_exponents=with_histogram)
         wanted = [patterns] if isinstance(patterns, str) else patterns
         return await self._reading(wanted or ["*"], work, buffers=with_buffers)
+
+    async def rows(
+        self, choice: object, patterns: Sequence[str], tensors: Sequence[TensorLayout], keep: bool
+    ) -> Rows:
+        """Statistics of parameters, of which `patterns` select one each. Raises as `get`."""
+        from paramd.mesh.reading.reductions import compute_stats
+
+        async def work(reading: Reading, plan: ReadPlan) -> Rows:
+            table, pinned = await compute_stats(reading, plan), reading.pinned
+            rows = [(one, row.summary) for one, row in zip(tensors, table, strict=True)]
+            return Rows(choice, rows, (pinned.state, pinned.unsettled), [*pinned.pins])
+
+        found = await self._reading(patterns, work, buffers=False)
+        self._kept = found if keep else None
+        return found
+
+    async def kept(self, choice: object) -> Rows | None:
+        """The last `rows`, if their ranks are still at that state: they prove it as for any read,
+        but copy nothing."""
+        from paramd.mesh.reading.pin import Pinner
+
+        found = self._kept
+        if found is None or found.choice != choice:
+            return None
+
+        async def look(sidecars: Sidecars) -> Rows | None:
+            now, _ = await Pinner(sidecars).try_now(dict.fromkeys(found.ranks, ()), SEEN_S)
+            for pin in now.pins.values() if now is not None else ():
+                sidecars.release(pin)
+            return found if now and (now.state, now.unsettled) == found.state else None
+
+        with self._queries.one(CALLER.get()), suppress(ParamdError):
+            asked_by.set(CALLER.get() or "")
+            return await (await self._reaching()).attempts(look, time.monotonic() + SEEN_S)
+        return None
 
     async def histogram(
         self, pattern: str, *, bins: int, low: float | None, high: float | None

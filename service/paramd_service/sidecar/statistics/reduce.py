@@ -304,7 +304,7 @@ def stats_message(reduced: Reduced) -> pb.Stats:
 SMALL_NUMEL = 8192
 """Longest runs reduced together, as rows of one matrix per length."""
 
-_LEAST_ROWS = 4
+_LEAST_ROWS, _MOST_ROWS = 4, 4096
 
 Read = Callable[[int, int], memoryview]
 """Bytes [begin, end) of a room."""
@@ -313,16 +313,22 @@ Items = Sequence[tuple[int, pb.StatsItem]]
 """First byte and description of each item."""
 
 
-def reduce_items(read: Read, items: Items, *, with_exponents: bool) -> list[pb.Stats]:
+def reduce_items(
+    read: Read, items: Items, *, with_exponents: bool, stop: Sequence[bool] = ()
+) -> list[pb.Stats]:
+    """One answer per item, in order; ends early once `stop` is not empty."""
     found: dict[int, pb.Stats] = {}
-    for numbers in _alike(items).values():
-        found |= _reduce_rows(read, items, numbers, with_exponents=with_exponents)
+    for (_, numel), numbers in _alike(items).items():
+        most = min(max(PIECE_BYTES // 8 // numel, _LEAST_ROWS), _MOST_ROWS)
+        for begin in range(0, len(numbers) if not stop else 0, most):
+            some = numbers[begin : begin + most]
+            found |= _reduce_rows(read, items, some, with_exponents=with_exponents)
     for number, (begin, item) in enumerate(items):
-        if number not in found:
+        if number not in found and not stop:
             run = read(begin, begin + item.numel * item_bytes(item.dtype))
             reduced = reduce_run(run, item.dtype, with_exponents=with_exponents)
             found[number] = stats_message(reduced)
-    return [found[number] for number in range(len(items))]
+    return [found[number] for number in sorted(found)]
 
 
 def _alike(items: Items) -> Mapping[tuple[str, int], list[int]]:

@@ -202,21 +202,22 @@ async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) ->
             return _in_order([(tensor, None) for tensor in found], sort) if sort else found
 
         return Found(await asyncio.to_thread(listed) if many else listed(), digest=digest)
-    choosing = partial(choose, index, wanted, with_buffers=False)
-    chosen = await asyncio.to_thread(choosing) if many else choosing()
-    chosen, small = without_small(chosen, may_read=reads)
-    present, missing = available(mesh, chosen, few=False)
-    missing += small
-    table = await mesh.statistics.get([item.pattern for item in present], with_buffers=False)
-    rows = [
-        (item.tensor, row.summary)
-        for item, row in zip(present, table, strict=True)
-        if wanted.matches_numbers(row.summary)
-    ]
-    return Found(_in_order(rows, sort), tuple(missing), table.incarnation, table.step, digest)
+    source, choice = mesh.statistics, (digest, wanted.patterns, wanted.facts, reads)
+    kept, missing = await source.kept(choice), list[MissingDocument]()
+    if kept is None:
+        choosing = partial(choose, index, wanted, with_buffers=False)
+        chosen = await asyncio.to_thread(choosing) if many else choosing()
+        chosen, small = without_small(chosen, may_read=reads)
+        present, missing = available(mesh, chosen, few=False)
+        missing += small
+        patterns, tensors = zip(*((item.pattern, item.tensor) for item in present), strict=True)
+        kept = await source.rows(choice, patterns, tensors, not missing)
+    rows = [row for row in kept.rows if wanted.matches_numbers(row[1])]
+    run, _, step, *_ = kept.state[0]
+    return Found(_in_order(rows, sort), tuple(missing), run, step, digest)
 
 
-def _in_order(rows: list[tuple[TensorLayout, Any]], sort: str) -> tuple[TensorLayout, ...]:
+def _in_order(rows: Sequence[tuple[TensorLayout, Any]], sort: str) -> tuple[TensorLayout, ...]:
     """What has no such number comes last, either way."""
     key = sort.removeprefix("-")
     if fact := _FACTS.get(key):

@@ -35,10 +35,9 @@ class Shown:
     def _told(self, most: int) -> Iterator[tuple[str, str]]:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if value is None or value == "" or value == ():
-                continue
             text = f"{value:.10g}" if isinstance(value, float) else str(value)
-            yield name, text if len(text) <= most else f"{text[: most - 3]}..."
+            if value not in (None, "", ()):
+                yield name, text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class Document(Shown):

@@ -305,6 +305,7 @@ HABITS = (
     ("$ stats 'norm>0' numel>1000", "head.weight"),
     ("$ edit x --set 0", "--fill 0"),
     ("$ edit x --scale 2", "--mul 2"),
+    ("$ edit x --mul", "see: paramd edit --help"),
     ("$ export --overwrite", "checkpoints/step-"),
     ("$ exports --add-destination here=/tmp", "here .*directory"),
     ("$ undo last", "undo "),

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 Moved = Callable[[str, int, int], None]
 """(activity, bytes done, total bytes)"""
 
-SUFFIX = ".safetensors"
-
 
 @contextmanager
 def bar(what: str, *, hidden: bool = False) -> Iterator[Moved]:
@@ -89,8 +87,8 @@ def summon(
     from paramd.mesh.exports.download import PartialFile, is_resumable
     from paramd.mesh.results import UNSETTLED_TEXT, differ_text
 
-    if path.suffix != SUFFIX:
-        raise UsageError(f"--file: {path} does not end in {SUFFIX}")
+    if path.suffix != ".safetensors":
+        raise UsageError(f"--file: {path} does not end in .safetensors")
     # Before connecting.
     PartialFile(path).check(overwrite=overwrite)
     try:

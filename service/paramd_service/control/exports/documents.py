@@ -1,7 +1,6 @@
 """REST documents of exports and schedules; assets (small files copied into an export) on disk.
 
-Also loads the destinations: [destinations] of paramd.toml, overridden by PARAMD_DESTINATIONS, or a
-job's own.
+Also loads the destinations: of paramd.toml, overridden by PARAMD_DESTINATIONS, or a job's own.
 """
 
 from __future__ import annotations

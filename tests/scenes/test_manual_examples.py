@@ -151,7 +151,7 @@ def test_the_tutorial_can_be_followed_from_top_to_bottom(
             outputs = ranks.outputs()
     assert "job 'tutorial' resumes at step" in outputs
     assert "APPLIED" in said
-    assert list(tmp_path.glob("checkpoints/step-*/model.safetensors"))
+    assert list(private_state_dir.glob("tutorial/checkpoints/step-*/model.safetensors"))
 
 
 def test_every_page_with_a_script_or_a_command_is_run() -> None:

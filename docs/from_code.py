@@ -49,7 +49,7 @@ EVERYWHERE = (
     ("PARAMD_CUDA_DRIVER", "", "Library to load as the CUDA driver; empty: `libcuda.so.1`"),
     ("PARAMD_HIP_RUNTIME", "", "Library to load as HIP's runtime; empty: the one torch brought"),
     ("PARAMD_LOG_LEVEL", "INFO", "Level of a control plane's log"),
-    ("PARAMD_DESTINATIONS", "", "Export destinations as JSON, see docs/exports.md"),
+    ("PARAMD_DESTINATIONS", "the job's own", "Export destinations (JSON), see docs/exports.md"),
     ("PARAMD_ALERTS", "", "Settings of `[alerts]` as JSON, below"),
     ("PARAMD_EDITS", "", "Settings of `[edits]` as JSON, below"),
 )

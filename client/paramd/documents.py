@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from html import escape
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 Shape = TypeVar("Shape")
@@ -17,11 +18,32 @@ Shape = TypeVar("Shape")
 _hints = functools.cache(get_type_hints)
 
 
-class Document:
-    """Base of the shapes: the OpenAPI document describes fields by their docstrings."""
+class Shown:
+    """A result, a dataclass: a short text, and a table in notebooks, without empty fields."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name} {text}" for name, text in self._told(40))
+        return f"<paramd.{type(self).__name__} {told}>"
+
+    def _repr_html_(self) -> str:
+        rows = (f"<tr><th>{n}</th><td>{escape(text)}</td></tr>" for n, text in self._told(200))
+        return f"<table>{''.join(rows)}</table>"
+
+    def _told(self, most: int) -> Iterator[tuple[str, str]]:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            text = f"{value:.10g}" if isinstance(value, float) else str(value)
+            if value not in (None, "", ()):
+                yield name, text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+class Document(Shown):
+    """Base of the shapes: the OpenAPI document describes fields by their docstrings."""
+
+    __slots__ = ()
     __pydantic_config__: ClassVar = {"json_schema_serialization_defaults_required": True}
 
 

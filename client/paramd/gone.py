@@ -42,6 +42,7 @@ GONE: tuple[Gone, ...] = (
     Gone("command", "log", "use `paramd track` (`paramd logs` shows what the ranks printed)"),
     Gone("command", "end", "use `paramd cleanup`"),
     Gone("flag", "track --looks", "use --samples"),
+    Gone("flag", "export --to-client", "use `paramd summon '*' --buffers -f FILE.safetensors`"),
     Gone("flag", "grads --every", "use --every-steps"),
     Gone("flag", "follow --every", "use --every-steps"),
     Gone("flag", "summon --force", "use --overwrite"),

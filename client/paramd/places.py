@@ -8,6 +8,8 @@
         port                      0600: where REST listened last, for the next start
         past.json                 0600: address of the process that shows an ended job's records
         generation                0600: of the last control plane whose store is here
+        checkpoints/              0700: exports, where no destination is configured
+        destinations.json         0600: the destinations that admins added
         rank-<r>.sock             the sidecars' Unix sockets
 
 The state dir is PARAMD_STATE_DIR, else $XDG_STATE_HOME/paramd, else ~/.local/state/paramd.

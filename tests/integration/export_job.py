@@ -38,7 +38,7 @@ class ExportingJob:
     def __init__(self, job: Job, folder: Path, stack: ExitStack) -> None:
         self.job = job
         self.folder = folder
-        self.faults = folder.parent / "faults"
+        self.faults = Path(os.environ["PARAMD_FAULTS_DIR"])
         self.whole = write_arenas(job)
         job.update()
         self._stack = stack
@@ -134,15 +134,19 @@ class ExportingJob:
 def exporting_job(
     tmp_path: Path, *, of: Layout | None = None, **destinations: str | Mapping[str, str]
 ) -> Iterator[ExportingJob]:
-    """The job (with the layout `of`); everything it started ends with the block."""
+    """The job (with the layout `of`); everything it started ends with the block. Without
+    `destinations` it has its own."""
     folder, faults = tmp_path / "checkpoints", tmp_path / "faults"
     for path in (folder, faults, tmp_path / "state"):
         path.mkdir()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PARAMD_STATE_DIR", str(tmp_path / "state"))
         patch.setenv("PARAMD_FAULTS_DIR", str(faults))
-        table = {"checkpoints": str(folder), **destinations}
-        patch.setenv("PARAMD_DESTINATIONS", json.dumps(table))
+        if destinations:
+            table = {"checkpoints": str(folder), **destinations}
+            patch.setenv("PARAMD_DESTINATIONS", json.dumps(table))
+        else:
+            folder = job_dir(JOB) / "checkpoints"
         job = stack.enter_context(running_job(of if of is not None else layout()))
         try:
             yield ExportingJob(job, folder, stack)

@@ -15,11 +15,10 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import psutil
 import pytest
@@ -27,9 +26,8 @@ import torch
 
 import paramd
 from paramd.cli.main import main
-from paramd.errors import NotFoundError
+from paramd.errors import ConflictError, NotFoundError
 from paramd.mesh.exports.calls import ExportState
-from paramd.places import read_endpoint
 from tests.integration.client_job import demo_training, wait_for
 
 JOB = "live"
@@ -48,9 +46,9 @@ def the_live_job(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
-def begun(*arguments: str) -> subprocess.Popen[str]:
+def begun(*arguments: str, program: Sequence[str] = ("-m", "paramd.cli")) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "paramd.cli", *arguments],
+        [sys.executable, *program, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -99,13 +97,12 @@ def test_the_ids_that_are_printed_are_taken_everywhere() -> None:
             mesh.get_edit("xyz")
         with pytest.raises(NotFoundError, match="paramd exports"):
             mesh.get_export("ffffffff")
-    endpoint = read_endpoint(JOB)
-    assert endpoint is not None
-    headers = {"authorization": f"Bearer {endpoint.token}"}
-    asked = Request(f"{endpoint.url}/api/v1/jobs/{JOB}/edits/{short}", headers=headers)
-    with urlopen(asked, timeout=30) as answer:
-        assert json.load(answer)["id"] == edit["id"]
-    out, _ = ran("undo", short)
+        url = mesh.url
+    token = ran("token", "create", "--role", "editor", "--name", "bob")[0].split()[-1]
+    mine = f"no applied edit of 'bob.*' is .* others: {short} by owner, add 0.25"
+    with paramd.connect(url, token, job=JOB) as mesh, pytest.raises(ConflictError, match=mine):
+        mesh.undo("last")
+    out, _ = ran("undo", "last")
     assert f"undo {short}" in out
     assert "no id begins with" in ran("undo", "0123456789", code=4)[1]
 
@@ -162,6 +159,22 @@ def test_ctrl_c_while_waiting_for_an_edit_says_what_may_have_happened() -> None:
     assert "paramd edits" in err
 
 
+@pytest.mark.parametrize("mine", ["with mesh.pause():", "mesh.pause(lease_s=40);"])
+def test_ctrl_c_in_a_pause_resumes_or_says_when(mine: str) -> None:
+    hold = "def hold(): print(flush=True); time.sleep(60)"
+    script = f"import paramd, time\nmesh = paramd.connect({JOB!r})\n{hold}\n{mine} hold()"
+    with begun(script, program=("-c",)) as process:
+        read_line(process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    said = "".join(re.findall("paramd: .*", err))
+    resumes = "resumes in [34]. s, or with: paramd resume" if "lease" in mine else "^$"
+    assert re.search(resumes, said), err
+    with paramd.connect(job=JOB) as mesh:
+        assert mesh.pause_state().paused == bool(said)
+        assert mesh.resume().state == "running"
+
+
 def on_terminal(*arguments: str, columns: int = 80) -> str:
     """What a command prints on a terminal of that width."""
     screen, shell = pty.openpty()
@@ -194,8 +207,6 @@ def test_a_pause_is_a_block_and_an_edit_is_undone_by_itself(
             assert " paused " in ran("status")[0]
             assert mesh.why()[0].phase == "PAUSED"
             before = mesh[name].summon()
-            tried = mesh.edit(name, mul=2, dry_run=True)
-            assert "DRY RUN, mul 2 " in repr(tried)
             edit = mesh.edit(name, set=[7.0] * before.numel())
             assert mesh[name].summon().tolist() == [7.0] * before.numel()
             assert mesh.undo(edit).state == "APPLIED"
@@ -267,10 +278,17 @@ HABITS = (
     ("mesh.rollback(-10)", "expected a mark"),
     ("mesh.rollback('nope')", "mark 'nope'|states"),
     ("mesh.diff('nope')", "'mark:nope'"),
-    ("mesh.export('/tmp/x')", "download"),
+    ("mesh.export('/tmp/x')", r"'tmp/x'.*add_destination\('tmp', '/tmp'\).*download"),
+    ("mesh.export('now').wait().destination", "checkpoints/now"),
+    ("mesh.export('checkpoints').wait().destination", r"checkpoints/step-\d"),
     ("mesh.exports().to_pandas().columns", "destination"),
-    ("mesh.destinations(), mesh.export_schedules()", "0 rows"),
+    ("mesh.destinations()['checkpoints'], mesh.export_schedules()", "'directory'.*0 rows"),
     ("mesh.lanes(), mesh.reaches()", "same-host"),
+    ("mesh.exports()[0], mesh.params()[0]", "<paramd.ExportInfo .{8} to .*<paramd.ParamInfo name"),
+    ("(made := mesh.export('y'))._repr_html_(), dir(made)", "<td>checkpoints/y.*'written_bytes'"),
+    ("mesh.logs(0)._repr_html_()", "<pre>==&gt; rank 0"),
+    ("mesh.stats()[0]._repr_html_()", "<th>norm</th>.*<td>"),
+    ("mesh.summon('*', progress=lambda *read: seen.append(read)), seen[-1]", r"\((\d+), \1\)\)$"),
     ("mesh.pause_state()", "PauseState running at step"),
     ("mesh.spectrum('head.weight')", "Spectrum head.weight"),
     ("mesh.logs(0)", "RankLog of rank 0"),
@@ -291,8 +309,11 @@ HABITS = (
     ("$ stats 'max<-1e30' -o json", r'"stats": \[\]\s*}'),
     ("$ edit x --set 0", "--fill 0"),
     ("$ edit x --scale 2", "--mul 2"),
-    ("$ undo last", "paramd edits"),
-    ("$ pause --lease 1m", "LEASE.*paramd resume"),
+    ("$ edit x --mul", "see: paramd edit --help"),
+    ("$ export --overwrite", "checkpoints/step-"),
+    ("$ exports --add-destination here=/tmp", "here .*directory"),
+    ("$ undo last", "undo "),
+    ("$ pause --lease 1m", "LEASE"),
     ("$ resume", "running"),
 )
 
@@ -312,7 +333,7 @@ def test_what_people_type_first_works_or_names_what_does(
         told = "".join(capsys.readouterr())
     else:
         with paramd.connect(job=JOB) as mesh:
-            names = globals() | {"mesh": mesh, "pickle": pickle}
+            names = globals() | {"mesh": mesh, "pickle": pickle, "seen": []}
             try:
                 told = repr(eval(typed, names))  # noqa: S307
             except paramd.ParamdError as error:

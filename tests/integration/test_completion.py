@@ -31,7 +31,6 @@ def the_job_of_this_user(job_state: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def job(job_state: Path) -> Iterator[Job]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARAMD_STATE_DIR", str(job_state))
-        patch.setenv("PARAMD_DESTINATIONS", '{"checkpoints": "/tmp"}')
         with running_job(layout()) as job:
             job.update()
             assert main(["edit", "rows", "--mul", "2", "--note", "mine", "--no-wait"]) == 0

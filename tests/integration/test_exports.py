@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramd.errors import ConflictError
+from paramd.errors import ConflictError, ExistsError
 from paramd.mesh.exports.calls import ExportInfo, ExportState
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import compared
@@ -31,11 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportingJob]:
     folder = tmp_path_factory.mktemp("exports")
     tiny, few = folder / "tiny", folder / "few"
     with exporting_job(
-        folder,
-        tiny=str(tiny),
-        few=str(few),
-        forbidden=str(folder / "forbidden"),
-        away=str(folder / "away"),
+        folder, tiny=str(tiny), few=str(few), forbidden=str(folder / "forbidden")
     ) as found:
         found.job.train(lambda rank, step: None, 0.02)
         yield found
@@ -129,7 +125,10 @@ def test_a_place_that_forbids_it_fails_with_the_cause(
 ) -> None:
     reason = failed(mesh, "forbidden/x")
     assert "Read-only" in reason, reason
+    mesh.add_destination("away", str(disks / "away"))
     assert "away" in failed(mesh, "away/x"), "a root that is no more"
+    with pytest.raises(ExistsError, match="configured"):
+        mesh.add_destination("tiny", "/tmp")
 
 
 def test_a_full_disk_fails_it_and_leaves_nothing(

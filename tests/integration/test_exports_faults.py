@@ -49,7 +49,7 @@ def strike(site: ExportingJob, mesh: Mesh, point: str, expected: ExportState | N
     if point == "export-dropped":
         site.arm(1, "export-file-begun:kill")
     key = point.replace("-", "_")
-    beside = site.folder.parent / "beside"
+    beside = site.faults.parent / "beside"
     export = mesh.export(f"checkpoints/{key}", max_shard_size=200, assets=beside)
     ended = mesh.export_ended(export.info, 40)
     assert expected in (None, ended.state), (point, ended)
@@ -94,6 +94,7 @@ def test_a_control_plane_killed_in_the_middle_goes_on_or_fails_cleanly(tmp_path:
         site.job.train(lambda rank, step: None, 0.02)
         with site.connect() as mesh:
             rhythm = mesh.create_export_schedule("checkpoints/{step}", every_steps=10**9)
+            mesh.add_destination("added", str(tmp_path))
         body = {"destination": "checkpoints/on", "max_shard_size": "200"}
         # Killed while a sidecar writes: the snapshot lives, so its successor goes on.
         killed_in_the_middle(site, body, "cd" * 16)
@@ -111,7 +112,8 @@ def test_a_control_plane_killed_in_the_middle_goes_on_or_fails_cleanly(tmp_path:
         until(lambda: not [one for one in site.left() if "off" in one], "the removal")
         # It is as good as new.
         with site.connect() as mesh:
-            assert mesh.export("checkpoints/again").wait(30).state is ExportState.DONE
+            assert mesh.export("again").wait(30).destination == "checkpoints/again"
+            assert mesh.export("added").wait(30).destination.startswith("added/step-")
             assert [one["id"] for one in mesh.export_schedules()] == [rhythm["id"]]
             states = {one.destination: one.state for one in mesh.exports()}
         assert states["checkpoints/on"] is ExportState.DONE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -96,12 +95,6 @@ def run(kind: str, text: str, folder: Path) -> str:
     return said
 
 
-def destinations(folder: Path) -> str:
-    """The destination that the pages name, in a folder of the test's own."""
-    (folder / "checkpoints").mkdir()
-    return json.dumps({"checkpoints": str(folder / "checkpoints")})
-
-
 def wait_until_trained(ranks: Ranks) -> None:
     """Wait until the job has made updates and every rank's sidecar says so."""
 
@@ -127,10 +120,7 @@ def test_an_example_trains_and_is_read(title: str, tmp_path: Path, private_state
 
 
 @pytest.mark.timeout(300)
-def test_the_commands_of_all_other_pages_work(
-    tmp_path: Path, private_state_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARAMD_DESTINATIONS", destinations(tmp_path))
+def test_the_commands_of_all_other_pages_work(tmp_path: Path, private_state_dir: Path) -> None:
     (tmp_path / "train.py").write_text(blocks(EXAMPLES["quickstart"])[0])
     with start_ranks(tmp_path / "train.py", 2, state_dir=private_state_dir) as ranks:
         wait_until_trained(ranks)
@@ -141,9 +131,8 @@ def test_the_commands_of_all_other_pages_work(
 
 @pytest.mark.timeout(240)
 def test_the_tutorial_can_be_followed_from_top_to_bottom(
-    tmp_path: Path, private_state_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, private_state_dir: Path
 ) -> None:
-    monkeypatch.setenv("PARAMD_DESTINATIONS", destinations(tmp_path))
     script, beside = blocks((DOCS / "tutorial.md").read_text())
     killed = next(place for place, (_, text) in enumerate(beside) if "pkill" in text)
     beside += [("console", text) for text in typed_in("rollback")]
@@ -162,7 +151,7 @@ def test_the_tutorial_can_be_followed_from_top_to_bottom(
             outputs = ranks.outputs()
     assert "job 'tutorial' resumes at step" in outputs
     assert "APPLIED" in said
-    assert list(tmp_path.glob("checkpoints/step-*/model.safetensors"))
+    assert list(private_state_dir.glob("tutorial/checkpoints/step-*/model.safetensors"))
 
 
 def test_every_page_with_a_script_or_a_command_is_run() -> None:

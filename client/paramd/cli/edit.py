@@ -111,7 +111,7 @@ def _show_past(
 def undo(
     target: Target,
     edit_id: Annotated[
-        str, completed("ID", "The edit's ID, or its first 8 characters.", completion.edit_ids)
+        str, completed("ID", "Its ID, or the beginning; last: your newest.", completion.edit_ids)
     ],
     force: Annotated[
         bool, Option("--force", help="Undo even if later edits changed the same elements.")
@@ -120,6 +120,7 @@ def undo(
 ) -> None:
     """Undo an edit: an addition is subtracted again, anything else restores the old values.
 
+    `last` is the newest applied edit that was made with the token in use.
     Restored values lose the training updates made since the edit.
     """
     with target.connect() as mesh, _told_if_interrupted():
@@ -317,8 +318,7 @@ def pause(
     with target.connect() as mesh:
         _show_pause(target, mesh.job, mesh.pause(lease_s=lease_s, renew=keep, timeout=timeout))
         if not keep:
-            say(f"training resumes by itself in {lease_s:.0f} s, or with: paramd resume")
-            return
+            return  # the mesh says how long it lasts
         say("training is paused; Ctrl-C resumes it")
         try:
             while mesh.pause_state().state != "running":

@@ -24,7 +24,7 @@ from paramd.cli.options import (
 )
 from paramd.cli.output import Column, Format, count, seconds, size, when
 from paramd.cli.shell import say
-from paramd.cli.summon import bar, check_destination, fetch
+from paramd.cli.summon import bar
 from paramd.errors import UsageError
 from paramd.layout.exports.settings import FORMATS
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from paramd.mesh.exports.calls import ExportInfo
     from paramd.mesh.mesh import Mesh
 
-MAX_NAME_MAP_BYTES = 16 << 20
 _SHORT_CHARS = 8
 
 FormatOption = Annotated[str, Option("--format", metavar="NAME", help=f"{', or '.join(FORMATS)}.")]
@@ -127,7 +126,7 @@ def export(
     target: Target,
     destination: Annotated[
         str | None,
-        completed("[DEST/KEY]", "Destination and key; {step} in it becomes the step.",
+        completed("[DEST/KEY]", "Destination and key; by default checkpoints/step-{step}.",
                   completion.destinations),
     ] = None,
     format: FormatOption = "safetensors",
@@ -146,43 +145,12 @@ def export(
         Option("--timeout", metavar="S", parser=duration, help="Give up after S."),
     ] = 3600,
     wait: Annotated[bool, Option("--wait", help="Wait until it is done or failed.")] = False,
-    to_client: Annotated[
-        Path | None,
-        Option("--to-client", metavar="FILE.safetensors",
-               help="Write a local file, not to DEST/KEY."),
-    ] = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint of one step to a destination, while training continues.
 
     The sidecars write directly to the destination, where it becomes visible
     once complete. Without --wait it runs in the background: see paramd exports.
     """
-    names = read_name_map(name_map) if name_map is not None else None
-    if to_client is not None:
-        given = {
-            "DEST/KEY": destination is not None,
-            "--format": format != "safetensors",
-            "--assets": assets is not None,
-            "--keep-tied": keep_tied,
-            "--include": bool(include),
-            "--max-shard-size": max_shard_size is not None,
-        }
-        wrong = [option for option, is_given in given.items() if is_given]
-        if wrong:
-            raise UsageError(
-                f"{wrong[0]}: cannot be combined with --to-client, which writes parameters and "
-                "buffers to one safetensors file"
-            )
-        check_destination(to_client, overwrite=overwrite)
-        with target.connect() as mesh:
-            chosen = only if only is not None else ["*"]
-            fetch(
-                mesh, to_client, *chosen, dtype=dtype, buffers=True, overwrite=overwrite,
-                replica=replica, name_map=names,
-            )  # fmt: skip
-        return
-    if destination is None:
-        raise UsageError("give DEST/KEY; paramd exports --destinations lists destinations")
     with target.connect() as mesh:
         begun = mesh.export(
             destination,
@@ -194,7 +162,7 @@ def export(
             names=only,
             replica=replica if replica is not None else 0,
             overwrite=overwrite,
-            name_map=names,
+            name_map=read_name_map(name_map) if name_map is not None else None,
             assets=assets,
             verify=not no_verify,
             timeout=timeout_s,
@@ -251,16 +219,21 @@ def exports(
     limit: Annotated[int, Option("--limit", metavar="N", help="List at most N.")] = 50,
     cancel: Annotated[bool, Option("--cancel", help="Cancel the export ID.")] = False,
     wait: Annotated[bool, Option("--wait", help="Wait for the export ID.")] = False,
-    destinations: Annotated[
-        bool, Option("--destinations", help="List the configured destinations.")
-    ] = False,
+    destinations: Annotated[bool, Option("--destinations", help="List destinations.")] = False,
+    add: Annotated[
+        str | None,
+        Option("--add-destination", metavar="NAME=ROOT", help="Add a destination (admins)."),
+    ] = None,
 ) -> None:
     """List the exports of a job, newest first; with an ID, show one and its files."""
     if export_id is None and (cancel or wait):
         raise UsageError("--cancel, --wait: give the ID of an export")
     with target.connect() as mesh:
-        if destinations:
-            columns = (Column("name", "NAME"), Column("kind", "KIND"))
+        if add is not None:
+            name, _, root = add.partition("=")
+            mesh.add_destination(name, root)
+        if destinations or add is not None:
+            columns = (Column("name", "NAME"), Column("kind", "KIND"), Column("root", "ROOT"))
             target.show("destinations", mesh.destinations(), columns)
         elif export_id is None:
             wanted = state.upper() if state is not None else None
@@ -296,8 +269,6 @@ def included(kinds: Sequence[str] | None) -> list[str]:
 def read_name_map(path: Path) -> dict[str, str]:
     """A JSON object of names. Raises UsageError."""
     try:
-        if path.stat().st_size > MAX_NAME_MAP_BYTES:
-            raise UsageError(f"--name-map: {path} is larger than {MAX_NAME_MAP_BYTES:,} bytes")
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--name-map: {path} cannot be read: {error}") from None

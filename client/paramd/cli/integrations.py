@@ -20,7 +20,6 @@ from paramd.cli.exports import NameMapFile, read_name_map
 from paramd.cli.options import Dtype, Every, Followed, Target, with_output, with_target
 from paramd.cli.output import Format, seconds, size
 from paramd.cli.shell import say
-from paramd.cli.summon import load_torch
 
 if TYPE_CHECKING:
     from paramd.integrations.engines import Update
@@ -130,9 +129,7 @@ def follow(
     async def run() -> None:
         good = 0
         async with target.async_connect() as mesh:
-            frames = mesh.follow(
-                *(glob or ["*"]), every=every, dtype=load_torch(dtype), deltas=deltas
-            )
+            frames = mesh.follow(*(glob or ["*"]), every=every, dtype=dtype, deltas=deltas)
             try:
                 async with aclosing(follower.updates(frames)) as found:
                     async for update in found:

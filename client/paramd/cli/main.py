@@ -101,7 +101,7 @@ _add(
     "'head.weight[0:4]' --from fixed.safetensors --note 'dead rows'",
 )
 _add(CHANGE, edits, "", "--state APPLIED -o json", "3f2a9c01")
-_add(CHANGE, undo, "3f2a9c01")
+_add(CHANGE, undo, "3f2a9c01", "last")
 _add(
     CHANGE,
     restore,

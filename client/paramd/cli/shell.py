@@ -43,7 +43,7 @@ def run(app: Callable[[], object], *, debug: bool, given: Sequence[str] = ()) ->
     except Exception as error:
         if debug:
             traceback.print_exc()
-        text, code = explain(_gone(error, given) or error)
+        text, code = explain(_gone(error, given) or error, given)
         if text:
             say(text)
         return code
@@ -63,14 +63,14 @@ def _unread(stdout: TextIO) -> int:
     return BROKEN_PIPE
 
 
-def explain(error: Exception) -> tuple[str, int]:
+def explain(error: Exception, given: Sequence[str] = ()) -> tuple[str, int]:
     """One line and an exit code for any exception."""
     if isinstance(error, ParamdError):
         return one_line(str(error)), codes_of(error).exit
     message = getattr(error, "format_message", None)
     if message is not None:
         # A usage error from click.
-        return _usage(error, one_line(message())), getattr(error, "exit_code", 2)
+        return _usage(error, one_line(message()), given), getattr(error, "exit_code", 2)
     if isinstance(error, ModuleNotFoundError):
         said = extras.advice("this command", error)
         if said is not None:
@@ -92,12 +92,12 @@ _MEANT = {
     "snapshot": "paramd mark NAME, or paramd export DEST/KEY", "rm": "paramd unmark NAME",
     "version": "paramd --version", "-V": "paramd --version", "help": "paramd --help",
     "completion": "paramd --install-completion", "--json": "-o json",
-    "-j": "--job NAME", "--set": "--fill 0, or --from FILE", "--scale": "--mul 2",
+    "-j": "--job NAME", "-v": "--debug", "--set": "--fill 0, or --from FILE", "--scale": "--mul 2",
 }  # fmt: skip
 """First guesses of users, in this and other programs, and the command here."""
 
 
-def _usage(error: Exception, message: str) -> str:
+def _usage(error: Exception, message: str, given: Sequence[str]) -> str:
     # Without arguments click has printed the help already.
     if not message:
         return ""
@@ -109,7 +109,8 @@ def _usage(error: Exception, message: str) -> str:
     if job and job[1] in known_jobs():
         return f"{message}; write --job {job[1]}"
     message = message.replace("Value error, ", "")
-    path = getattr(getattr(error, "ctx", None), "command_path", "paramd")
+    command = " ".join(["paramd", *(word for word in given[:1] if not word.startswith("-"))])
+    path = getattr(getattr(error, "ctx", None), "command_path", command)
     return f"{message} (see: {path} --help)"
 
 

@@ -48,7 +48,9 @@ from paramd.mesh.exports.calls import (
     ExportFiles,
     ExportInfo,
     Exports,
+    check_no_path,
     export_body,
+    located,
 )
 from paramd.mesh.exports.calls import Progress as ExportProgress
 from paramd.mesh.exports.download import Content, Download, Downloaded, PartialFile
@@ -78,7 +80,7 @@ from paramd.mesh.peers.relay import TunnelRelay
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.pin import choose, compared, pinned, samples_for, while_pinned
 from paramd.mesh.reading.reductions import compute_stats
-from paramd.mesh.reading.stream import Reading, Transport, keep_freed_memory
+from paramd.mesh.reading.stream import Landed, Reading, Transport, keep_freed_memory
 from paramd.mesh.reading.transfer import (
     Lane,
     Reach,
@@ -174,7 +176,7 @@ class AsyncMesh:
 
     async def close(self) -> None:
         """Release open views, leases, connections and threads. Idempotent."""
-        await self._holder.stop_renewing()
+        await self._holder.close()
         while self._streams:
             await self._streams.pop().close()
         while self._views:
@@ -509,6 +511,7 @@ class AsyncMesh:
         replica: int | None = None,
         timeout: Timeout = UNSET,
         transport: Transport = "auto",
+        progress: Callable[[int, int], object] | None = None,
     ) -> Summoned:
         """Full tensors by name, all at one step, without stopping training.
 
@@ -533,6 +536,8 @@ class AsyncMesh:
                 `replicas_differ` what others hold otherwise at that step.
             transport: "same-host" for shared memory, "stream" for bulk streams over TCP, "grpc"
                 for gRPC alone, "auto" for the first of these that a rank has. `lanes` tells.
+            progress: Called with bytes read and total bytes of the tensors, by a thread that
+                copies, after each part. A read that an update overtakes starts again.
 
         Returns:
             A dict from every matching name to its tensor, with `step` and `incarnation`.
@@ -555,9 +560,12 @@ class AsyncMesh:
         if optimizer and unsettled:
             raise UsageError("optimizer: cannot be combined with unsettled=True; give one of them")
 
+        landed = Landed(progress)
+
         async def attempt(sidecars: Sidecars) -> Summoned:
             chosen = await choose(self._reach, sidecars, patterns, buffers=buffers, replica=replica)
             targets = self._transfer.targets(chosen, dtype=dtype, device=device, into=into)
+            landed.begin(chosen.plan.size_bytes)
             state: StateName | None = None
             rests = False
             moments: OptimizerState | None = None
@@ -569,7 +577,7 @@ class AsyncMesh:
                 state = held.state
             elif not unsettled:
                 live = await self._transfer.read_live(
-                    sidecars, chosen, targets, transport, samples, self._reach.leave_out
+                    sidecars, chosen, targets, transport, samples, self._reach.leave_out, landed
                 )
                 if (live is None or live[1] is None) and self._reach.costs():
                     # Without the ranks that were just found not to respond.
@@ -582,7 +590,8 @@ class AsyncMesh:
                 async with pinned(
                     self._reach, sidecars, chosen, deadline_s, unsettled=unsettled, samples=samples
                 ) as pins:
-                    reading = Reading(sidecars, pins, deadline_s, transport)
+                    landed.begin(chosen.plan.size_bytes)
+                    reading = Reading(sidecars, pins, deadline_s, transport, landed)
                     copying = self._transfer.read(reading, chosen.plan, targets)
                     differ, _ = await all_ended([compared(sidecars, pins, samples), copying])
                 state, rests = pins.state, pins.unsettled
@@ -797,7 +806,8 @@ class AsyncMesh:
         Optimizer state that it zeroed (`reset_moments`) stays zero; the result's `note` says so.
 
         Args:
-            edit_id: The edit, its id, or the first characters of that.
+            edit_id: The edit, its id, or the first characters of that; "last" for the newest that
+                is applied, of those made with this token. An undo is not undone by it.
             force: Undo even if later edits changed some of the same elements.
             wait, timeout: As in `edit`.
 
@@ -805,7 +815,7 @@ class AsyncMesh:
             The edit that undoes it.
 
         Raises:
-            ConflictError: its pre-images are no longer kept, or later edits overlap.
+            ConflictError: its pre-images are gone, later edits overlap, or there is no "last".
         """
         deadline_s = self._deadline(timeout)
         if not isinstance(edit_id, str | Edit):
@@ -814,6 +824,9 @@ class AsyncMesh:
                 "mesh.edits(), or its id"
             )
         edit_id = edit_id if isinstance(edit_id, str) else edit_id.id
+        if edit_id == "last":
+            own = str((await self._rest.send("GET", "/session"))["name"])
+            edit_id = await self._edits.last_of(own)
         edit = await self._edits.undo(edit_id, force=force, deadline_s=deadline_s)
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
 
@@ -1086,7 +1099,7 @@ class AsyncMesh:
 
     async def export(
         self,
-        destination: str,
+        destination: str | None = None,
         *,
         format: str = "safetensors",
         max_shard_size: str | int | None = None,
@@ -1104,8 +1117,9 @@ class AsyncMesh:
         """Start exporting a checkpoint of one step; training continues. See docs/exports.md.
 
         Args:
-            destination: "NAME/KEY": a configured destination and a relative key, such as
-                "checkpoints/step-100".
+            destination: "NAME/KEY": one of `destinations` and a relative key, such as
+                "checkpoints/step-100". A name alone stands for "NAME/step-{step}", a key alone for
+                that key in "checkpoints", or in the only destination; None for both.
             format: "safetensors" in Hugging Face's file layout, or "dcp".
             max_shard_size: Maximum tensor bytes per safetensors file, a number or a text such
                 as "5GB", the default.
@@ -1131,8 +1145,9 @@ class AsyncMesh:
             NotFoundError: no such destination. DeniedError: the role does not suffice.
             ExhaustedError: too many exports are queued.
         """
+        where = await self._located(destination)
         body = export_body(
-            destination, format, max_shard_size, dtype, include, tied, name_map, verify, names,
+            where, format, max_shard_size, dtype, include, tied, name_map, verify, names,
             replica,
         ) | {"overwrite": overwrite}  # fmt: skip
         if timeout is not UNSET:
@@ -1253,7 +1268,7 @@ class AsyncMesh:
             DataLossError: a file does not match the manifest's checksum.
         """
         await self._transfer.load_torch()
-        files = ExportFiles(self._rest, self.job, destination)
+        files = ExportFiles(self._rest, self.job, await self._located(destination))
         values, said = await files.values(await self.read_layout(), progress)
         return await self.edit(
             set=values,
@@ -1293,8 +1308,9 @@ class AsyncMesh:
         An export due while the previous one runs is skipped. Retention removes only
         exports of this schedule. Other Args, Raises: as `export`.
         """
+        where = await self._located(destination)
         body = export_body(
-            destination, format, max_shard_size, dtype, include, tied, name_map, verify, names,
+            where, format, max_shard_size, dtype, include, tied, name_map, verify, names,
             replica,
         )  # fmt: skip
         cadence = {"every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every}
@@ -1310,9 +1326,27 @@ class AsyncMesh:
         return await self._exports.delete_schedule(schedule_id)
 
     async def destinations(self) -> Records[dict[str, Any]]:
-        """Names and kinds of the configured export destinations."""
+        """Names and kinds of the export destinations; for admins their roots, too."""
         found = await self._rest.send("GET", "/destinations")
         return Records(dict(one) for one in found["destinations"])
+
+    async def add_destination(self, name: str, root: str) -> None:
+        """Add an export destination, or give one that was added another root. Needs role admin.
+
+        Args:
+            root: Absolute path of a directory of the job's hosts, or "s3://bucket/prefix".
+
+        Raises:
+            UsageError: name or root is malformed. ExistsError: the name is configured.
+        """
+        await self._rest.send("POST", "/destinations", {"name": name, "root": root})
+
+    async def _located(self, given: str | None) -> str:
+        """As "NAME/KEY". Raises as `check_no_path` and `located`."""
+        check_no_path(given)
+        if given is not None and "/" in given:
+            return given
+        return located(given, [str(one["name"]) for one in await self.destinations()])
 
     def _deadline(self, timeout: Timeout) -> float:
         return deadline(timeout, self._timeout_s)

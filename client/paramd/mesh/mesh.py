@@ -274,6 +274,7 @@ class Mesh:
     export_schedules = _blocking(AsyncMesh.export_schedules)
     delete_export_schedule = _blocking(AsyncMesh.delete_export_schedule)
     destinations = _blocking(AsyncMesh.destinations)
+    add_destination = _blocking(AsyncMesh.add_destination)
 
     grads = _iterating(AsyncMesh.grads)
     follow = _iterating(AsyncMesh.follow)
@@ -292,6 +293,7 @@ class Mesh:
         replica: int | None = None,
         timeout: Timeout = UNSET,
         transport: Transport = "auto",
+        progress: Callable[[int, int], object] | None = None,
     ) -> Summoned: ...
     @overload
     def summon(

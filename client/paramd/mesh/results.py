@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex, TypeVar, overload
 
 from paramd import gone
+from paramd.documents import Shown
 from paramd.errors import NotFoundError, ParamdError, UsageError
 from paramd.filters import Facts
 from paramd.layout.stats import STATISTICS, Statistic, Summary
@@ -43,8 +44,8 @@ _REASONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParamInfo:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class ParamInfo(Shown):
     """One parameter or buffer of the mesh."""
 
     name: str
@@ -116,7 +117,7 @@ class Table(tuple[Item, ...], Generic[Item]):
         """A row by its place or its name; a slice is a table of what this one is of."""
         if isinstance(at, str):
             for row in self:
-                if getattr(row, self.key, None) == at:
+                if self._key_of(row) == at:
                     return row
             raise NotFoundError(f"no row is called {at!r}; this table has {len(self)} rows")
         if isinstance(at, slice):
@@ -125,8 +126,11 @@ class Table(tuple[Item, ...], Generic[Item]):
 
     def __contains__(self, item: object) -> bool:
         """Whether it is a row, or the name of one."""
-        named = isinstance(item, str) and any(getattr(row, self.key, None) == item for row in self)
+        named = isinstance(item, str) and any(self._key_of(row) == item for row in self)
         return named or super().__contains__(item)
+
+    def _key_of(self, row: Any) -> Any:
+        return row.get(self.key) if isinstance(row, Mapping) else getattr(row, self.key, None)
 
     def cells(self) -> list[list[str]]:
         """Cell texts of the first `SHOWN_ROWS` rows."""
@@ -248,6 +252,10 @@ class TensorStats:
         numbers = ", ".join(f"{one.title} {_shown(one)(self)}" for one in STATISTICS)
         return f"<paramd.TensorStats {self.name} {shape_text(self.shape)} {self.dtype}: {numbers}>"
 
+    def _repr_html_(self) -> str:
+        shown = StatsTable.columns
+        return html_table([name for name, _ in shown], [[text(self) for _, text in shown]], "")
+
 
 def _shown(one: Statistic) -> Callable[[TensorStats], str]:
     return lambda row: format(getattr(row.summary, one.name), one.form)
@@ -301,8 +309,8 @@ class StatsTable(Table[TensorStats]):
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStatus:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class RankStatus(Shown):
     """State of one rank."""
 
     rank: int

@@ -15,6 +15,7 @@ from typing import Any
 
 from paramd import places
 from paramd.errors import UnreachableError
+from paramd.mesh.exports.calls import OWN
 from paramd.places import IncarnationRecord
 from paramd_service.control.access.authority import Tokens
 from paramd_service.control.access.doorway import Doorway
@@ -134,8 +135,9 @@ class ControlPlane:
             trouble=lambda: history.problem,
             expires_s=lambda: files.expires_s if files is not None else None,
         )
+        has_own = not jobs.is_site and self._past is None
         destinations = loaded(
-            load_destinations,
+            partial(load_destinations, own=self._records.directory / OWN if has_own else None),
             strict=jobs.is_site,
             otherwise=dict[str, Destination](),
             told="exports are disabled, the destinations are invalid",

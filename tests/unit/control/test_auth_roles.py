@@ -35,6 +35,7 @@ EXPECTED: dict[tuple[str, str], set[UserRole]] = {
     ("GET", "/api/v1/jobs/{job}/history/series"): EVERYBODY,
     ("GET", "/api/v1/jobs/{job}/grads"): EVERYBODY,
     ("GET", "/api/v1/destinations"): EVERYBODY,
+    ("POST", "/api/v1/destinations"): {A},
     ("GET", "/api/v1/jobs/{job}/exports"): EVERYBODY,
     ("POST", "/api/v1/jobs/{job}/exports"): {X, A},
     ("GET", "/api/v1/jobs/{job}/exports/{export}"): EVERYBODY,

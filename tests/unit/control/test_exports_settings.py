@@ -14,13 +14,19 @@ from paramd_service.control.exports.documents import Assets, load_destinations
 OWNER = "ab" * 16
 
 
-def test_a_file_of_the_working_directory_names_no_destinations(tmp_path: Path) -> None:
+def test_destinations_are_the_operators_or_the_jobs_own(tmp_path: Path) -> None:
     file = tmp_path / "paramd.toml"
     file.write_text('job = "x"\n')
+
+    own = tmp_path / "checkpoints"
     assert load_destinations([(file, False)], {}) == {}
+    assert load_destinations([(file, False)], {"PARAMD_DESTINATIONS": "{}"}, own) == {}
+    (found,) = load_destinations([(file, False)], {}, own).values()
+    assert (found.name, found.root) == ("checkpoints", str(own))
+    assert own.stat().st_mode & 0o777 == 0o700
     file.write_text('[destinations]\nmine = "/home/somebody"\n')
     with pytest.raises(UsageError, match="working directory"):
-        load_destinations([(file, False)], {})
+        load_destinations([(file, False)], {}, own)
 
 
 def put(assets: Assets, name: str, data: bytes, offset_bytes: int = 0, owner: str = OWNER) -> int:

@@ -369,6 +369,17 @@ class EditCalls:
         body = {"id": new_edit_id(), "force": force}
         return await self.begin(f"/edits/{segment(edit_id)}/undo", body, deadline_s)
 
+    async def last_of(self, name: str) -> str:
+        """Id of the token's newest applied edit that was not undone. Raises ConflictError."""
+        found = await self.all(state="APPLIED", limit=1000)
+        left = [row for row in found if not row.undone_by and not row.undo_of]
+        for row in left:
+            if row.actor == name:
+                return row.id
+        others = [f"{row.id[:8]} by {row.actor}, {what_text(row)}" for row in left[:5]]
+        those = f"; those of others: {'; '.join(others)}" if others else ""
+        raise ConflictError(f"no applied edit of {name!r} is left to undo{those}")
+
     async def begin(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Edit:
         """Create, or commit, an edit and wait a little for its end; `body` has a new one's id."""
         return await self._again(path, {**body, "wait_s": _wait_s(deadline_s)}, deadline_s)
@@ -439,9 +450,11 @@ class Holder:
         self._calls = calls
         self._lease_s = LEASE_S
         self._renewing: asyncio.Task[None] | None = None
+        self._is_ours = False
+        """Whether a pause was begun here and not ended."""
 
     async def pause(self, lease_s: float, *, renew: bool, deadline_s: float) -> PauseState:
-        """Begin a pause; with `renew`, renew its lease until `resume` or `stop_renewing`."""
+        """Begin a pause; with `renew`, renew its lease until `resume` or `close`."""
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
         left_s = min(max(1.0, deadline_s - time.monotonic()), MAX_AGREE_S)
@@ -449,11 +462,18 @@ class Holder:
         telling = asyncio.create_task(self._tell(), name="paramd-pause-told")
         try:
             found = await self._calls.pause("POST", "", asked, deadline_s)
+            self._is_ours = True
+        except asyncio.CancelledError:
+            # The control plane may have begun it; its lease would outlast the interrupted call.
+            self._is_ours = True
+            with suppress(ParamdError):
+                await self.resume(deadline_s=0.0)
+            raise
         finally:
             telling.cancel()
             await asyncio.wait({telling})
         # After the request: if it fails, a pause we already have must keep its renewals.
-        await self.stop_renewing()
+        await self._stop_renewing()
         if renew:
             self._lease_s = lease_s
             self._renewing = asyncio.create_task(self._renew(), name="paramd-pause")
@@ -484,11 +504,22 @@ class Holder:
 
     async def resume(self, *, deadline_s: float) -> PauseState:
         """End the pause. Idempotent."""
-        await self.stop_renewing()
-        return await self._calls.pause("DELETE", "", None, deadline_s)
+        await self._stop_renewing()
+        found = await self._calls.pause("DELETE", "", None, deadline_s)
+        self._is_ours = False
+        return found
 
-    async def stop_renewing(self) -> None:
-        """Stop renewing, so that the lease runs out. Idempotent."""
+    async def close(self) -> None:
+        """Stop renewing, and log how long the pause still lasts, if it does. Idempotent."""
+        await self._stop_renewing()
+        is_ours, self._is_ours = self._is_ours, False
+        with suppress(ParamdError):
+            now = await self._calls.pause("GET", "", None, 0.0) if is_ours else None
+            if now is not None and now.lease_left_s > 0:
+                until = f"in {now.lease_left_s:.0f} s, or with: paramd resume"
+                log.warning("paramd: training is paused; it resumes %s", until)
+
+    async def _stop_renewing(self) -> None:
         task, self._renewing = self._renewing, None
         if task is not None:
             task.cancel()
@@ -512,7 +543,7 @@ class Holder:
                 await self._calls.pause("POST", "/renew", {"lease_s": self._lease_s}, deadline_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Mark(Document):
     """A complete state that the sidecars keep in memory."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import re
 import secrets
 import time
@@ -40,12 +41,16 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST: Final = "paramd-export.json"
+OWN: Final = "checkpoints"
+"""The destination that a job has where none is configured, and which a key alone goes to."""
+BY_STEP: Final = "step-{step}"
+"""The key where none is given."""
 
 Moved = Callable[[int, int], object]
 """Called with bytes done and total bytes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ExportFile(Document):
     """One file of an export."""
 
@@ -60,7 +65,7 @@ class ExportFile(Document):
     """WAITING, WRITING, WRITTEN or VERIFIED."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ExportInfo(Document):
     """An export, as of one response."""
 
@@ -95,6 +100,14 @@ class ExportInfo(Document):
     tensors nor JSON; at most 1,000 names. Empty in lists."""
     replicas_differ: tuple[str, ...] | None = None
     """As in `Summoned`; at most 1,000. None in lists."""
+
+    def __repr__(self) -> str:
+        reason = f", {self.reason}" if self.reason else ""
+        return (
+            f"<paramd.ExportInfo {self.id[:8]} to {self.destination!r}: {self.state}{reason}, "
+            f"step {self.step if self.step >= 0 else 'not chosen yet'}, {self.written_bytes:,} of "
+            f"{self.size_bytes:,} bytes>"
+        )
 
     @property
     def raw(self) -> Mapping[str, Any]:
@@ -232,6 +245,34 @@ class ExportCalls:
         return self._rest.read(lambda: read_document(ExportInfo, found))
 
 
+def check_no_path(given: str | None) -> None:
+    """Raise UsageError, with the calls to write instead, for a path or an address."""
+    is_file = given is not None and given.endswith((".safetensors", ".pt")) and "/" not in given
+    if given is None or not (is_file or given.startswith(("/", ".", "~")) or "://" in given):
+        return
+    path = given if "://" in given else os.path.abspath(os.path.expanduser(given))
+    root, _, key = path.rstrip("/").rpartition("/")
+    name = re.sub(r"[^a-z0-9]+", "-", root.rpartition("/")[2].lower()).strip("-") or "root"
+    raise UsageError(
+        f"destination: {given!r} is a path; write {f'{name}/{key}'!r}, once an admin has written "
+        f"mesh.add_destination({name!r}, {root or '/'!r}), or: paramd exports --add-destination "
+        f"{name}={root or '/'}. mesh.download('FILE.safetensors') writes a file on this host"
+    )
+
+
+def located(given: str | None, known: Sequence[str]) -> str:
+    """The "NAME/KEY" that a name alone, a key alone, or None for both stands for. Raises UsageError
+    where there is no destination, or several may be meant."""
+    home = OWN if OWN in known else known[0] if len(known) == 1 else None
+    if home is None and given not in known:
+        raise UsageError(
+            f"destination: {given!r}; expected NAME/KEY, with a NAME of: "
+            f"{', '.join(known) or 'none'}. An admin adds one: "
+            "mesh.add_destination('data', '/data')"
+        )
+    return f"{given}/{BY_STEP}" if given in known else f"{home}/{given or BY_STEP}"
+
+
 def export_body(
     destination: str,
     format: str,
@@ -306,14 +347,14 @@ class AsyncExport:
             raise AttributeError(name)
         return getattr(self.info, name)
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *dir(self.info)]
+
     def __repr__(self) -> str:
-        info = self.info
-        reason = f", {info.reason}" if info.reason else ""
-        return (
-            f"<paramd export {info.id[:8]} to {info.destination!r}: {info.state}{reason}, "
-            f"step {info.step if info.step >= 0 else 'not chosen yet'}, {info.written_bytes:,} of "
-            f"{info.size_bytes:,} bytes>"
-        )
+        return repr(self.info).replace("ExportInfo", type(self).__name__)
+
+    def _repr_html_(self) -> str:
+        return self.info._repr_html_()
 
     async def refresh(self) -> ExportInfo:
         """Fetch its current state. Raises as `AsyncMesh.get_export`."""
@@ -350,34 +391,28 @@ class AsyncExport:
         return info
 
 
-class Export:
+class Export(AsyncExport):
     """An export of a running job. Has the attributes of `ExportInfo`."""
 
     def __init__(
         self, run: Callable[[Coroutine[Any, Any, ExportInfo]], ExportInfo], begun: AsyncExport
     ) -> None:
+        super().__init__(begun._calls, begun.info)
         self._run = run
-        self._begun = begun
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._begun, name)
-
-    def __repr__(self) -> str:
-        return repr(self._begun)
-
-    def refresh(self) -> ExportInfo:
+    def refresh(self) -> ExportInfo:  # type: ignore[override]
         """Fetch its current state. Raises as `Mesh.get_export`."""
-        return self._run(self._begun.refresh())
+        return self._run(super().refresh())
 
-    def wait(self, timeout: float | None = None, progress: Progress | None = None) -> ExportInfo:
+    def wait(  # type: ignore[override]
+        self, timeout: float | None = None, progress: Progress | None = None
+    ) -> ExportInfo:
         """Wait until the export has ended. Args, Raises: as `AsyncExport.wait`."""
-        return self._run(self._begun.wait(timeout, progress))
+        return self._run(super().wait(timeout, progress))
 
-    def cancel(self) -> ExportInfo:
+    def cancel(self) -> ExportInfo:  # type: ignore[override]
         """Cancel the export and remove what it wrote. Raises as `AsyncExport.cancel`."""
-        return self._run(self._begun.cancel())
+        return self._run(super().cancel())
 
 
 class ExportFiles:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
-from paramd.documents import read_document
+from paramd.documents import Shown, read_document
 from paramd.errors import (
     ConflictError,
     DeadlineError,
@@ -40,6 +40,7 @@ from paramd.errors import (
 from paramd.layout.exports.safetensors import METADATA_KEY, TensorSpec, encode_header, file_order
 from paramd.layout.exports.settings import NameMap
 from paramd.layout.select import Pattern
+from paramd.mesh.exports.calls import Moved
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, pinned_at
@@ -333,14 +334,12 @@ MAX_BEGINNINGS: Final = 3
 
 _AGAIN_S: Final = 0.5
 
-Moved = Callable[[int, int], object]
-"""Called with bytes done and total bytes."""
 Said = Callable[[str], object]
 """Called with a message when a download resumes, retries or starts over."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Downloaded:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Downloaded(Shown):
     """A finished download."""
 
     path: Path

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
+from html import escape
 from typing import Any, Literal, get_args
 from urllib.parse import urlencode
 
@@ -22,7 +23,7 @@ MAX_WHY_LINES = 100
 TIMEOUT_S = 20.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Alert(Document):
     """One problem, from when it was first found until it was last found.
 
@@ -153,7 +154,7 @@ class Collective(Document):
     """Seconds since it was called."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RankActivity(Document):
     """The activity of one rank. None where a number is unknown."""
 
@@ -278,6 +279,9 @@ class RankLog(Document):
     def __repr__(self) -> str:
         found = ", ".join(f"{len(one.lines)} lines of its {one.source}" for one in self.logs)
         return f"<paramd.RankLog of rank {self.rank}: {found}; print shows them>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def text(self) -> Iterator[str]:
         """The lines, each log under a heading."""

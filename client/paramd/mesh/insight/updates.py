@@ -58,7 +58,7 @@ Moments: TypeAlias = tuple[PinnedStep, Mapping[int, Facts]]
 """The moments after an update, and what the update used, by rank."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class UpdateRow(Document):
     """The changes of one parameter by one update."""
 

@@ -64,10 +64,14 @@ class PlaceSink:
     """Writes a snapshot, in order of offsets, to `places` sorted by `begin`.
 
     Bytes in gaps between places are dropped. Places overlap where tensors share memory.
+    `landed` is called with the size of each part that has come.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(
+        self, places: Sequence[Place], landed: Callable[[int], object] = lambda size_bytes: None
+    ) -> None:
         self._places = places
+        self.landed = landed
         self._direct = _direct(places)
         self._direct_ends = [place.end for place in self._direct]
         self._at = 0
@@ -148,7 +152,10 @@ class RandomAccess(Protocol):
 
 
 def fill_from(
-    jobs: Iterable[tuple[RandomAccess, Sequence[Place]]], pool: Executor, thread_count: int
+    jobs: Iterable[tuple[RandomAccess, Sequence[Place]]],
+    pool: Executor,
+    thread_count: int,
+    landed: Callable[[int], object] = lambda size_bytes: None,
 ) -> None:
     """Fill the places of every snapshot with threads of the pool. Blocks until done.
 
@@ -165,6 +172,7 @@ def fill_from(
                 if failed.is_set():
                     return
                 _fill(source, part, scratch)
+                landed(part.size_bytes)
         except BaseException:
             failed.set()
             raise

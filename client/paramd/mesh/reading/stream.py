@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import grpc.aio
@@ -61,6 +62,25 @@ _TRIM_THRESHOLD_BYTES = 64 << 20
 _ARENAS = 2
 
 
+class Landed:
+    """Tells `progress` of the bytes that have landed. Any thread may call it."""
+
+    def __init__(self, progress: Callable[[int, int], object] | None = None) -> None:
+        self._progress = progress
+        self._lock = threading.Lock()
+        self.begin(0)
+
+    def begin(self, size_bytes: int) -> None:
+        """A read, or another attempt at it, begins."""
+        self._size_bytes, self._done_bytes = size_bytes, 0
+
+    def __call__(self, size_bytes: int) -> None:
+        with self._lock:
+            self._done_bytes += size_bytes
+            if self._progress is not None:
+                self._progress(min(self._done_bytes, self._size_bytes), self._size_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """Snapshots that somebody keeps pinned, and how to read them."""
@@ -70,6 +90,7 @@ class Reading:
     deadline_s: float
     """On the monotonic clock."""
     transport: Transport = "auto"
+    landed: Landed = field(default_factory=Landed)
 
     async def ask(self, rank: int, request: Any, answers: type[Answer]) -> Answer:
         """A sidecar's answer about its snapshot; ConflictError if it is about another step."""
@@ -274,6 +295,7 @@ class Reader:
         self._check_next(chunk.offset_bytes, chunk.size_bytes)
         chunk.check()
         self._sink.write(chunk.offset_bytes, chunk.address, chunk.size_bytes)
+        self._sink.landed(chunk.size_bytes)
         self.offset_bytes = chunk.offset_bytes + chunk.size_bytes
 
 
@@ -341,6 +363,7 @@ class StreamReader(Reader):
             )
         for offset, address, size_bytes in kept:
             self._sink.write(offset, address, size_bytes)
+        self._sink.landed(window.size)
         self.offset_bytes = end
 
 

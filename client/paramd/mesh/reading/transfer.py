@@ -45,7 +45,7 @@ from paramd.mesh.peers.grpc import LeaseEndedError, all_ended, check_handover, e
 from paramd.mesh.peers.sidecars import FastPathBackoff, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, read_live
 from paramd.mesh.reading.places import Place, PlaceSink, RandomAccess, fill_from
-from paramd.mesh.reading.stream import Reading, Transport, read_range
+from paramd.mesh.reading.stream import Landed, Reading, Transport, read_range
 from paramd.security.tls import host_of, is_loopback
 from paramd.state import StateName
 from paramd.state_files import host_id, kernel_of
@@ -383,7 +383,7 @@ class Transfer:
             parts = _cut(targets.places(read), read.size_bytes, count)
             await all_ended(
                 [
-                    read_range(reading, read.rank, PlaceSink(places), begin, end)
+                    read_range(reading, read.rank, PlaceSink(places, reading.landed), begin, end)
                     for begin, end, places in parts
                 ]
             )
@@ -398,6 +398,7 @@ class Transfer:
         transport: Transport,
         samples: Sequence[Sample],
         leave_out: Callable[[int], None],
+        landed: Landed,
     ) -> tuple[StateName, tuple[str, ...] | None] | None:
         """Fill the targets straight from the arenas, if all needed ranks are on this host; the
         state, and the tensors that differ there (None: not all ranks of `samples` had it still).
@@ -423,7 +424,8 @@ class Transfer:
             jobs = [(ranks[read.rank], targets.places(read)) for read in reads]
 
             def copy() -> None:
-                fill_from(jobs, self._copiers, self._copy_threads)
+                landed.begin(chosen.plan.size_bytes)
+                fill_from(jobs, self._copiers, self._copy_threads, landed)
 
             def read_all() -> tuple[StateName, tuple[str, ...] | None] | None:
                 state = read_live(ranks, document.incarnation, copy)
@@ -479,7 +481,7 @@ class Transfer:
         """As `read`, but transfer only the bytes of each snapshot that `plan` lands."""
 
         async def stream(read: RankRead) -> None:
-            sink = PlaceSink(targets.places(read))
+            sink = PlaceSink(targets.places(read), reading.landed)
             landings = ((one.begin_bytes, one.end_bytes) for one in read.landings)
             for begin, end in joined(landings, MAX_GAP_BYTES):
                 await read_range(reading, read.rank, sink, begin, end)
@@ -506,9 +508,13 @@ class Transfer:
         await read(reading, chosen.plan, targets)
         return targets.results()
 
-    async def land(self, jobs: Sequence[tuple[RandomAccess, Sequence[Place]]]) -> None:
+    async def land(
+        self,
+        jobs: Sequence[tuple[RandomAccess, Sequence[Place]]],
+        landed: Callable[[int], object] = lambda size_bytes: None,
+    ) -> None:
         """Fill the places of snapshots that are here."""
-        await self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads))
+        await self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads, landed))
 
     async def _fill(
         self,
@@ -527,7 +533,7 @@ class Transfer:
                 if read.rank in shared
             ]
             if jobs:
-                works.append(self.land(jobs))
+                works.append(self.land(jobs, reading.landed))
             await all_ended(works)
 
     async def view(self, reading: Reading, chosen: Chosen, stack: AsyncExitStack) -> SnapshotView:

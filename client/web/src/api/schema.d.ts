@@ -33,11 +33,15 @@ export interface paths {
         };
         /**
          * List Destinations
-         * @description Names and kinds of the configured destinations; for admins their paths or URLs, too.
+         * @description Names and kinds of the destinations; for admins their paths or URLs, too.
          */
         get: operations["list_destinations"];
         put?: never;
-        post?: never;
+        /**
+         * Add Destination
+         * @description Add a destination, or give one that was added another root; all of them. Idempotent.
+         */
+        post: operations["add_destination"];
         delete?: never;
         options?: never;
         head?: never;
@@ -1445,7 +1449,7 @@ export interface components {
         };
         /**
          * DestinationDocument
-         * @description A configured destination of exports.
+         * @description A destination of exports.
          */
         DestinationDocument: {
             /**
@@ -1464,11 +1468,24 @@ export interface components {
         };
         /**
          * DestinationList
-         * @description Destinations configured by the operator; their paths or URLs are for admins.
+         * @description Destinations of exports; their paths or URLs are for admins.
          */
         DestinationList: {
             /** Destinations */
             destinations: components["schemas"]["DestinationDocument"][];
+        };
+        /**
+         * DestinationRequest
+         * @description A destination to add.
+         */
+        DestinationRequest: {
+            /** Name */
+            name: string;
+            /**
+             * Root
+             * @description Absolute path, or "s3://bucket/prefix"
+             */
+            root: string;
         };
         /**
          * DiffDocument
@@ -4235,6 +4252,7 @@ export type AuditRecord = components['schemas']['AuditRecord'];
 export type Collective = components['schemas']['Collective'];
 export type DestinationDocument = components['schemas']['DestinationDocument'];
 export type DestinationList = components['schemas']['DestinationList'];
+export type DestinationRequest = components['schemas']['DestinationRequest'];
 export type DiffDocument = components['schemas']['DiffDocument'];
 export type DiffList = components['schemas']['DiffList'];
 export type DroppedMark = components['schemas']['DroppedMark'];
@@ -4360,6 +4378,30 @@ export interface operations {
         responses: {
             /** @description Successful Response */
             200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DestinationList"];
+                };
+            };
+        };
+    };
+    add_destination: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["DestinationRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
                 headers: {
                     [name: string]: unknown;
                 };

@@ -86,7 +86,9 @@ _OPERATIONS: Final[dict[Action, str]] = {
     ),
     Action.TUNNEL: "open_tunnel open_control_tunnel",
     Action.ATTACH: "register_job",
-    Action.ADMINISTER: "end_job list_audit list_own_audit create_token list_tokens revoke_token",
+    Action.ADMINISTER: (
+        "end_job list_audit list_own_audit create_token list_tokens revoke_token add_destination"
+    ),
 }
 OPERATIONS: Final = {name: action for action, of in _OPERATIONS.items() for name in of.split()}
 """Action of each REST operation, by its operationId."""

@@ -1,6 +1,6 @@
 """REST documents of exports and schedules; assets (small files copied into an export) on disk.
 
-Also loads the destinations: [destinations] of paramd.toml, overridden by PARAMD_DESTINATIONS.
+Also loads the destinations: of paramd.toml, overridden by PARAMD_DESTINATIONS, or a job's own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import base64
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -24,6 +25,7 @@ from paramd.mesh.exports.calls import (
     MAX_ASSETS,
     MAX_ASSETS_BYTES,
     MAX_TIMEOUT_S,
+    OWN,
     ExportFile,
     ExportInfo,
 )
@@ -159,9 +161,10 @@ def check_asset_name(name: str) -> str:
 
 
 def load_destinations(
-    files: Sequence[tuple[Path, bool]], environment: Mapping[str, str]
+    files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], own: Path | None = None
 ) -> dict[str, Destination]:
-    """Destinations by name: of the user's own paramd.toml, overridden by the environment.
+    """Destinations by name: of the user's own paramd.toml, overridden by the environment. Where
+    none is configured, the folder `own`, which is made.
 
     Args:
         files: (path, is_own) of paramd.toml files. One that is not the user's own may come with a
@@ -179,7 +182,13 @@ def load_destinations(
                 f"user's own paramd.toml or in {ENVIRONMENT}"
             )
         found |= parse_destinations(table)
-    return found | destinations_of(environment.get(ENVIRONMENT, ""))
+    found |= destinations_of(environment.get(ENVIRONMENT, ""))
+    # Even an empty table is the operator's word.
+    if own is None or found or ENVIRONMENT in environment:
+        return found
+    with suppress(OSError):  # an export says so, too
+        own.mkdir(mode=0o700)
+    return parse_destinations({OWN: str(own)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,15 +362,24 @@ class ScheduleList(BaseModel):
 
 
 class DestinationDocument(BaseModel):
-    """A configured destination of exports."""
+    """A destination of exports."""
 
     name: str
     kind: str = Field(description='"directory" or "s3"')
     root: str = Field("", description="Its path or URL, for admins; empty for others")
 
 
+class DestinationRequest(BaseModel):
+    """A destination to add."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=64)
+    root: str = Field(max_length=4096, description='Absolute path, or "s3://bucket/prefix"')
+
+
 class DestinationList(BaseModel):
-    """Destinations configured by the operator; their paths or URLs are for admins."""
+    """Destinations of exports; their paths or URLs are for admins."""
 
     destinations: list[DestinationDocument]
 

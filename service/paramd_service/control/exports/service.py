@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -12,9 +13,10 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from paramd import clock
-from paramd.errors import ConflictError, ExhaustedError, ParamdError
+from paramd.errors import ConflictError, ExhaustedError, ExistsError, ParamdError
 from paramd.layout.edits.ops import EditState
 from paramd.mesh.exports.calls import ExportInfo
+from paramd.state_files import replace
 from paramd.v1 import export_pb2
 from paramd_service.aio import kept
 from paramd_service.control.exports.documents import (
@@ -37,7 +39,12 @@ from paramd_service.control.records.records import Records
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
-from paramd_service.destinations.destinations import Destination, DestinationKind, locate
+from paramd_service.destinations.destinations import (
+    Destination,
+    DestinationKind,
+    locate,
+    parse_destinations,
+)
 
 FORGET_S: Final = 90 * 86_400.0
 """Unscheduled exports are listed this long after their end."""
@@ -55,7 +62,11 @@ class ExportService:
     def __init__(
         self, records: Records, destinations: Mapping[str, Destination], *, publish: Publish
     ) -> None:
-        self.destinations = destinations
+        self._added_file = records.directory / "destinations.json"
+        added = json.loads(self._added_file.read_text()) if self._added_file.exists() else {}
+        self._added = {name: root for name, root in added.items() if name not in destinations}
+        """Roots of the destinations that admins added, by name."""
+        self.destinations = {**parse_destinations(self._added), **destinations}
         self.store = ExportStore(records.store)
         self.assets = Assets(records.directory)
         self.ended_counts: Counter[tuple[str, str]] = Counter()
@@ -81,6 +92,17 @@ class ExportService:
             await queue.close()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
+
+    async def add_destination(self, name: str, root: str) -> None:
+        """Add a destination, for good, or give one that was added another root. Raises UsageError
+        for an invalid name or root, ExistsError if the operator has configured the name."""
+        found = parse_destinations({name: root})
+        if name in self.destinations and name not in self._added:
+            raise ExistsError(f"a destination {name!r} is configured; use another name")
+        added = {**self._added, name: root}
+        await asyncio.to_thread(replace, self._added_file, json.dumps(added))
+        self._added = added
+        self.destinations |= found
 
     def running(self) -> list[ExportJob]:
         return [job for queue in self._queues.values() for job in queue.runs.values()]

@@ -1,4 +1,4 @@
-"""Exports: checkpoints of a running job, written to destinations the operator configured."""
+"""Exports: checkpoints of a running job, written to destinations that the operator allows."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from paramd_service.control.exports.documents import (
     AssetRequest,
     DestinationDocument,
     DestinationList,
+    DestinationRequest,
     ExportList,
     ExportRequest,
     ScheduleDocument,
@@ -69,7 +70,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/destinations")
     async def list_destinations(request: Request) -> DestinationList:
-        """Names and kinds of the configured destinations; for admins their paths or URLs, too."""
+        """Names and kinds of the destinations; for admins their paths or URLs, too."""
         shows = principal_of(request).may(Action.ADMINISTER)
         found = sorted(services.exports.destinations.values(), key=lambda one: one.name)
         return DestinationList(
@@ -80,6 +81,14 @@ def router(services: Services) -> APIRouter:
                 for one in found
             ]
         )
+
+    @routes.post("/destinations", status_code=201)
+    async def add_destination(wanted: DestinationRequest, request: Request) -> DestinationList:
+        """Add a destination, or give one that was added another root; all of them. Idempotent."""
+        detail = wanted.model_dump()
+        async with services.records.recorded(principal_of(request), "destination.add", detail):
+            await services.exports.add_destination(**detail)
+        return await list_destinations(request)
 
     return routes
 

@@ -11,10 +11,11 @@ CHECKS := $(VENV)/.checks
 FUZZ_TOOLS := $(VENV)/.fuzz
 MUTMUT := $(VENV)/.mutants
 FAST_TESTS := tests/unit tests/contract tests/model
-SCENES ?= tests/scenes
+# With what an operator does on the page; that it shows what is there is in `make test`.
+SCENES ?= tests/scenes $(filter-out tests/web/test_page.py,$(wildcard tests/web/test_*.py))
 # The longest first, so that no worker of pytest's is left with one at the end. Three workers on two
 # cores: their tests wait for processes a third of the time.
-ALL_TESTS := tests/sequences tests/multiprocess tests/web tests/integration $(FAST_TESTS)
+ALL_TESTS := tests/sequences tests/multiprocess tests/web/test_page.py tests/integration $(FAST_TESTS)
 SECURITY_TESTS := tests/unit/test_tickets.py tests/unit/test_places.py tests/unit/test_tls.py \
 	tests/unit/control/test_auth_guard.py tests/unit/control/test_auth_roles.py \
 	tests/unit/control/test_auth_tokens.py tests/unit/control/test_session.py \
@@ -151,8 +152,8 @@ fast: $(TESTS) ## tests that need neither processes of ours nor a network
 test: system $(TESTS) page $(if $(NPM),web-test) ## what paramd does by itself, with real processes
 	$(BIN)/pytest -q -n 3 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(ALL_TESTS)
 
-integrations: system $(INTEGRATIONS) ## frameworks, Slurm, Kubernetes, containers, engines: make integrations [SCENES=FILES]
-	$(BIN)/pytest -q -n 2 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(SCENES)
+integrations: system $(INTEGRATIONS) page ## frameworks, Slurm, Kubernetes, containers, engines, the page: make integrations [SCENES=FILES]
+	$(BIN)/pytest -q -n 3 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(SCENES)
 
 test-gpu: $(TESTS) ## tests that need a CUDA device; skipped, with a reason, where there is none
 	$(BIN)/pytest -q tests/gpu

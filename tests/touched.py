@@ -1,4 +1,4 @@
-"""Which tests of `scenes/` a change may break: one path a line, for `make integrations SCENES=...`.
+"""Which scenes a change may break: one path a line, for `make integrations SCENES=...`.
 
     BASE=v0.1.0 python -m tests.touched
 
@@ -19,7 +19,12 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCENES = sorted((ROOT / "tests/scenes").glob("test_*.py"))
+PAGE = ROOT / "client/web/src"
+"""What a browser shows, which no import says."""
+SCENES = sorted(
+    {*(ROOT / "tests/scenes").glob("test_*.py"), *(ROOT / "tests/web").glob("test_*.py")}
+    - {ROOT / "tests/web/test_page.py"}  # `make test` has this one
+)
 SOURCES = (ROOT, ROOT / "client", ROOT / "service")
 CONFTEST = ROOT / "tests/conftest.py"
 
@@ -33,7 +38,7 @@ def touched(changed: set[Path]) -> list[Path]:
 
 def files(scene: Path) -> set[Path]:
     """The files and folders that a scene touches, itself among them."""
-    found, ahead = {scene}, [scene]
+    found, ahead = {scene, *([PAGE] if scene.parent.name == "web" else ())}, [scene]
     while ahead:
         path = ahead.pop()
         if not _is_followed(path):

@@ -53,7 +53,7 @@ class StillMesh:
         fields.setdefault("export_id", secrets.token_hex(16))
         return export_pb2.ExportTarget(destination="test", root=str(root), key=key, **fields)
 
-    def call(self, rank: int, method: str, request: Any, timeout_s: float = 30.0) -> Any:
+    def call(self, rank: int, method: str, request: Any, timeout_s: float = 120.0) -> Any:
         stub = getattr(self.stubs[rank], method)
         return stub(request, timeout=timeout_s, metadata=self.metadata(rank))
 

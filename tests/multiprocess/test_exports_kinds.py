@@ -38,14 +38,14 @@ def test_every_kind_is_exported_as_torch_gathers_it(tmp_path: Path) -> None:
         wait_until(
             lambda: path.exists() or any(r.process.poll() is not None for r in ranks),
             "the truth is written",
-            timeout_s=90,
+            timeout_s=180,
         )
         step, truth = read_truth(path)
         with connect_to(ranks.state_dir, "composite") as mesh:
             export(mesh, "here/st", max_shard_size="4KB", tied="keep")
             export(mesh, "here/dcp", format="dcp")
         (tmp_path / "composite.checked").touch()
-        ranks.end_well()
+        ranks.end_well(180)
     assert sorted(os.listdir(root)) == ["dcp", "st"]
     found: dict[str, torch.Tensor] = {}
     for file in (root / "st").glob("model-*.safetensors"):
@@ -57,7 +57,7 @@ def test_every_kind_is_exported_as_torch_gathers_it(tmp_path: Path) -> None:
         "tests.multiprocess.workers.dcp_reader",
         3,
         args=["--checkpoint", str(root / "dcp"), "--truth", str(path)],
-        timeout_s=90,
+        timeout_s=180,
     )
     assert all(f"equal in {len(truth)} tensors" in one.stdout for one in told), told
     for folder in ("st", "dcp"):
@@ -84,7 +84,7 @@ def test_a_training_resumes_from_what_was_exported_while_it_ran(kind: str, tmp_p
     ) as ranks:
         exported(ranks, tmp_path)
         (tmp_path / "stop").touch()
-        ranks.end_well(90)
+        ranks.end_well(180)
         assert "resumed" in ranks[0].stdout
 
 
@@ -93,7 +93,7 @@ def exported(ranks: Ranks, folder: Path) -> None:
     wait_until(
         lambda: endpoint.exists() or any(r.process.poll() is not None for r in ranks),
         "the job is there",
-        timeout_s=90,
+        timeout_s=180,
     )
     with connect_to(ranks.state_dir, "resume") as mesh:
         wait_until(lambda: mesh.status().step >= 2, "it trains")

@@ -16,6 +16,7 @@ from random import Random
 
 import psutil
 
+from tests.leaks import open_files
 from tests.sequences.changing import CHANGING
 from tests.sequences.reading import READING
 from tests.sequences.session import Counts, DefectError, NotNowError, Session, bounded, patience_s
@@ -49,7 +50,8 @@ class Failure:
 
 
 class Watch:
-    """Private memory and descriptors of a job's processes, each minute of their lives."""
+    """Private memory and descriptors, but snapshots', of a job's processes, each minute of their
+    lives."""
 
     def __init__(self) -> None:
         self.looks: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -67,7 +69,9 @@ class Watch:
             with suppress(psutil.Error):
                 size = 0 if name == "client" else process.memory_full_info().uss
                 looks = self.looks.setdefault((name, process.pid), [])
-                looks.append((size, process.num_fds()))
+                # How many snapshots are kept is what the sequence asked for, within a budget.
+                files = [x for x in open_files(process.pid).values() if "paramd-snapshot" not in x]
+                looks.append((size, len(files)))
 
     def tell(self) -> list[str]:
         """Rows of those that lived long enough, early and late; those that grew say so."""

@@ -122,6 +122,11 @@ class Ranks:
             for r in self._ranks
         ]
 
+    def end_well(self, timeout_s: float = 60.0) -> None:
+        """Waits for all ranks, none of which may fail."""
+        results = self.wait(timeout_s=timeout_s)
+        assert not any(one.returncode for one in results), self.outputs()
+
     def wait_for_text(self, text: str, *, rank: int, timeout_s: float = 60.0) -> str:
         """Waits until a rank has printed `text` to stdout. Returns its stdout so far."""
         deadline = time.monotonic() + timeout_s

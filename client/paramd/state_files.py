@@ -10,10 +10,12 @@ import re
 import socket
 import stat
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from paramd.errors import ConflictError, NotFoundError, UsageError
 
@@ -274,3 +276,17 @@ def file_places() -> list[tuple[Path, bool]]:
     base = os.environ.get("XDG_CONFIG_HOME")
     config = Path(base) if base and os.path.isabs(base) else home_dir() / ".config"
     return [(Path(FILE_NAME), False), (config / "paramd" / FILE_NAME, True)]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file says; nothing if there is none. Raises UsageError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error

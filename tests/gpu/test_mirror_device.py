@@ -45,8 +45,7 @@ def training(folder: Path, mode: str, wrap: str, world_size: int) -> Iterator[tu
                 yield ranks, mesh
         finally:
             stop.touch()
-        for result in ranks.wait(timeout_s=90):
-            assert result.returncode == 0, ranks.outputs()
+        ranks.end_well(90)
 
 
 def assert_all(found: paramd.mesh.results.Summoned, value: float) -> None:

@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
 
+import httpx2
 import pytest
 
 from paramd.cli import demo
@@ -270,6 +271,12 @@ class Job:
                 },
                 [file.fileno()],
             )
+
+    def ask(self, method: str, path: str, **given: Any) -> httpx2.Response:
+        """A request about this job over REST, as httpx2 takes it."""
+        url = f"{self.url}/api/v1/jobs/{JOB}{path}"
+        headers = {"authorization": f"Bearer {self.token}"}
+        return httpx2.request(method, url, headers=headers, trust_env=False, **given)
 
     def respawn(self, rank: Rank) -> None:
         """A new sidecar gets back what the last one made."""

@@ -31,12 +31,7 @@ LIMITLESS = resource.RLIM_INFINITY
 
 
 def make_token(control: Control, name: str) -> httpx2.Response:
-    return httpx2.post(
-        control.url + "/api/v1/tokens",
-        json={"role": "reader", "name": name},
-        headers={"authorization": f"Bearer {TOKEN}"},
-        trust_env=False,
-    )
+    return control.ask("POST", "/tokens", json={"role": "reader", "name": name})
 
 
 def records(control: Control) -> list[dict[str, Any]]:
@@ -158,12 +153,7 @@ def test_a_site_has_an_audit_of_its_own_and_one_for_each_job(
         token = site_token()
         monkeypatch.setenv("PARAMD_URL", control.url)
         monkeypatch.setenv("PARAMD_TOKEN", token)
-        registered = httpx2.post(
-            control.url + "/api/v1/jobs",
-            json={"job": "a", "world_size": 1},
-            headers={"authorization": f"Bearer {token}"},
-            trust_env=False,
-        )
+        registered = control.ask("POST", "/jobs", json={"job": "a", "world_size": 1})
         assert registered.status_code == 201
         own = control.get("/api/v1/audit", token=token).json()
         assert (own["job"], [r["method"] for r in own["records"]]) == ("", ["control.start"])

@@ -29,28 +29,6 @@ from tests.integration.control_process import (
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 
-async def test_a_restarted_control_plane_goes_on_above_what_ranks_were_ready_for() -> None:
-    with control_plane() as first:
-        async with mesh(first) as before:
-            await schedule(first)
-            await schedule(first)
-        first.process.kill()
-        first.wait()
-        http, rpc = first.url.removeprefix("http://"), first.grpc_address
-        with control_plane("--grpc-listen", rpc, listen=http) as second:
-            assert (second.url, second.grpc_address) == (first.url, first.grpc_address)
-            assert places.read_endpoint(JOB).pid == second.process.pid
-            again = [FakeSidecar(s.rank, ready_boundary=s.ready_boundary) for s in before]
-            async with (
-                serving(again[0]),
-                serving(again[1]),
-                joined(second, again[0]),
-                joined(second, again[1]),
-            ):
-                assert (await schedule(second)).captured
-                assert [number for number, _ in again[0].asked] == [3]
-
-
 async def test_it_ends_when_all_sidecars_said_farewell() -> None:
     with control_plane() as control:
         zero, one = FakeSidecar(0), FakeSidecar(1)

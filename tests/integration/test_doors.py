@@ -98,19 +98,6 @@ def test_half_open_requests_lock_nobody_out(control: Control, data: bytes) -> No
             assert time.monotonic() - began_s < 5
 
 
-def test_half_open_requests_are_ended(control: Control) -> None:
-    with half_open(control.url, 8, HALF_REQUEST) as left:
-        drip = left[0]
-
-        def all_closed() -> bool:
-            # One byte now and then must not keep it open either.
-            with contextlib.suppress(OSError):
-                drip.send(b"x")
-            return all(map(is_closed, left))
-
-        wait_until(all_closed, "half-open requests are ended", timeout_s=25)
-
-
 @contextlib.contextmanager
 def idle(address: str, *, settled: bool) -> Iterator[list[socket.socket]]:
     """Connections to a gRPC server that never speak, or that say who they are and no more."""
@@ -160,30 +147,21 @@ def test_half_open_handshakes_lock_nobody_out(
     for name, file in (("CERT", "server.pem"), ("KEY", "server.key"), ("CA", "ca.pem")):
         monkeypatch.setenv(f"PARAMD_TLS_{name}", str(tmp_path / "certs" / file))
     verify = ClientTls(ca=tmp_path / "certs" / "ca.pem").ssl_context()
-    headers = {"authorization": f"Bearer {TOKEN}"}
     with control_plane() as control, half_open(control.url, HALF_OPEN, b"\x16\x03") as left:
         for _ in range(5):
-            answer = httpx2.get(
-                f"{control.url}/api/v1/jobs/run", headers=headers, verify=verify, trust_env=False
-            )
-            assert answer.status_code == 200
+            assert control.ask("GET", "/jobs/run", verify=verify).status_code == 200
         wait_until(lambda: all(map(is_closed, left)), "handshakes are ended", timeout_s=25)
 
 
 async def test_a_tunnel_carries_bytes_until_its_token_is_revoked(control: Control) -> None:
     path = "/api/v1/jobs/run/tunnel"
-    token = new_token(control, "reader", "tunnels")
+    token = control.new_token("reader", name="tunnels")
     reader, writer = await tunnels.opened(control.url, path, token, None)
     with contextlib.closing(writer):
         writer.write(HTTP2)
         # Settings of the control plane's gRPC: through the tunnel its server speaks.
         assert (await asyncio.wait_for(reader.readexactly(9), 10))[3] == 4
-        revoked = httpx2.delete(
-            f"{control.url}/api/v1/tokens/tunnels",
-            headers={"authorization": f"Bearer {TOKEN}"},
-            trust_env=False,
-        )
-        assert revoked.status_code == 200
+        assert control.ask("DELETE", "/tokens/tunnels").status_code == 200
         with contextlib.suppress(ConnectionError):
             await asyncio.wait_for(reader.read(), 10)
     with pytest.raises(tunnels.RefusedError, match="401"):
@@ -250,19 +228,6 @@ async def test_a_tunnel_ends_with_either_side_and_with_the_control_plane(
         assert control.wait(20) == 0
         assert time.monotonic() - began_s < 10
         assert "ASGI" not in control.log.read_text()
-
-
-def new_token(control: Control, role: str, name: str = "") -> str:
-    answer = httpx2.post(
-        f"{control.url}/api/v1/tokens",
-        headers={"authorization": f"Bearer {TOKEN}"},
-        json={"role": role, **({"name": name} if name else {})},
-        trust_env=False,
-    )
-    assert answer.status_code == 201, answer.text
-    found = answer.json()["token"]
-    assert isinstance(found, str)
-    return found
 
 
 TOKENS = ("a" * 16, "b" * 16)
@@ -463,7 +428,7 @@ MOST_GROWTH_BYTES = 32 << 20
 
 
 def test_viewers_of_one_token_leave_room_for_others(control: Control) -> None:
-    greedy, other = new_token(control, "viewer"), new_token(control, "viewer")
+    greedy, other = control.new_token("viewer"), control.new_token("viewer")
     path = f"{control.url}/api/v1/jobs/run/events"
 
     def status(token: str, stack: contextlib.ExitStack) -> int:

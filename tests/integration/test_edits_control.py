@@ -7,6 +7,7 @@ import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -37,9 +38,9 @@ async def control(ranks: list[EditingSidecar]) -> AsyncIterator[Control]:
 async def call(
     control: Control, method: str, path: str, body: Any = None, token: str = TOKEN
 ) -> httpx2.Response:
-    headers = {"authorization": f"Bearer {token}"}
-    async with httpx2.AsyncClient(trust_env=False, base_url=control.url, timeout=30) as client:
-        return await client.request(method, f"/api/v1/jobs/{JOB}{path}", json=body, headers=headers)
+    # On a thread: the fake sidecars answer on this loop.
+    asking = partial(control.ask, method, f"/jobs/{JOB}{path}", token, json=body)
+    return await asyncio.to_thread(asking)
 
 
 async def make(control: Control, *ops: dict[str, Any], **fields: Any) -> Any:
@@ -56,7 +57,7 @@ async def test_an_edit_is_applied_undone_listed_and_audited(control: Control) ->
     assert found["before"]["min"] == -2.0
     assert found["undo"] == {"possible": True, "reason": ""}
     # One element's range is its value, and so is what it was filled with: no viewer has it.
-    viewer = await token_of(control, "vera", "viewer")
+    viewer = control.new_token("viewer", name="vera")
     listed = (await call(control, "GET", "/edits", token=viewer)).json()["edits"]
     for seen in (listed[0], (await call(control, "GET", f"/edits/{ID}", token=viewer)).json()):
         untold = [{**found["ops"][0], "value": None}]
@@ -92,15 +93,6 @@ async def test_an_edit_is_applied_undone_listed_and_audited(control: Control) ->
     assert f'paramd_edits_total{{job="{JOB}",state="APPLIED"}} 3.0' in metrics
 
 
-async def token_of(control: Control, name: str, role: str = "editor") -> str:
-    headers = {"authorization": f"Bearer {TOKEN}"}
-    body = {"name": name, "role": role}
-    async with httpx2.AsyncClient(trust_env=False, base_url=control.url, timeout=30) as client:
-        made = await client.post("/api/v1/tokens", json=body, headers=headers)
-    assert made.status_code == 201, made.text
-    return str(made.json()["token"])
-
-
 def token_id_in(ticket: str) -> str:
     """The id of the token that a ticket was given for."""
     payload = ticket.split(".")[1]
@@ -122,7 +114,7 @@ async def test_an_edit_is_its_authors_or_an_admins_and_the_audit_names_both(
     control: Control,
 ) -> None:
     op = {"pattern": "layers.0.weight", "op": "set", "data": True}
-    ann, bob = await token_of(control, "ann"), await token_of(control, "bob")
+    ann, bob = control.new_token("editor", name="ann"), control.new_token("editor", name="bob")
     theirs = await make(control, op, id=ID, allow_nonfinite=True, note="see #1")
     mine = (await call(control, "POST", "/edits", {"ops": [op]}, ann)).json()
     for edit_id in (ID, mine["id"]):
@@ -161,7 +153,7 @@ async def test_data_of_another_token_than_its_authors_is_not_committed(
     control: Control, ranks: list[EditingSidecar]
 ) -> None:
     op = {"pattern": "layers.0.weight", "op": "set", "data": True}
-    ann = await token_of(control, "ann")
+    ann = control.new_token("editor", name="ann")
     mine = (await call(control, "POST", "/edits", {"ops": [op]}, ann)).json()["id"]
     found = await call(control, "POST", f"/edits/{mine}/preview", {})
     assert found.status_code == 200, found.text
@@ -181,7 +173,7 @@ async def test_data_of_another_token_than_its_authors_is_not_committed(
 async def test_only_an_admin_brings_nonfinite_values_back_by_undoing_their_undo(
     control: Control,
 ) -> None:
-    ann = await token_of(control, "ann")
+    ann = control.new_token("editor", name="ann")
     await make(control, id=ID, allow_nonfinite=True)
     last = ID
     # Taking it back is an editor's, doing it again is not, taking that back is.

@@ -91,10 +91,7 @@ def test_options_reach_the_files(site: ExportingJob, mesh: Mesh, tmp_path: Path)
     assert torch.equal(tensors["tied"], tensors["lines"])
     assert (folder / "config.json").read_text() == "{}"
     assert "config.json" in {one.name for one in done.files}
-    headers = {"authorization": f"Bearer {site.job.token}"}
-    audit = httpx2.get(
-        f"{site.job.url}/api/v1/jobs/{mesh.job}/audit?limit=200", headers=headers, trust_env=False
-    ).json()["records"]
+    audit = site.job.ask("GET", "/audit?limit=200").json()["records"]
     stored = [one for one in audit if one["method"] == "export-asset.store"]
     assert [one["kind"] for one in stored] == ["outcome", "intent"], "newest first"
     assert stored[1]["detail"]["name"] == "config.json"
@@ -190,13 +187,10 @@ def test_a_lease_that_ends_fails_it_with_the_cause(site: ExportingJob, mesh: Mes
 
 def test_one_id_is_begun_once(site: ExportingJob, mesh: Mesh) -> None:
     body = {"id": "ab" * 16, "destination": "checkpoints/once"}
-    url = f"{site.job.url}/api/v1/jobs/{mesh.job}/exports"
-    headers = {"authorization": f"Bearer {site.job.token}"}
-    answers = [httpx2.post(url, json=body, headers=headers, trust_env=False) for _ in range(2)]
+    answers = [site.job.ask("POST", "/exports", json=body) for _ in range(2)]
     assert [one.status_code for one in answers] == [202, 202]
     other = {**body, "destination": "checkpoints/another"}
-    refused = httpx2.post(url, json=other, headers=headers, trust_env=False)
-    assert refused.status_code == 409
+    assert site.job.ask("POST", "/exports", json=other).status_code == 409
     until(lambda: mesh.get_export("ab" * 16).ended, "the end")
     assert [one.id for one in mesh.exports()].count("ab" * 16) == 1
 
@@ -206,12 +200,10 @@ def test_files_of_an_export_can_be_read_and_nothing_beside_them(
 ) -> None:
     mesh.export("checkpoints/readable", include=PARAMETERS).wait(30)
     (site.folder / "readable" / "secret.txt").write_text("mine")
-    headers = {"authorization": f"Bearer {site.job.token}"}
-    url = f"{site.job.url}/api/v1/jobs/client-test/export-file"
 
     def read(name: str, destination: str = "checkpoints/readable") -> httpx2.Response:
         asked = {"destination": destination, "name": name, "offset_bytes": "0"}
-        return httpx2.get(url, params=asked, headers=headers, trust_env=False)
+        return site.job.ask("GET", "/export-file", params=asked)
 
     found = read("model.safetensors")
     assert found.content == (site.folder / "readable" / "model.safetensors").read_bytes()

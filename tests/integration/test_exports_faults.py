@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-
-import httpx2
+from typing import Any
 
 from paramd.errors import ParamdError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
@@ -125,28 +124,18 @@ def killed_in_the_middle(site: ExportingJob, body: dict[str, str], export_id: st
     until(lambda: all_joined(site), "a whole mesh")
     writer = site.job.ranks[1].process
     site.arm(1, "export-chunk:stop")
-    url = f"{site.job.url}/api/v1/jobs/client-test/exports"
-    answer = httpx2.post(
-        url, json={**body, "id": export_id}, headers=headers(site), trust_env=False
-    )
+    answer = site.job.ask("POST", "/exports", json={**body, "id": export_id})
     assert answer.status_code == 202, answer.text
     until(lambda: is_stopped(writer.pid), "the writing")
     site.kill_control()
     writer.send_signal(signal.SIGCONT)
 
 
-def ended(site: ExportingJob, export_id: str) -> dict[str, str]:
+def ended(site: ExportingJob, export_id: str) -> Any:
     """An export once it has ended."""
-    url = f"{site.job.url}/api/v1/jobs/client-test/exports/{export_id}"
 
-    def is_over() -> bool:
-        found = httpx2.get(url, headers=headers(site), trust_env=False).json()
-        return found["ended_s"] is not None
+    def now() -> Any:
+        return site.job.ask("GET", f"/exports/{export_id}").json()
 
-    until(is_over, "the end of the export")
-    found: dict[str, str] = httpx2.get(url, headers=headers(site), trust_env=False).json()
-    return found
-
-
-def headers(site: ExportingJob) -> dict[str, str]:
-    return {"authorization": f"Bearer {site.job.token}"}
+    until(lambda: now()["ended_s"] is not None, "the end of the export")
+    return now()

@@ -386,13 +386,3 @@ def _hung_up(sock: socket.socket, until_s: float) -> bool:
             return True
         time.sleep(0.01)
     return False
-
-
-def test_a_grant_of_a_released_snapshot_is_refused(client: Client) -> None:
-    pin = client.pin()
-    grant = granted(client, pin.snapshot_id)
-    client.release(pin.snapshot_id)
-    assert isinstance(refusal(Stream(grant, 0, 1)), NotFoundError)
-    with pytest.raises(grpc.RpcError) as refused:
-        granted(client, pin.snapshot_id)
-    assert refused.value.code() is grpc.StatusCode.NOT_FOUND

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 import paramd
@@ -66,12 +65,8 @@ def test_a_job_of_a_site_is_read_by_its_name_and_restarts_in_a_higher_incarnatio
         # Another host: it has never heard of the first incarnation.
         with trainer(control, "one", tmp_path / "b") as said:
             assert said["incarnation"] == 2
-        answer = httpx2.get(
-            f"{control.url}/api/v1/jobs/one/incarnations",
-            headers={"authorization": f"Bearer {site_token()}"},
-            trust_env=False,
-        )
-        reasons = [incarnation["reason"] for incarnation in answer.json()["incarnations"]]
+        listed = control.ask("GET", "/jobs/one/incarnations").json()["incarnations"]
+        reasons = [incarnation["reason"] for incarnation in listed]
         assert len(reasons) == 2
         assert all("all 1 ranks have detached" in reason for reason in reasons[:1])
 
@@ -87,13 +82,7 @@ def test_two_jobs_of_a_site_are_compared(tmp_path: Path) -> None:
         two.edit("weight", add=1.0)
         one.pause()
         two.pause()
-        answer = httpx2.get(
-            f"{control.url}/api/v1/jobs/one/diff",
-            params={"a": "now", "b": "job:two"},
-            headers={"authorization": f"Bearer {site_token()}"},
-            trust_env=False,
-            timeout=PATIENCE_S,
-        )
+        answer = control.ask("GET", "/jobs/one/diff", params={"a": "now", "b": "job:two"})
         assert answer.status_code == 200, answer.text
         ours, theirs = one.summon("*"), two.summon("*")
         found = {row["name"]: row for row in answer.json()["tensors"]}

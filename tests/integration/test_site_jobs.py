@@ -18,7 +18,7 @@ import pytest
 
 from paramd.trainer.helpers.control_link import TIMEOUT_S as WAITS_S
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
-from tests.integration.control_process import TOKEN, Control, site_plane, site_token, until
+from tests.integration.control_process import Control, site_plane, site_token, until
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
@@ -52,14 +52,7 @@ class Incarnation:
 
 
 def post(control: Control, token: str = "", **body: object) -> httpx2.Response:
-    token = token or (site_token() if control.job_name == "" else TOKEN)
-    return httpx2.post(
-        f"{control.url}/api/v1/jobs",
-        json=body,
-        headers={"authorization": f"Bearer {token}"},
-        trust_env=False,
-        timeout=60.0,
-    )
+    return control.ask("POST", "/jobs", token, json=body)
 
 
 def register(control: Control, job: str, world_size: int, **more: int) -> Incarnation:
@@ -75,16 +68,8 @@ def of_answer(answer: httpx2.Response) -> Incarnation:
     )
 
 
-def new_token(control: Control, name: str, **more: object) -> str:
-    """A trainer's."""
-    body = {"role": "trainer", "name": name, **more}
-    headers = {"authorization": f"Bearer {site_token()}"}
-    made = httpx2.post(f"{control.url}/api/v1/tokens", json=body, headers=headers, trust_env=False)
-    return str(made.json()["token"])
-
-
 def document(control: Control, path: str) -> Any:
-    answer = control.get(f"/api/v1/jobs{path}", site_token())
+    answer = control.ask("GET", f"/jobs{path}")
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -219,17 +204,12 @@ CUT_SHORT = "Internal error from Core"
 
 
 async def test_ranks_end_with_the_token_that_registered_them(control: Control) -> None:
-    mine, other = new_token(control, "mine"), new_token(control, "other")
+    mine, other = (control.new_token("trainer", name=name) for name in ("mine", "other"))
     incarnation = of_answer(post(control, mine, job="mine", world_size=2))
     taken = post(control, other, job="mine", world_size=1)
     assert (taken.status_code, "another token" in taken.json()["detail"]) == (403, True)
     async with join(control.grpc_address, incarnation, 0) as stream:
-        gone = httpx2.delete(
-            f"{control.url}/api/v1/tokens/mine",
-            headers={"authorization": f"Bearer {site_token()}"},
-            trust_env=False,
-        )
-        assert gone.status_code == 200
+        assert control.ask("DELETE", "/tokens/mine").status_code == 200
         # It is told of the revocation, too, before its own stream ends.
         with suppress(grpc.aio.AioRpcError):
             while await asyncio.wait_for(stream.read(), 10) is not grpc.aio.EOF:
@@ -248,7 +228,7 @@ async def test_ranks_end_with_the_token_that_registered_them(control: Control) -
 def test_a_token_for_some_jobs_sees_and_registers_no_other(control: Control) -> None:
     register(control, "b-one", 1)
     tokens = {
-        role: new_token(control, f"a-{role}", role=role, jobs="a-*,shared")
+        role: control.new_token(role, name=f"a-{role}", jobs="a-*,shared")
         for role in ("trainer", "viewer", "editor", "reader", "exporter")
     }
     assert post(control, tokens["trainer"], job="a-one", world_size=1).status_code == 201
@@ -275,7 +255,7 @@ def test_a_token_for_some_jobs_sees_and_registers_no_other(control: Control) -> 
 async def test_registrations_of_thousands_keep_nobody_waiting_and_end_with_their_callers(
     control: Control,
 ) -> None:
-    crowd, other = new_token(control, "crowd"), new_token(control, "bystander")
+    crowd, other = (control.new_token("trainer", name=name) for name in ("crowd", "bystander"))
     host, port = control.url.removeprefix("http://").split(":")
     writers = []
     for number in range(6):
@@ -298,25 +278,3 @@ async def test_registrations_of_thousands_keep_nobody_waiting_and_end_with_their
     assert len(known) == 1, "its six would be more ranks than one token may have"
     again = await asyncio.to_thread(post, control, crowd, job="theirs", world_size=8)
     assert again.status_code == 201, "the six have ended with their callers"
-
-
-async def test_no_generation_that_a_rank_names_ends_a_control_plane(control: Control) -> None:
-    """Field 7 of a report, of older sidecars: the highest generation that they had met."""
-    for generation in (1, 2**62, 2**63 - 1):
-        incarnation = register(control, f"met-{generation}", 2)
-        lie = report(incarnation, 0)
-        lie.MergeFromString(b"\x38" + varint(generation))
-        async with grpc.aio.insecure_channel(control.grpc_address) as channel:
-            metadata = (("authorization", f"Bearer {incarnation.tickets[0]}"),)
-            stream = channel.stream_stream("/paramd.v1.ControlService/Join")(metadata=metadata)
-            for _ in range(2):
-                await stream.write(lie.SerializeToString())
-            assert await asyncio.wait_for(stream.read(), 10)
-            async with join(control.grpc_address, incarnation, 1):
-                assert document(control, f"/{incarnation.job}")["state"] == "ok"
-            stream.cancel()
-
-
-def varint(value: int) -> bytes:
-    low, rest = value & 127, value >> 7
-    return bytes([low | 128]) + varint(rest) if rest else bytes([low])

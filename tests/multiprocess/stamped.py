@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ import paramd
 from paramd.errors import ParamdError
 from paramd.mesh.reading.stream import Transport
 from tests.launch import Ranks, start_ranks
+from tests.multiprocess.truth import connect_to
 
 WORKER = "tests.multiprocess.workers.stamp"
 LONGEST_S = 30.0
@@ -55,8 +56,7 @@ def stamp_trainer(
             yield ranks
         finally:
             stop.touch()
-        for result in ranks.wait(timeout_s=timeout_s):
-            assert result.returncode == 0, ranks.outputs()
+        ranks.end_well(timeout_s)
 
 
 def assert_stamped(
@@ -100,11 +100,9 @@ def read_stamps(
         few = few or len(readings.lanes) < min(readers, len(LANES))
         return now_s < end_s or (few and now_s < last_s)
 
-    url, token = _door(state_dir)
-
     def read(index: int) -> None:
         transport, pattern = LANES[index % len(LANES)]
-        with paramd.connect(url, token) as mesh:
+        with connect_to(state_dir, "stamp") as mesh:
             while goes_on():
                 begin_s = time.monotonic()
                 try:
@@ -116,7 +114,7 @@ def read_stamps(
                             readings.longest_refusal_s, time.monotonic() - begin_s
                         )
                     continue
-                bad = _differing(params)
+                bad = differing(params, params)
                 with lock:
                     readings.answers += 1
                     readings.lanes.add((transport, pattern))
@@ -132,16 +130,11 @@ def read_stamps(
     return readings
 
 
-def _differing(params: paramd.mesh.results.Summoned) -> list[str]:
+def differing(params: paramd.mesh.results.Summoned, names: Container[str]) -> list[str]:
+    """What of these names is not the step of the answer."""
+    stamp = torch.tensor(params.step)
     return [
         f"step {params.step}: {name} holds {tensor.unique().tolist()[:4]}"
         for name, tensor in params.items()
-        if tensor.numel() and not bool((tensor == torch.tensor(params.step).to(tensor.dtype)).all())
+        if name in names and not bool((tensor == stamp.to(tensor.dtype)).all())
     ]
-
-
-def _door(state_dir: Path) -> tuple[str, str]:
-    import json
-
-    endpoint = json.loads((state_dir / "stamp" / "endpoint.json").read_text())
-    return endpoint["url"], endpoint["token"]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
 from paramd.errors import ParamdError
 from paramd.mesh.mesh import Mesh
 from tests import longer
 from tests.launch import Ranks, start_ranks
+from tests.multiprocess.stamped import differing
 
 WORKER = "tests.multiprocess.workers.stamp"
 
@@ -102,13 +102,7 @@ def summon_stamps(transport: str = "grpc", *, buffers: bool = False) -> Request:
     def request(mesh: Mesh) -> tuple[int, list[str]]:
         found = mesh.summon("*", transport=transport, buffers=buffers)  # type: ignore[arg-type]
         parameters = {info.name for info in mesh.params("*")} if buffers else set(found)
-        stamp = torch.tensor(found.step)
-        wrong = [
-            f"step {found.step}: {name} holds {tensor.unique().tolist()[:4]}"
-            for name, tensor in found.items()
-            if name in parameters and not bool((tensor == stamp.to(tensor.dtype)).all())
-        ]
-        return found.step, wrong
+        return found.step, differing(found, parameters)
 
     return request
 
@@ -165,8 +159,7 @@ def logs(ranks: Ranks) -> str:
 def end_well(ranks: Ranks, folder: Path) -> None:
     """The trainers end by themselves and leave nothing."""
     (folder / "stop").touch()
-    for result in ranks.wait(timeout_s=60):
-        assert result.returncode == 0, ranks.outputs()
+    ranks.end_well()
     deadline_s = time.monotonic() + allowed_s(10)
     while left := ranks.stragglers():
         assert time.monotonic() < deadline_s, f"left behind: {left}\n{ranks.outputs()}"

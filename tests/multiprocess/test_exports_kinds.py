@@ -45,7 +45,7 @@ def test_every_kind_is_exported_as_torch_gathers_it(tmp_path: Path) -> None:
             export(mesh, "here/st", max_shard_size="4KB", tied="keep")
             export(mesh, "here/dcp", format="dcp")
         (tmp_path / "composite.checked").touch()
-        assert [r.returncode for r in ranks.wait(timeout_s=180)] == [0, 0], ranks.outputs()
+        ranks.end_well(180)
     assert sorted(os.listdir(root)) == ["dcp", "st"]
     found: dict[str, torch.Tensor] = {}
     for file in (root / "st").glob("model-*.safetensors"):
@@ -84,9 +84,8 @@ def test_a_training_resumes_from_what_was_exported_while_it_ran(kind: str, tmp_p
     ) as ranks:
         exported(ranks, tmp_path)
         (tmp_path / "stop").touch()
-        results = ranks.wait(timeout_s=180)
-        assert [r.returncode for r in results] == [0, 0], ranks.outputs()
-        assert "resumed" in results[0].stdout
+        ranks.end_well(180)
+        assert "resumed" in ranks[0].stdout
 
 
 def exported(ranks: Ranks, folder: Path) -> None:

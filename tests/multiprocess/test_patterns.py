@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections import Counter
@@ -14,8 +13,9 @@ import pytest
 
 import paramd
 from paramd.errors import ParamdError
-from tests.launch import Ranks, start_ranks
+from tests.launch import start_ranks
 from tests.longer import seconds
+from tests.multiprocess.truth import connect_to, wait_until
 from tests.multiprocess.workers.patterns import (
     EDITS_REFUSED,
     OF_TWO_RANKS,
@@ -51,9 +51,7 @@ def read(state_dir: Path, job: str, wrong: Callable[[paramd.mesh.results.Summone
     """Summons as fast as it goes, over both ways."""
     seen = Seen()
     begin_s = time.monotonic()
-    path = state_dir / job / "endpoint.json"
-    endpoint = json.loads(path.read_text())
-    with paramd.connect(endpoint["url"], endpoint["token"], job=job) as mesh:
+    with connect_to(state_dir, job) as mesh:
         while not seen.enough(job) or time.monotonic() - begin_s < SECONDS:
             if time.monotonic() - begin_s > MOST_SECONDS:
                 break
@@ -88,26 +86,7 @@ def unlike(pattern: str) -> Callable[[paramd.mesh.results.Summoned], str]:
     return wrong
 
 
-def two_sums(params: paramd.mesh.results.Summoned) -> str:
-    values = [
-        {v for name, t in params.items() if name.startswith(half) for v in t.unique().tolist()}
-        for half in ("one.", "two.")
-    ]
-    if all(len(v) == 1 for v in values) and sum(map(sum, values)) == params.step:
-        return ""
-    return f"step {params.step}: {values}"
-
-
-def _await(path: Path, ranks: Ranks) -> None:
-    end_s = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < end_s, ranks.outputs()
-        assert ranks[0].process.poll() is None, ranks.outputs()
-        time.sleep(0.02)
-
-
-ALONE = [*PATTERNS, "two_threads"]
-CASES = [(1, ALONE[::2]), (1, ALONE[1::2]), (2, list(OF_TWO_RANKS))]
+CASES = [(1, [*PATTERNS][::2]), (1, [*PATTERNS][1::2]), (2, [*OF_TWO_RANKS])]
 
 
 @pytest.mark.timeout(400)
@@ -119,13 +98,13 @@ def test_every_answer_is_right_or_refused_with_the_reason(
     arguments = ["--folder", str(tmp_path), *patterns]
     with start_ranks(WORKER, world_size, args=arguments) as ranks:
         for pattern in patterns:
-            _await(tmp_path / f"attached-{pattern}", ranks)
-            _await(ranks.state_dir / pattern / "endpoint.json", ranks)
-            check = two_sums if pattern == "two_threads" else unlike(pattern)
-            found[pattern] = read(ranks.state_dir, pattern, check)
+            served = (tmp_path / f"attached-{pattern}", ranks.state_dir / pattern / "endpoint.json")
+            wait_until(
+                lambda files=served: all(one.exists() for one in files), f"{pattern} attaches"
+            )
+            found[pattern] = read(ranks.state_dir, pattern, unlike(pattern))
             (tmp_path / f"stop-{pattern}").touch()
-        for result in ranks.wait(timeout_s=60):
-            assert result.returncode == 0, ranks.outputs()
+        ranks.end_well()
     for name, seen in found.items():
         print(name, seen.answers, seen.resting, len(seen.steps), len(seen.wrong), seen.refused)
     assert {name: seen.wrong[:3] for name, seen in found.items() if seen.wrong} == {}

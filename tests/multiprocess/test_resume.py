@@ -93,8 +93,7 @@ class Life:
     def ended(self) -> Ranks:
         """One start that trains to the end."""
         ranks = self.start()
-        results = ranks.wait(timeout_s=DEADLINE_S)
-        assert [result.returncode for result in results] == [0] * len(results), ranks.outputs()
+        ranks.end_well(DEADLINE_S)
         return ranks
 
     def starts(self) -> list[list[dict[str, Any] | None]]:

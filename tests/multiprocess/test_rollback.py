@@ -71,8 +71,7 @@ def at(folder: Path, rank: int = 0) -> int:
 def ended(folder: Path, ranks: Ranks, steps: int = 60) -> int:
     """Let the training end some steps from now; return at which."""
     (folder / "life" / "end").write_text(str(at(folder) + steps))
-    for result in ranks.wait(timeout_s=DEADLINE_S):
-        assert result.returncode == 0, ranks.outputs()
+    ranks.end_well(DEADLINE_S)
     (last,) = {at(folder, rank.rank) for rank in ranks}
     return last
 

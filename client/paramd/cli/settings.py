@@ -20,16 +20,15 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 from urllib.parse import urlsplit
 
 from paramd import gone
 from paramd.errors import UsageError
-from paramd.state_files import check_private, file_places
+from paramd.state_files import check_private, file_places, read_toml
 
 TABLE = "contexts"
 KEYS = ("url", "token_file", "job", "tls_ca")
@@ -188,7 +187,7 @@ def read_file(path: Path, *, trusted: bool) -> dict[str, str]:
     choose the job, but neither send our token to another host nor have our files read. Raises
     UsageError if it is not TOML, or has an unknown key or one not allowed in an untrusted file.
     """
-    found = _parsed(path)
+    found = read_toml(path)
     # Tables belong to other programs, such as the control plane's destinations.
     values = {key: value for key, value in found.items() if not isinstance(value, dict)}
     for key, value in values.items():
@@ -208,23 +207,10 @@ def own_file() -> Path:
 def own_contexts() -> dict[str, Context]:
     """The contexts in the user's own paramd.toml, by name; UsageError if malformed."""
     path = own_file()
-    tables = _parsed(path).get(TABLE, {})
+    tables = read_toml(path).get(TABLE, {})
     if not isinstance(tables, Mapping):
         raise UsageError(f"{path}: {TABLE} must be a table of tables, such as [{TABLE}.lab]")
     return {name: _context(path, name, table) for name, table in tables.items()}
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not TOML: {error}") from error
 
 
 def _check_key(path: Path, key: str, value: object) -> None:

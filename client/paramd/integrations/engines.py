@@ -30,6 +30,7 @@ from paramd.errors import ConflictError, ParamdError, UnreachableError, UsageErr
 from paramd.layout.exports.safetensors import TensorSpec, encode_header, file_order
 from paramd.layout.exports.settings import NameMap
 from paramd.mesh.frames.frames import ParamFrame
+from paramd.mesh.peers.grpc import cancelled
 from paramd.mesh.reading.stream import memory_at
 from paramd.security.tls import is_loopback
 
@@ -253,10 +254,7 @@ class EngineFollower:
                     if upcoming.done() and upcoming.result() is not None:
                         break  # a newer one, rather than this one again
         finally:
-            upcoming.cancel()
-            await asyncio.wait({upcoming})
-            if not upcoming.cancelled():
-                upcoming.exception()  # retrieved, or asyncio logs it
+            await cancelled(upcoming)
 
     async def update(self, frame: ParamFrame) -> Update:
         """Give one frame to the engine; if that fails, restore its last good weights."""

@@ -254,7 +254,7 @@ class ControlPlane:
         else:
             generation = next_generation(places.job_dir(mine.job))
         self._token = mine.token if mine is not None else site.token if site is not None else ""
-        self._terms = terms = ControlIdentity(
+        terms = ControlIdentity(
             generation=generation,
             control_address=lambda: self._grpc_target,
             report_s=self._config.report_s,

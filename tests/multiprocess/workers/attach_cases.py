@@ -31,10 +31,10 @@ from paramd.trainer.boundary.hold import AGREEMENT_LOST
 from paramd.trainer.helpers.sidecar_link import SidecarLink
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.settings import AttachSettings
-from tests.ending import end
 from tests.longer import sample
 from tests.multiprocess import kinds
 from tests.multiprocess.truth import assert_same_bytes
+from tests.rank import run
 
 CASES: list[Callable[[], None]] = []
 
@@ -393,15 +393,12 @@ def assert_nothing_new(before: dict[str, set[str]]) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     for check in CASES:
         began_s = time.monotonic()
         check()
         dist.barrier()
         print("ok", check.__name__, f"{time.monotonic() - began_s:.1f} s", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -8,7 +8,6 @@ rank 0 reads the job after some step, as any other program would.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Callable
@@ -27,8 +26,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import paramd
 from paramd.errors import ConflictError
-from tests.ending import end
 from tests.multiprocess.workers.trainers import READ_AT, STEPS, digest, full, read_and_compare
+from tests.rank import run
 
 WORDS, WIDTH = 29, 12
 
@@ -247,19 +246,13 @@ def train(name: str, *, attached: bool) -> str:
     return digest(full(made.model))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="+", choices=sorted(COMBINATIONS))
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for name in arguments.names:
+def main(names: list[str]) -> None:
+    for name in names:
         begin_s = time.monotonic()
         plain = train(name, attached=False)
         assert train(name, attached=True) == plain, f"paramd changed {name}"
         print(f"{name}: the same, {time.monotonic() - begin_s:.1f} s", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

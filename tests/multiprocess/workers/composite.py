@@ -7,7 +7,6 @@ says, and waits until a client has compared.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from pathlib import Path
@@ -18,26 +17,20 @@ from safetensors.torch import save_file
 from torch import nn
 
 import paramd
-from tests.ending import end
 from tests.gloo import all_see
 from tests.multiprocess import kinds
 from tests.multiprocess.truth import assert_same_bytes
+from tests.rank import run
 
 JOB = "composite"
 STEPS, MORE = 2, 2
 """Until a client compares; then so many with paramd attached, and as many without."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    folder = parser.parse_args().folder
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main(*, folder: Path) -> None:
     (ours, losses), (theirs, their_losses) = trained(folder), trained(None)
     assert losses == their_losses
     assert_same_bytes(ours, theirs)
-    dist.destroy_process_group()
 
 
 def trained(folder: Path | None) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -80,4 +73,4 @@ def write_truth(path: Path, built: dict[str, kinds.Built], step: int) -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -11,29 +10,24 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
 
-from tests.ending import end
 from tests.multiprocess.truth import assert_same_bytes, read_truth
+from tests.rank import run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--truth", type=Path, required=True)
-    arguments = parser.parse_args()
-    dist.init_process_group("gloo")
+def main(*, checkpoint: Path, truth: Path) -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world_size,))
-    _, truth = read_truth(arguments.truth)
+    _, wholes = read_truth(truth)
     state = {
         # What has no dim to be cut along is whole on every rank.
         name: zeros(whole.shape, dtype=whole.dtype, device_mesh=mesh, placements=[Shard(0)])
         if whole.dim()
         else torch.zeros_like(whole)
-        for name, whole in truth.items()
+        for name, whole in wholes.items()
     }
-    dcp.load({"model": state}, checkpoint_id=str(arguments.checkpoint))
+    dcp.load({"model": state}, checkpoint_id=str(checkpoint))
     found, wanted = {}, {}
-    for name, whole in truth.items():
+    for name, whole in wholes.items():
         read = state[name]
         found[name] = read.to_local() if isinstance(read, DTensor) else read
         parts = [*whole.chunk(world_size)] if whole.dim() else [whole] * world_size
@@ -41,8 +35,7 @@ def main() -> None:
     assert_same_bytes(found, wanted)
     elements = sum(one.numel() for one in found.values())
     print(f"equal in {len(found)} tensors, {elements} elements", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

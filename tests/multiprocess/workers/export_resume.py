@@ -8,7 +8,6 @@ from its step, and must come to the very same parameters.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import time
@@ -16,30 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import paramd
-from tests.ending import end
 from tests.gloo import all_see
 from tests.multiprocess import kinds
+from tests.rank import run
 
 JOB = "resume"
 STEPS_AFTER = 3
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    arguments = parser.parse_args()
-    folder = arguments.folder
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    kind = kinds.named(arguments.kind)
-    built, optimizer = make(kind, seed=0)
+def main(*, kind: str, folder: Path) -> None:
+    exported = kinds.named(kind)
+    built, optimizer = make(exported, seed=0)
     inner(built.model).add_module("opaque", Opaque())
     attachment = paramd.attach(built.model, optimizer, job=JOB)
     digests = {}
@@ -55,9 +46,8 @@ def main() -> None:
             stop_at = step + STEPS_AFTER
         time.sleep(0.01)
     attachment.detach()
-    check_resumed(kind, folder / "out" / "ckpt", digests)
+    check_resumed(exported, folder / "out" / "ckpt", digests)
     print("resumed", flush=True)
-    dist.destroy_process_group()
 
 
 class Noted(nn.Module):
@@ -148,4 +138,4 @@ def check_resumed(kind: kinds.Kind, checkpoint: Path, digests: dict[int, str]) -
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

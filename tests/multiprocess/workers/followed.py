@@ -8,7 +8,6 @@ They train until `<folder>/stop` exists.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import time
@@ -21,18 +20,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import paramd
-from tests.ending import end
 from tests.gloo import all_see
+from tests.rank import run
 
 JOB = "followed"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    folder = parser.parse_args().folder
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main(*, folder: Path) -> None:
     torch.manual_seed(0)
     # Odd sizes: the ranks hold different numbers of rows.
     model = nn.Sequential(nn.Embedding(301, 48), nn.Linear(48, 97), nn.GELU(), nn.Linear(97, 301))
@@ -53,7 +47,6 @@ def main() -> None:
         optimizer.step()
         _write(folder, model, made)
     attachment.detach()
-    dist.destroy_process_group()
 
 
 def sha256_of(tensor: torch.Tensor) -> str:
@@ -82,4 +75,4 @@ def _wait_until_seen(folder: Path, step: int) -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

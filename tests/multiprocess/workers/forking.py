@@ -5,7 +5,6 @@ Trains with paramd attached, forks, says the children's pids, and kills itself w
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import time
@@ -15,14 +14,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import paramd
-from tests.ending import end
+from tests.rank import run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--die", type=Path, required=True)
-    die = parser.parse_args().die
-    torch.set_num_threads(1)
+def main(*, die: Path) -> None:
     model = torch.nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     begin_s = time.monotonic()
@@ -55,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main, alone=True)

@@ -6,18 +6,16 @@ edited on top of it. All parameters begin as zero. Ends when `--stop` exists.
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import paramd
-from tests.ending import end
 from tests.gloo import all_see
 from tests.multiprocess import kinds
+from tests.rank import run
 
 UPDATE_S, GAP_S = 0.0005, 0.01
 """How long an update takes, and what is between two."""
@@ -38,28 +36,20 @@ class Frozen(torch.optim.Optimizer):
         time.sleep(UPDATE_S)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", required=True)
-    parser.add_argument("--adds", action="store_true")
-    parser.add_argument("--stop", type=Path, required=True)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    model = kinds.named(arguments.kind).build().model
+def main(*, kind: str, adds: bool, stop: Path) -> None:
+    model = kinds.named(kind).build().model
     with torch.no_grad():
         for parameter in model.parameters():
             local_of(parameter).fill_(0)
-    optimizer = Frozen(model.parameters(), adds=arguments.adds)
+    optimizer = Frozen(model.parameters(), adds=adds)
     attachment = paramd.attach(model, optimizer, job="frozen")
     print("attached", flush=True)
     round_ = 0
-    while round_ % 10 or not all_see(arguments.stop):
+    while round_ % 10 or not all_see(stop):
         optimizer.step()
         time.sleep(GAP_S)
         round_ += 1
     attachment.detach()
-    dist.destroy_process_group()
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -68,4 +58,4 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -23,7 +23,7 @@ from paramd.mesh.frames.frames import GradFrame
 from paramd.mesh.mesh import Mesh
 from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.settings import AttachSettings
-from tests.ending import end
+from tests.rank import run
 
 JOB = "cases"
 ROWS, WIDTH = 5, 3
@@ -301,8 +301,6 @@ def assert_rising(frames: Frames) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     cases = Cases()
     for case in (
         every_placement,
@@ -322,8 +320,7 @@ def main() -> None:
     if cases.mesh is not None:
         cases.mesh.close()
     cases.attachment.detach()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -6,7 +6,6 @@ until `<folder>/stop` exists.
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
@@ -15,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import paramd
-from tests.ending import end
 from tests.gloo import all_see
 from tests.multiprocess import kinds
+from tests.rank import run
 
 JOB = "gradients"
 
@@ -25,15 +24,8 @@ MODULUS = 200
 """bfloat16 has all integers up to 256."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--kinds", default="", help="comma-separated; all without it")
-    parser.add_argument("--gap-ms", type=float, default=0.0)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    names = [name for name in arguments.kinds.split(",") if name]
+def main(*, folder: Path, only: str = "", gap_ms: float = 0.0) -> None:
+    names = [name for name in only.split(",") if name]
     chosen = [k for k in kinds.kinds_for(dist.get_world_size()) if not names or k.name in names]
     built = {kind.name: kind.build() for kind in chosen}
     model = nn.ModuleDict({name: part.model for name, part in built.items()})
@@ -41,18 +33,17 @@ def main() -> None:
     optimizer = torch.optim.SGD(trained, lr=1e-3)
     attachment = paramd.attach(model, optimizer, job=JOB)
     print("attached", flush=True)
-    while not all_see(arguments.folder / "stop"):
+    while not all_see(folder / "stop"):
         update = attachment.step + 1
         optimizer.zero_grad(set_to_none=bool(update % 2))
         for part in built.values():
             part.loss(update).backward()
         fill(optimizer, update % MODULUS)
         optimizer.step()
-        if arguments.gap_ms:
-            time.sleep(arguments.gap_ms / 1e3)
+        if gap_ms:
+            time.sleep(gap_ms / 1e3)
     print(f"updates {attachment.step}", flush=True)
     attachment.detach()
-    dist.destroy_process_group()
 
 
 def fill(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -63,4 +54,4 @@ def fill(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

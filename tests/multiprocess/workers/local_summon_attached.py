@@ -6,7 +6,6 @@ come blocks that must not count: without writeback, and raising on one rank.
 
 from __future__ import annotations
 
-import argparse
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,24 +16,18 @@ from torch import nn
 
 import paramd
 from paramd.errors import AbortedError
-from tests.ending import end
 from tests.gloo import all_see
 from tests.multiprocess import kinds
+from tests.rank import run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", required=True)
-    parser.add_argument("--stop", type=Path, required=True, help="ends when this file exists")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    model = kinds.named(arguments.kind).build().model
+def main(*, kind: str, stop: Path) -> None:
+    model = kinds.named(kind).build().model
     edit(model, 0.0)
     attachment = paramd.attach(model, None, job="stamp")
     print("attached", flush=True)
     step = 0
-    while not all_see(arguments.stop):
+    while not all_see(stop):
         step += 1
         edit(model, float(step), rank0_only=bool(step % 2), offload_to_cpu=step % 3 == 0)
         assert attachment.step == step, f"{attachment.step} instead of {step}"
@@ -52,7 +45,6 @@ def main() -> None:
     with paramd.summon_full_params(model) as params:
         assert all(bool((param == step).all()) for param in params.values())
     print(f"ok {step} steps", flush=True)
-    dist.destroy_process_group()
 
 
 def edit(model: nn.Module, value: float, *, fails: bool = False, **flags: bool) -> None:
@@ -66,4 +58,4 @@ def edit(model: nn.Module, value: float, *, fails: bool = False, **flags: bool) 
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -6,7 +6,6 @@ python -m tests.multiprocess.workers.local_summon_guards [CASE ...]
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,8 +24,8 @@ from torch.distributed.fsdp import (
 
 import paramd
 from paramd import errors
-from tests.ending import end
 from tests.multiprocess.kinds import full_parameters
+from tests.rank import run
 
 summon = paramd.summon_full_params
 CASES: list[Callable[[], None]] = []
@@ -37,18 +36,15 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     for function in CASES:
-        if not sys.argv[1:] or function.__name__ in sys.argv[1:]:
+        if not names or function.__name__ in names:
             began = time.monotonic()
             torch.manual_seed(0)
             function()
             dist.barrier()
             print(f"ok {function.__name__} {time.monotonic() - began:.1f} s", flush=True)
-    dist.destroy_process_group()
 
 
 def layers() -> nn.Sequential:
@@ -422,4 +418,4 @@ def tied_parameters_stay_tied_inside() -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -7,7 +7,6 @@ read from the model by torch's own means. The last part trains on.
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 import warnings
 
@@ -16,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import paramd
-from tests.ending import end
 from tests.multiprocess.kinds import Built, Kind, full_parameters, kinds_for
+from tests.rank import run
 
 FLAGS = ("writeback", "rank0_only", "offload_to_cpu", "with_grads")
 FLAG_SETS = [
@@ -28,18 +27,14 @@ LEARNING_RATE = 0.25
 Tensors = dict[str, torch.Tensor]
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    chosen = sys.argv[1:]
     for kind in kinds_for(dist.get_world_size()):
-        if not chosen or kind.name in chosen:
+        if not names or kind.name in names:
             began = time.monotonic()
             check_flags(kind)
             check_training(kind)
             print(f"ok {kind.name} {time.monotonic() - began:.1f} s", flush=True)
-    dist.destroy_process_group()
 
 
 def check_flags(kind: Kind) -> None:
@@ -165,4 +160,4 @@ def enter_all(model: nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

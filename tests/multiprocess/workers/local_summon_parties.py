@@ -16,13 +16,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import paramd
 from paramd.errors import DeadlineError
-from tests.ending import end
+from tests.rank import run
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     stage = rank // 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
@@ -53,8 +51,7 @@ def main() -> None:
                 raise AssertionError("entered alone")
         dist.barrier()
         print(f"ok {wrap}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import time
@@ -20,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import paramd
-from tests.ending import end
 from tests.multiprocess import kinds
+from tests.rank import run
 
 JOB = "states"
 
@@ -70,46 +69,42 @@ def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return {name: state for part in parts for name, state in part.items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", default="fsdp2")
-    parser.add_argument("--optimizer", default="adamw")
-    parser.add_argument("--resume", default="never")
-    parser.add_argument("--not-given", action="store_true", help="attach without the optimizer")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def main(
+    folder: Path,
+    *,
+    kind: str = "fsdp2",
+    optimizer: str = "adamw",
+    resume: str = "never",
+    not_given: bool,
+) -> None:
     warnings.simplefilter("ignore")  # torch's own, hundreds of them
-    dist.init_process_group("gloo")
-    built = kinds.named(args.kind).build(0)
+    built = kinds.named(kind).build(0)
     wanted = [param for param in built.model.parameters() if param.requires_grad]
-    optimizer = OPTIMIZERS[args.optimizer](wanted)
-    given = None if args.not_given else optimizer
-    attachment = paramd.attach(built.model, given, job=JOB, resume=args.resume)
+    made = OPTIMIZERS[optimizer](wanted)
+    given = None if not_given else made
+    attachment = paramd.attach(built.model, given, job=JOB, resume=resume)
 
     def hang(*_: object) -> None:
-        while (args.folder / "hang").exists():
-            (args.folder / f"hangs-{dist.get_rank()}").touch()
+        while (folder / "hang").exists():
+            (folder / f"hangs-{dist.get_rank()}").touch()
             time.sleep(0.02)
 
     # After paramd's own hook, which settles the step.
     built.model.register_forward_pre_hook(hang)
     over = torch.zeros(1)
     while not over.item():
-        optimizer.zero_grad()
+        made.zero_grad()
         built.loss(attachment.step).backward()
-        optimizer.step()
-        told = truth(built.model, optimizer)
+        made.step()
+        told = truth(built.model, made)
         if dist.get_rank() == 0:
-            path = args.folder / f"truth-{attachment.step}"
+            path = folder / f"truth-{attachment.step}"
             path.with_suffix(".new").write_text(json.dumps(told))
             path.with_suffix(".new").rename(path)
-        over.fill_((args.folder / "end").exists())
+        over.fill_((folder / "end").exists())
         dist.all_reduce(over)
     attachment.detach()
-    dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -7,10 +7,7 @@ answer that mixes states, or is of another one than it says, shows at once.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 import paramd
-from tests.ending import end
 from tests.gloo import all_see
+from tests.rank import run
 
 LAYERS, WIDTH = 6, 192
 PAUSE_S = 0.001
@@ -47,15 +44,6 @@ class Stamp(torch.optim.Optimizer):
             for parameter in group["params"]:
                 parameter.fill_(self.numbered[0])
                 time.sleep(PAUSE_S)
-
-
-class StampAgain(Stamp):
-    """Goes on after its base's step, as many do that build upon torch's."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        _add_half(self.param_groups[0]["params"])
 
 
 class Net(nn.Module):
@@ -128,13 +116,6 @@ def state_loaded(run: Run) -> None:
 def hook_of_the_user(run: Run) -> None:
     if run.round == 0:
         run.optimizer.register_step_post_hook(lambda o, *_: _add_half(o.param_groups[0]["params"]))
-    run.plain()
-
-
-def base_calls_super(run: Run) -> None:
-    if run.round == 0:
-        Stamp([nn.Parameter(torch.zeros(1))]).step()  # torch wraps the base's step too
-        run.optimizer = StampAgain(run.model.parameters())
     run.plain()
 
 
@@ -226,23 +207,6 @@ def renormed_in_forward(run: Run) -> None:
     run.plain()
 
 
-def in_backward(run: Run) -> None:
-    """One optimizer for each parameter, stepping as soon as its gradient is there."""
-    if run.round == 0:
-        for parameter in run.model.parameters():
-            own = Stamp([parameter])
-            parameter.register_post_accumulate_grad_hook(_stepping(own))
-    run.forward_backward()
-
-
-def _stepping(own: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
-    def step(_: torch.Tensor) -> None:
-        own.step()
-        own.zero_grad()
-
-    return step
-
-
 def functional(run: Run) -> None:
     run.optimizer.zero_grad()
     state = {k: v.clone() for k, v in run.model.named_parameters()}
@@ -302,10 +266,6 @@ def skipped_on_one_rank(run: Run) -> None:
     run.plain()
 
 
-def in_lockstep(run: Run) -> None:
-    run.plain()
-
-
 def _numbers(run: Run) -> list[int]:
     assert isinstance(run.optimizer, Stamp)
     return run.optimizer.numbered
@@ -318,7 +278,6 @@ PATTERNS: dict[str, Callable[[Run], None]] = {
         data_replaced,
         state_loaded,
         hook_of_the_user,
-        base_calls_super,
         wrapped,
         averaged_for_evaluation,
         sharpness_aware,
@@ -326,7 +285,6 @@ PATTERNS: dict[str, Callable[[Run], None]] = {
         module_replaced,
         optimizer_has_the_old,
         renormed_in_forward,
-        in_backward,
         functional,
         swapped,
         in_eval_mode,
@@ -336,16 +294,13 @@ PATTERNS: dict[str, Callable[[Run], None]] = {
     )
 }
 
-OF_TWO_RANKS: dict[str, Callable[[Run], None]] = {
-    function.__name__: function for function in (in_lockstep, skipped_on_one_rank)
-}
+OF_TWO_RANKS: dict[str, Callable[[Run], None]] = {"skipped_on_one_rank": skipped_on_one_rank}
 
 HALVES = {
     "clamped",
     "data_replaced",
     "state_loaded",
     "hook_of_the_user",
-    "base_calls_super",
     "wrapped",
     "parameter_replaced",
     "module_replaced",
@@ -386,9 +341,7 @@ def train(pattern: str, folder: Path) -> None:
     if dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model)
     run = Run(model, Stamp(model.parameters()))
-    attachment = paramd.attach(
-        model, None if pattern == "in_backward" else run.optimizer, job=pattern
-    )
+    attachment = paramd.attach(model, run.optimizer, job=pattern)
     (folder / f"attached-{pattern}").touch()
     while not all_see(folder / f"stop-{pattern}"):
         (PATTERNS | OF_TWO_RANKS)[pattern](run)
@@ -396,48 +349,10 @@ def train(pattern: str, folder: Path) -> None:
     attachment.detach()
 
 
-def two_threads(folder: Path) -> None:
-    """Two threads, each with its own half of the model; the sum of both counts is the step."""
-    model = nn.ModuleDict({"one": Net(), "two": Net()})
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    optimizers = [Stamp(model[name].parameters()) for name in ("one", "two")]
-    attachment = paramd.attach(model, optimizers, job="two_threads")
-
-    def work(name: str, optimizer: Stamp) -> None:
-        run = Run(model[name], optimizer)
-        while not (folder / "stop-two_threads").exists():
-            run.plain()
-
-    threads = [
-        threading.Thread(target=work, args=pair)
-        for pair in zip(("one", "two"), optimizers, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    (folder / "attached-two_threads").touch()
-    for thread in threads:
-        thread.join()
-    attachment.detach()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("patterns", nargs="+")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("gloo")
-    for pattern in arguments.patterns:
-        if pattern == "two_threads":
-            two_threads(arguments.folder)
-        else:
-            train(pattern, arguments.folder)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def main(patterns: list[str], *, folder: Path) -> None:
+    for pattern in patterns:
+        train(pattern, folder)
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main, alone=True)

@@ -12,7 +12,6 @@ Beside `--stop` these files tell it more, rank by rank:
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import time
@@ -25,10 +24,10 @@ import torch.distributed as dist
 
 import paramd
 from paramd.trainer.attaching.attachment import Attachment
-from tests.ending import end
 from tests.gloo import all_see
 from tests.gpu.late import late_fill
 from tests.multiprocess import kinds
+from tests.rank import run
 
 REST_S = 0.0002
 
@@ -63,19 +62,9 @@ class StampOptimizer(torch.optim.Optimizer):
             raise ArithmeticError("half way")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", required=True)
-    parser.add_argument("--gap-ms", type=float, default=0.0)
-    parser.add_argument("--lockstep", action="store_true")
-    parser.add_argument("--stop", type=Path, required=True, help="ends when this file exists")
-    arguments = parser.parse_args()
-
-    folder = arguments.stop.parent
-    torch.set_num_threads(1)
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("gloo")
-    model = kinds.named(arguments.kind).build().model
+def main(*, kind: str, gap_ms: float = 0.0, lockstep: bool, stop: Path) -> None:
+    folder = stop.parent
+    model = kinds.named(kind).build().model
     optimizer = StampOptimizer(model.parameters(), folder=folder)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -84,20 +73,18 @@ def main() -> None:
     print("attached", flush=True)
     for round_ in count():
         _update(optimizer, folder / "again")
-        if arguments.gap_ms:
-            time.sleep(arguments.gap_ms / 1e3)
-        if arguments.lockstep and dist.is_initialized():
+        if gap_ms:
+            time.sleep(gap_ms / 1e3)
+        if lockstep and dist.is_initialized():
             dist.barrier()
         if round_ % 20 == 19:
-            if all_see(arguments.stop):
+            if all_see(stop):
                 break
             _rest(folder / "rest", attachment)
     attachment.detach()
     for parameter in model.parameters():
         local = getattr(parameter, "_local_tensor", parameter.data)
         assert bool((local == optimizer.updates).all()), "a parameter lost its last value"
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _update(optimizer: StampOptimizer, again: Path) -> None:
@@ -121,4 +108,4 @@ def _rest(wanted: Path, attachment: Attachment) -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main, alone=True)

@@ -7,7 +7,6 @@ they are `AVERAGE`.
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paramd
-from tests.ending import end
+from tests.rank import run
 
 AVERAGE = 0.25
 
@@ -51,13 +50,7 @@ class Stamp(torch.optim.Optimizer):
                 parameter.fill_(self.count)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--raises", action="store_true", help="the block ends by an exception")
-    options = parser.parse_args()
-    folder: Path = options.folder
-    dist.init_process_group("gloo")
+def main(*, folder: Path, raises: bool) -> None:
     torch.manual_seed(0)
     model = Model()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -80,7 +73,7 @@ def main() -> None:
             try:
                 with attachment.swapped_weights("ema"):
                     evaluate(model, trained, folder)
-                    if options.raises:
+                    if raises:
                         raise RuntimeError("the evaluation failed")
             except RuntimeError:
                 pass
@@ -89,7 +82,6 @@ def main() -> None:
         time.sleep(0.01)
     print("settled", flush=True)
     attachment.detach()
-    dist.destroy_process_group()
 
 
 def evaluate(model: nn.Module, trained: list[nn.Parameter], folder: Path) -> None:
@@ -108,4 +100,4 @@ def evaluate(model: nn.Module, trained: list[nn.Parameter], folder: Path) -> Non
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import logging
 import time
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import paramd
-from tests.ending import end
+from tests.rank import run
 
 DEADLINE_S = 60.0
 
@@ -71,15 +70,10 @@ def train(folder: Path) -> None:
     attachment.detach()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+def main(folder: Path) -> None:
     logging.basicConfig()
-    dist.init_process_group("gloo")
     train(folder)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from paramd.trainer.attaching.exchange import SHORT_BYTES, Exchange
-from tests.ending import end
+from tests.rank import run
 
 SIZES = (0, 1, SHORT_BYTES - 20, SHORT_BYTES - 1, SHORT_BYTES, SHORT_BYTES + 1, 300_000)
 
 
 def main() -> None:
     """Each size once on each rank, while the others' messages are short."""
-    dist.init_process_group("gloo")
     exchange = Exchange(timeout_s=60.0)
     everybody = range(exchange.world_size)
     for size in SIZES:
@@ -26,8 +23,7 @@ def main() -> None:
             assert found == (wanted if exchange.rank == 0 else [])
     print("heard", flush=True)
     exchange.close()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

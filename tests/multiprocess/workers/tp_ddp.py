@@ -6,7 +6,6 @@ python -m tests.multiprocess.workers.tp_ddp [CASE ...]        (2 or 4 ranks)
 from __future__ import annotations
 
 import copy
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -27,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import paramd
-from tests.ending import end
 from tests.gloo import use_one_thread
+from tests.rank import run
 
 CASES: list[Callable[[DeviceMesh], None]] = []
 TP = 2
@@ -39,20 +38,16 @@ def case(function: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]
     return function
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    use_one_thread()
-    dist.init_process_group("gloo")
     shape = (dist.get_world_size() // TP, TP)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     for function in CASES:
-        if not sys.argv[1:] or function.__name__ in sys.argv[1:]:
+        if not names or function.__name__ in names:
             began = time.monotonic()
             torch.manual_seed(0)
             function(mesh)
             print(f"ok {function.__name__} {time.monotonic() - began:.1f} s", flush=True)
-    dist.destroy_process_group()
 
 
 class Block(nn.Module):
@@ -396,4 +391,5 @@ def a_copy_is_independent(mesh: DeviceMesh) -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    use_one_thread()
+    run(main)

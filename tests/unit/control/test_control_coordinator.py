@@ -107,13 +107,14 @@ async def until(condition: object) -> None:
 async def test_numbers_are_never_lowered() -> None:
     """By what an older control plane used, nor by ranks that were respawned and know of none."""
     sidecars = Sidecars()
-    ready = iter([41, 0, 3])
+    ready = iter([41, 41, 0, 3])
     rounds = Coordinator(sidecars, lambda: mesh(0, 1, ready=next(ready)), incarnation=1)
+    await rounds.schedule({}, timeout_s=5.0)
     rounds.used(50)
     rounds.used(7)
     for _ in range(3):
         await rounds.schedule({}, timeout_s=5.0)
-    assert sidecars.boundaries == [51, 52, 53]
+    assert sidecars.boundaries == [42, 51, 52, 53]
 
 
 async def test_requests_during_a_round_share_the_next_one() -> None:

@@ -79,16 +79,6 @@ async def run(source: Source, seconds: float = 30) -> bytes:
     return bytes(target)
 
 
-async def test_a_dropped_stream_is_resumed_at_the_first_missing_byte() -> None:
-    def drop(stream: int, offset: int) -> None:
-        if stream <= 3 and offset == 300 * stream:
-            raise status(grpc.StatusCode.UNAVAILABLE)
-
-    source = Source(drop)
-    assert await run(source) == SNAPSHOT
-    assert source.begins == [0, 300, 600, 900]
-
-
 async def test_bytes_that_stay_wrong_are_data_loss() -> None:
     def skip(stream: int, offset: int) -> Chunk | None:
         return chunk_at(offset + 1, SNAPSHOT[offset : offset + 10]) if offset == 500 else None

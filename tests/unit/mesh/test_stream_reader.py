@@ -17,14 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramd import errors, streams
-from paramd.errors import (
-    AbortedError,
-    ConflictError,
-    DataLossError,
-    DeadlineError,
-    ParamdError,
-    UnreachableError,
-)
+from paramd.errors import AbortedError, ConflictError, DataLossError, DeadlineError, ParamdError
 from paramd.mesh.peers import bulk
 from paramd.mesh.peers.sidecars import Pinned, RankPin, StreamOffer
 from paramd.mesh.reading import places as placing
@@ -150,7 +143,6 @@ class Source:
         self.port, self.far = number, far
         self.step, self.edits = 5, 2
         self.offered = self.probed = 0
-        self.probe_error: Exception | None = None
         self.read_over_grpc: list[int] = []
 
     def header(self) -> common_pb2.Header:
@@ -163,8 +155,6 @@ class Source:
 
     async def probe(self) -> None:
         self.probed += 1
-        if self.probe_error is not None:
-            raise self.probe_error
 
     async def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
         self.read_over_grpc.append(offset_bytes)
@@ -383,16 +373,6 @@ async def test_what_a_stream_brought_before_its_port_closed_is_proven_over_grpc(
         data, _ = await read_all(source, "auto")
     assert data == SNAPSHOT
     assert source.read_over_grpc == [len(SNAPSHOT)], "the proof was asked for"
-
-
-async def test_a_stalled_stream_is_probed_and_a_dead_peer_ends_it() -> None:
-    with port() as at:
-        at.answers = lambda number, sealed: stalled(at, number, sealed)
-        source = Source(at.number)
-        source.probe_error = UnreachableError("stopped")
-        with pytest.raises(UnreachableError, match="stopped"):
-            await run(source)
-    assert source.probed == 1
 
 
 async def test_a_stalled_stream_of_a_living_peer_is_begun_again(

@@ -31,7 +31,6 @@ from paramd.layout.exports.files import (
     ExportFile,
     Format,
     Reads,
-    TorchFiles,
     scalar_bytes,
     state_positions,
 )
@@ -296,10 +295,6 @@ def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
         yield block.target
 
 
-def _finish(plan: ExportPlan, torch_files: TorchFiles) -> dict[str, bytes]:
-    return torch_files(_description(plan))
-
-
 def _description(plan: ExportPlan) -> dict[str, Any]:
     """Chunks by key, key paths, and objects, as dcp_writer reads them."""
     tensors: dict[str, dict[str, Any]] = {}
@@ -357,6 +352,6 @@ DCP = Format(
     number=2,
     endings=(".distcp", ".metadata"),
     plan=rank_files,
-    finish=_finish,
+    finish=lambda plan, torch_files: torch_files(_description(plan)),
     keeps_tied=True,
 )

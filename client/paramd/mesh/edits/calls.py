@@ -21,7 +21,7 @@ from paramd.layout.edits.kinds import BY_WORD, KINDS
 from paramd.layout.edits.ops import EDIT_ENDS, EditState, EditTerms, OpSpec
 from paramd.mesh.peers.control import REST_TIMEOUT_S
 from paramd.mesh.peers.discovery import AGAIN_S, JobRest, segment
-from paramd.mesh.peers.grpc import MORE_TIME, TELL_S
+from paramd.mesh.peers.grpc import MORE_TIME, TELL_S, cancelled
 from paramd.mesh.results import Table
 from paramd.wire import LEASE_S, MAX_AGREE_S, MAX_LEASE_S
 
@@ -470,8 +470,7 @@ class Holder:
                 await self.resume(deadline_s=0.0)
             raise
         finally:
-            telling.cancel()
-            await asyncio.wait({telling})
+            await cancelled(telling)
         # After the request: if it fails, a pause we already have must keep its renewals.
         await self._stop_renewing()
         if renew:
@@ -522,8 +521,7 @@ class Holder:
     async def _stop_renewing(self) -> None:
         task, self._renewing = self._renewing, None
         if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+            await cancelled(task)
 
     async def _tell(self) -> None:
         """Log, every few seconds, the ranks that a pause waits for."""

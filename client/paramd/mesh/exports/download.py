@@ -42,7 +42,7 @@ from paramd.layout.exports.settings import NameMap
 from paramd.layout.select import Pattern
 from paramd.mesh.exports.calls import Moved
 from paramd.mesh.peers.discovery import SidecarFinder
-from paramd.mesh.peers.grpc import LeaseEndedError
+from paramd.mesh.peers.grpc import LeaseEndedError, cancelled
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, pinned_at
 from paramd.mesh.reading.pin import Pinner, choose, compared, samples_for, spans_of
 from paramd.mesh.reading.stream import Reading, Transport, memory_at
@@ -456,8 +456,7 @@ class Download:
         try:
             await self._read(wanted, pinned, layout, deadline_s)
         finally:
-            keeping.cancel()
-            await asyncio.wait({keeping})
+            await cancelled(keeping)
         # Not on an error: the next attempt resumes from these snapshots.
         sidecars = await self.reach.sidecars()
         for pin in pinned.pins.values():

@@ -200,8 +200,8 @@ class RestClient:
     async def jobs(self) -> list[str]:
         """Names of the jobs that the control plane serves."""
         found = await self.send("GET", "/jobs")
-        listed = found.get("jobs", []) if isinstance(found, Mapping) else found
-        return [str(job["job"] if isinstance(job, Mapping) else job) for job in listed]
+        with readable(self.url):
+            return [str(job["job"]) for job in found["jobs"]]
 
     async def job(self, job: str) -> JobDocument:
         """The job's document, with a fresh ticket.
@@ -215,8 +215,8 @@ class RestClient:
     async def ranks(self, job: str) -> list[dict[str, Any]]:
         """Last state of every rank known to the control plane, ordered by rank."""
         found = await self.send("GET", f"/jobs/{quote(job, safe='')}/ranks")
-        listed = found.get("ranks", []) if isinstance(found, Mapping) else found
-        return [dict(rank) for rank in listed]
+        with readable(self.url):
+            return [dict(rank) for rank in found["ranks"]]
 
     async def pages(
         self, path: str, limit: int, **query: object

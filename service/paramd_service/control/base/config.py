@@ -8,7 +8,6 @@ import hmac
 import json
 import logging
 import os
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,7 +17,7 @@ from paramd import gone
 from paramd.errors import UsageError
 from paramd.places import check_job_name
 from paramd.security.tickets import Role, Signer, key_from_hex, key_root
-from paramd.state_files import file_places
+from paramd.state_files import file_places, read_toml
 from paramd_service.control.base.certificates import JobCertificates
 
 if TYPE_CHECKING:
@@ -246,13 +245,7 @@ def _check_no_password(store: str) -> None:
 def table_of_file(path: Path, name: str) -> Mapping[str, Any]:
     """The table `[name]` of a paramd.toml; empty when the table or the file is missing. Raises
     UsageError if the file cannot be read, or `name` is not a table."""
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    table = found.get(name, {})
+    table = read_toml(path).get(name, {})
     if not isinstance(table, dict):
         raise UsageError(f"{path}: {name} is not a table; write [{name}]")
     return table

@@ -32,6 +32,7 @@ from paramd.errors import ConflictError, NotFoundError, ParamdError, UsageError
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import new_token
 from paramd.state_files import check_private
+from paramd_service.aio import stopped
 
 SITE_DIRECTORY = "_site"
 KEY_BYTES = 32
@@ -67,8 +68,7 @@ class IncarnationNotes:
         """Write what is queued, then stop."""
         if self._task is not None:
             await self._lines.join()
-            self._task.cancel()
-            await asyncio.wait({self._task})
+            await stopped(self._task)
             self._task = None
 
     async def _run(self) -> None:

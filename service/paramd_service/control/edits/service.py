@@ -81,14 +81,7 @@ class EditService:
             plan_edit, index, spec, edit_id=name, incarnation=self.mesh.number, layout_digest=digest
         )
         self._check_share(planned.share)
-        detail = {
-            "if_step": spec.if_step,
-            "dry_run": spec.dry_run,
-            "with_data": spec.with_data,
-            "author": by.token_id or "",
-            "reset_moments": spec.reset_moments,
-            "allow_nonfinite": spec.allow_nonfinite,
-        }
+        detail = {name: getattr(spec, name) for name in _NOTED} | {"author": by.token_id or ""}
         return await self._begun(by, planned, index, spec.note, detail)
 
     def _check_share(self, share: float) -> None:
@@ -311,6 +304,12 @@ class EditService:
         return driver
 
 
+_NOTED = ("if_step", "dry_run", "with_data", "reset_moments", "allow_nonfinite")
+"""What is kept of an edit's spec, beside its ops and its note."""
+_TOLD = ("id", "incarnation", "state", "step", "actor", "undo_of")
+"""Members of an edit that its events share."""
+
+
 def _check_own(by: Principal, row: EditRow) -> None:
     """Raise DeniedError unless the caller created the edit or may act on others' edits."""
     if by.name != row.actor and not by.may(Action.EDIT_ANY):
@@ -439,16 +438,8 @@ class EditRegistry:
             if row.state == EditState.APPLIED:
                 self.seconds[row.job] += row.ended_s - row.created_s
         log.info("job %s: edit %s is %s %s", row.job, row.id, row.state, row.reason)
-        data = {
-            "id": row.id,
-            "incarnation": row.incarnation,
-            "state": row.state,
-            "reason": row.reason[:1000],
-            "step": row.step,
-            "actor": row.actor,
-            "undo_of": row.undo_of,
-            "rollback": row.detail.get("rollback"),
-        }
+        more = {"reason": row.reason[:1000], "rollback": row.detail.get("rollback")}
+        data = {name: getattr(row, name) for name in _TOLD} | more
         self._publish(Kind.EDIT, data, job=row.job)
 
     def _mark_changed(self, job: str, name: str, mark: KeptState | None) -> None:
@@ -458,10 +449,5 @@ class EditRegistry:
 
     def _pause_changed(self, job: str, view: PauseState) -> None:
         log.info("job %s is %s%s", job, view.state, f", by {view.holder}" if view.holder else "")
-        data = {
-            "state": view.state.value,
-            "holder": view.holder,
-            "step": view.step,
-            "steps_left": view.steps_left,
-        }
-        self._publish(Kind.PAUSE, data, job=job)
+        data = {name: getattr(view, name) for name in ("holder", "step", "steps_left")}
+        self._publish(Kind.PAUSE, {"state": view.state.value, **data}, job=job)

@@ -183,13 +183,11 @@ class Coordinator:
         *,
         incarnation: int,
         generation: int = 0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._calls = calls
         self._view = view
         self._incarnation = incarnation
         self._generation = generation
-        self._clock = clock
         self._last_boundary = 0
         self._turns = asyncio.Lock()
         self._waiting: list[_Request] = []
@@ -217,7 +215,7 @@ class Coordinator:
         """
         timeout_s -= margin_s(timeout_s)
         request = _Request(
-            snapshots, self._clock() + timeout_s, asyncio.get_running_loop().create_future()
+            snapshots, time.monotonic() + timeout_s, asyncio.get_running_loop().create_future()
         )
         self._waiting.append(request)
         if self._runner is None or self._runner.done():
@@ -317,7 +315,7 @@ class Coordinator:
         view = self.joined()
         number = self._next_number(view)
         token = token_of(self._generation, number, BoundaryAction.CAPTURE)
-        timeout_s = max(request.deadline_s for request in requests) - self._clock()
+        timeout_s = max(request.deadline_s for request in requests) - time.monotonic()
         ids = {
             report.rank: [i for r in requests for i in r.snapshots.get(report.rank, ())]
             for report in view.joined

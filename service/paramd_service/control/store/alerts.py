@@ -34,13 +34,9 @@ class AlertStore:
 
         def write(connection: Connection) -> None:
             for alert in changed:
-                values = {
-                    "id": alert.id,
-                    "job": alert.job,
-                    "incarnation": alert.incarnation,
-                    "resolved_s": alert.resolved_s,
-                    "body": json.dumps(asdict(alert)),
-                }
+                body = asdict(alert)
+                values = {name: body[name] for name in ("id", "job", "incarnation", "resolved_s")}
+                values["body"] = json.dumps(body)
                 known = update(alerts).where(alerts.c.id == alert.id).values(values)
                 if not connection.execute(known).rowcount:
                     connection.execute(insert(alerts).values(values))

@@ -51,7 +51,6 @@ class SlotMemory:
         """`page`: words of the control page."""
         self._page = page
         self._memory = SparseMemory(descriptor)
-        self._arena_bytes = arena_bytes
         self.slots = [
             Slot(self._memory.buffer, arena_bytes, index) for index in range(GRADIENT_SLOTS)
         ]

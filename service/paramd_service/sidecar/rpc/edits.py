@@ -18,6 +18,7 @@ from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk, parse_chunk
 from paramd_service.admission import check_parts
+from paramd_service.aio import uncancelled
 from paramd_service.sidecar.edits.entry import Entry, Phase
 from paramd_service.sidecar.edits.memory import Range, Ranges
 from paramd_service.sidecar.edits.receive import copy_of
@@ -203,13 +204,8 @@ async def _make_mark(rank: RankSidecar, request: pb.MakeMarkRequest, timeout_s: 
             work = asyncio.to_thread(marks.fill, request.mark, attached, rank.layout_digest)
         else:
             work = asyncio.to_thread(marks.reserve, request.mark, request.by, attached)
-        # Shielded: the thread uses the memory until it ends, even if the caller has left.
-        made = asyncio.ensure_future(work)
-        try:
-            mark = await asyncio.shield(made)
-        finally:
-            if not made.done():
-                await asyncio.wait({made})
+        # The thread uses the memory until it ends, even if the caller has left.
+        mark = await uncancelled(work)
     if request.fill:
         rank.faults.at("mark-made")
     header = messages.header(rank, mark.label.step if mark.label is not None else None)

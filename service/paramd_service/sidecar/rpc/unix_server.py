@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
@@ -19,7 +20,7 @@ from paramd.memory.descriptors import is_pidfd_of_elsewhere, pidfd
 from paramd.security.tickets import Claims, Role
 from paramd.security.tls import Pems
 from paramd_service.admission import Shares, Who
-from paramd_service.aio import uncancelled
+from paramd_service.aio import in_executor
 from paramd_service.sidecar.edits.receive import Lent
 from paramd_service.sidecar.owner import (
     AttachedMemory,
@@ -277,19 +278,13 @@ class _Connection:
             self._check_owner("state")
             attached = self._rank.attached
             assert attached is not None
-            allocation = await uncancelled(
-                asyncio.get_running_loop().run_in_executor(
-                    self._rank.executor, attached.add_state, known_count, size_bytes
-                )
-            )
-            answer = {
-                "op": "state",
-                "number": message.get("number"),
-                "size_bytes": allocation.size_bytes,
-            }
+            allocated = partial(attached.add_state, known_count, size_bytes)
+            allocation = await in_executor(self._rank.executor, allocated)
+            size_bytes, number = allocation.size_bytes, message.get("number")
+            answer = {"op": "state", "number": number, "size_bytes": size_bytes}
             self._rank.faults.at("state-allocated")
             handover.send(self._socket, answer, [allocation.descriptor])
-            self._rank.log("state-allocated", size_bytes=allocation.size_bytes, after=known_count)
+            self._rank.log("state-allocated", size_bytes=size_bytes, after=known_count)
 
     async def _detach(self, message: dict[str, Any], descriptors: list[int]) -> None:
         self._check_owner("detach")

@@ -42,7 +42,10 @@ FLAG_KEYS: Final = ("tied", "trainable")
 KEYS: Final = (*TEXT_KEYS, "shape", *COUNT_KEYS, *FLAG_KEYS, *STATISTIC_KEYS)
 
 _TERM = re.compile(r"([A-Za-z_]+)(!=|<=|>=|=|<|>|~)")
-_SPACED = re.compile(r"(?<!\s)\s*(!=|<=|>=|=|<|>|~)\s*")
+_SPACED = re.compile(
+    r'("(?:[^"]|"")*")|(?<!\s)\s*(!=|<=|>=|=|<|>|~)\s*|(?<=[0-9*])\s+(x)\s+(?=[0-9*])'
+)
+"""Around comparisons, and in shapes; not in quotes."""
 _QUOTED = re.compile(r'"((?:[^"]|"")*)"')
 _NUMBER = re.compile(r"([+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e[+-]?[0-9]{1,3})?)"
                      r"([kKMG]?)\Z")  # fmt: skip
@@ -178,7 +181,7 @@ def filter_of(patterns: Iterable[str]) -> Filter:
     filters: list[str] = []
     globs: list[str] = []
     for pattern in patterns:
-        text = _SPACED.sub(r"\1", pattern.strip())
+        text = _SPACED.sub(lambda one: one[one.lastindex or 0], pattern.strip())
         found, quoted = _TERM.match(text), _QUOTED.fullmatch(pattern)
         if found and found[1] in KEYS:
             filters.append(text)

@@ -10,6 +10,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from paramd.errors import GoneError, UsageError
@@ -228,6 +229,8 @@ def attribute(of: str, holder: object, name: str) -> Any:
         warnings.warn(f"{of}.{name} is now {of}.{new}{more}", FutureWarning, stacklevel=3)
         return getattr(holder, new)
     check("python", f"{of}.{name}", f"{of}.{name}")
+    if isinstance(holder, ModuleType):
+        raise AttributeError(f"module {of!r} has no attribute {name!r}", name=name, obj=holder)
     # Python's own error, which suggests names.
     return object.__getattribute__(holder, name)
 

@@ -116,8 +116,14 @@ def test_the_dockerfile_is_clean() -> None:
         [hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, timeout=60, check=False
     )
     assert (found.returncode, found.stdout) == (0, "")
-    users = re.findall(r"^USER (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
-    assert users == ["10001"]
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["10001"]
+    sent = [
+        one[1:] for one in (DEPLOY.parent / ".dockerignore").read_text().split() if one[0] == "!"
+    ]
+    copied = re.findall(r"^COPY ((?!--from)[^\n]*) \S+$", text, re.MULTILINE)
+    for path in " ".join(copied).split():
+        assert any(path == one or path.startswith(f"{one}/") for one in sent), f"{path} is not sent"
 
 
 def test_the_image_installs_all_it_needs_by_hash() -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -135,6 +136,8 @@ class Session:
         self.struck_s = -1e9
         self.lives = 0
         """Counts what ended the memory of a sidecar."""
+        self.seen, self.bare_until = 0, 0
+        """Step of the last answer; and up to which one new sidecars may have kept no snapshot."""
         self.subjects: Sequence[str] = ()
         """Patterns that operations take instead of drawing some."""
         self.number = 0
@@ -217,8 +220,8 @@ class Session:
                 f"or its memory was there; it was in segment {former.edits}, begun at step "
                 f"{former.begins[-1][0]}"
             )
-        candidates = self._candidates(former, step)
-        if lost and step == 0:
+        candidates = self._candidates(step)
+        if (lost or self.seen < self.bare_until) and step == 0:
             candidates = [("afresh", self.reference.first), *candidates]
         self.struck()
         self.reconnect(number)
@@ -243,14 +246,19 @@ class Session:
             f"the training was in segment {former.edits}, begun at {former.begins[-1][0]}"
         )
 
-    def _candidates(self, former: Incarnation, step: int) -> list[tuple[str, State]]:
-        """What a successor may go on from: nothing from before the last rollback."""
+    def _candidates(self, step: int) -> list[tuple[str, State]]:
+        """What a successor may go on from: nothing from before the last rollback. A training that
+        died before a snapshot was kept goes on from one of the incarnation before."""
         found = []
-        for edits in range(former.edits, -1, -1):
-            if former.had(edits, step):
-                found.append((f"edits {edits}", former.state(edits, step)))
-            event = former.events[edits]
-            if event is not None and event.back_to is not None:
+        for number in sorted(self.reference.incarnations, reverse=True):
+            one = self.reference.incarnations[number]
+            for edits in range(one.edits, -1, -1):
+                if one.had(edits, step):
+                    found.append((f"run {number}, edits {edits}", one.state(edits, step)))
+                event = one.events[edits]
+                if event is not None and event.back_to is not None:
+                    return found
+            if one.begins[0][0] <= step:
                 break
         return found
 
@@ -329,6 +337,8 @@ class Session:
         """A fault begins, or ends, now."""
         self.struck_s = time.monotonic()
         self.lives += lives
+        if lives:
+            self.bare_until = sys.maxsize
 
     @property
     def disturbed(self) -> bool:
@@ -391,6 +401,8 @@ class Session:
             edits: The segments that it may be of; None: the last one of its incarnation.
         """
         history = self._history(what, found.incarnation)
+        self.seen = found.step
+        self.bare_until = min(self.bare_until, found.step + 3 * int(SHORT["PARAMD_STANDING_EVERY"]))
         segments = edits if edits is not None else range(history.edits, history.edits + 1)
         possible = [e for e in segments if 0 <= e <= history.edits and history.had(e, found.step)]
         where = f"{what}, step {found.step}, edits {list(segments)[:3]}"

@@ -1268,7 +1268,10 @@ class AsyncMesh:
             DataLossError: a file does not match the manifest's checksum.
         """
         await self._transfer.load_torch()
-        files = ExportFiles(self._rest, self.job, await self._located(destination))
+        where = await self._located(destination)
+        if "{" in where:
+            raise UsageError(f"destination: {destination!r}; expected NAME/KEY, see mesh.exports()")
+        files = ExportFiles(self._rest, self.job, where)
         values, said = await files.values(await self.read_layout(), progress)
         return await self.edit(
             set=values,

@@ -64,6 +64,10 @@ ORDER_BITS = 20
 """An order's number: the control plane's generation, which rises by the millisecond, and in as many
 bits below it how many orders its process gave."""
 
+GENERATION_STEP = 4096
+"""A successor's generation is at least so much higher: where the clock went back, four thousand
+million of its predecessor's orders are below its own."""
+
 NONCE_BYTES = 32
 """What a sidecar has the control plane sign before it shows its ticket there."""
 

@@ -19,14 +19,8 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.places import HISTORY_FILE, IncarnationRecord
-from paramd.security.tickets import Role, Signer
-from paramd_service.control.base.site import (
-    GENERATION_STEP,
-    IncarnationNotes,
-    Site,
-    next_generation,
-    open_site,
-)
+from paramd.security.tickets import GENERATION_STEP, Role, Signer
+from paramd_service.control.base.site import IncarnationNotes, Site, next_generation, open_site
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.origin import Origin

@@ -30,7 +30,7 @@ from typing import Any
 from paramd import clock, places
 from paramd.errors import ConflictError, NotFoundError, ParamdError, UsageError
 from paramd.places import HISTORY_FILE, IncarnationRecord
-from paramd.security.tickets import new_token
+from paramd.security.tickets import GENERATION_STEP, new_token
 from paramd.state_files import check_private
 from paramd_service.aio import stopped
 
@@ -164,11 +164,6 @@ def read_token(path: str) -> str | None:
             "characters without spaces; create one with: openssl rand -hex 32"
         )
     return token
-
-
-GENERATION_STEP = 4096
-"""A control plane's orders are numbered from its generation (mesh/sidecars.py): where the clock
-went back, four thousand million of its predecessor's are below its own."""
 
 
 def next_generation(directory: Path, *, now_s: float | None = None) -> int:

@@ -228,7 +228,8 @@ class StatsSource:
             return Rows(choice, rows, (pinned.state, pinned.unsettled), [*pinned.pins])
 
         found = await self._reading(patterns, work, buffers=False)
-        self._kept = found if keep else None
+        # What rests may be changed by its script under the same name: read again each time.
+        self._kept = found if keep and not found.state[1] else None
         return found
 
     async def kept(self, choice: object) -> Rows | None:

@@ -384,12 +384,9 @@ class Registry:
         return [PeerAddress(one.rank, one.address, one.socket_path, one.host_id) for one in peers]
 
     def join(self, request: control_pb2.JoinRequest, origin: Origin) -> Member:
-        """Store a stream's first report. The newest stream of a rank takes it over.
-
-        Raises:
-            UsageError: rank, world size or a text is out of range.
-            ConflictError: another job or incarnation.
-        """
+        """Store a stream's first report. The newest stream of a rank takes it over. Raises
+        UsageError: rank, world size or a text is out of range. ConflictError: another job or
+        incarnation."""
         self._check(request)
         # Newest wins: a respawned sidecar may join before the old one's stream breaks.
         self._next_serial += 1

@@ -388,12 +388,9 @@ class SnapshotStore:
         self._charges.remove(who, snapshot)
 
     def lease(self, snapshot: Snapshot, lease_s: float, who: Who = None) -> Lease:
-        """Turn one hold on the snapshot into a lease.
-
-        Raises:
-            ExhaustedError: too many leases or bytes; the caller keeps its hold.
-            ConflictError: the incarnation has ended; the caller keeps its hold.
-        """
+        """Turn one hold on the snapshot into a lease. Raises ExhaustedError: too many leases or
+        bytes; the caller keeps its hold. ConflictError: the incarnation has ended; the caller keeps
+        its hold."""
         if self._closed:
             raise ConflictError("the run of the snapshot has ended; fetch the layout again")
         size_bytes = pages(snapshot.size_bytes)

@@ -79,13 +79,9 @@ class Store:
         return self._writes.qsize()
 
     async def start(self) -> None:
-        """Start the threads, open the store and run migrations.
-
-        Raises:
-            UsageError: its driver is not installed.
-            ConflictError: the store was made by a newer paramd.
-            StoreError: it cannot be opened now. The store stays started and tries again.
-        """
+        """Start the threads, open the store and run migrations. Raises UsageError: its driver is
+        not installed. ConflictError: the store was made by a newer paramd. StoreError: it cannot be
+        opened now. The store stays started and tries again."""
         self._engine = make_engine(self.address)
         self._readers = ThreadPoolExecutor(READERS, "paramd-store-reader")
         self._writer = threading.Thread(target=self._run, name="paramd-store-writer", daemon=True)

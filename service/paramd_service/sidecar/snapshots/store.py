@@ -413,13 +413,9 @@ class SnapshotStore:
         return lease
 
     def filled(self, snapshot_id: str) -> Snapshot:
-        """The filled snapshot of a lease.
-
-        Raises:
-            NotFoundError: as `get`.
-            ConflictError: its boundary has not been captured.
-            AbortedError: its bytes turned out not to be of a single state.
-        """
+        """The filled snapshot of a lease. Raises NotFoundError: as `get`. ConflictError: its
+        boundary has not been captured. AbortedError: its bytes turned out not to be of a single
+        state."""
         snapshot = self.get(snapshot_id).snapshot
         if snapshot.fill is not Fill.FILLED:
             raise ConflictError(f"the snapshot is {snapshot.fill.value}; schedule a boundary first")

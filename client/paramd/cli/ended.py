@@ -126,12 +126,9 @@ class Past:
 
 def find(target: Target) -> Past | None:
     """The job that the settings name, if it has ended on this host; None if it may be running.
-
-    Raises:
-        NotFoundError: this host never had a job of that name.
-        UnreachableError: its control plane does not run, but sidecars of it do.
-        ConflictError: its directory is open to other users.
-    """
+    Raises NotFoundError: this host never had a job of that name. UnreachableError: its control
+    plane does not run, but sidecars of it do. ConflictError: its directory is open to other
+    users."""
     job = target.settings.job
     if job is None or target.settings.url is not None:
         return None

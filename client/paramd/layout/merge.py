@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -126,12 +126,9 @@ def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> L
     Tensors are in the order of rank 0, followed by the additional ones of each further rank;
     placements are those of the first rank that has the tensor; aliases are united; trainable is
     true if it is on any rank. Empty pieces are dropped; row-major strides become None. `mirrored`:
-    the arenas are copies of parameters that stay elsewhere.
-
-    Raises:
-        UsageError: a rank is missing or duplicate, ranks disagree on a tensor or its names, a
-            piece is outside of its arena or tensor, or an element has no holder or holders with
-            different regions.
+    the arenas are copies of parameters that stay elsewhere. Raises UsageError: a rank is missing or
+    duplicate, ranks disagree on a tensor or its names, a piece is outside of its arena or tensor,
+    or an element has no holder or holders with different regions.
     """
     ordered = sorted(locals, key=lambda local: local.rank)
     ranks = [local.rank for local in ordered]
@@ -232,19 +229,9 @@ def _merge_tensor(tensors: dict[int, TensorLayout], arena_bytes: tuple[int, ...]
             f"tensor {first.fqn!r} of shape {list(first.shape)}: {found}; ranks {holders} "
             f"of {len(arena_bytes)} hold pieces{told}; expected every element in exactly one region"
         )
-    return TensorLayout(
-        fqn=first.fqn,
-        dtype=first.dtype,
-        shape=first.shape,
-        kind=first.kind,
-        pieces=tuple(pieces),
-        aliases=tuple(
-            dict.fromkeys(alias for tensor in tensors.values() for alias in tensor.aliases)
-        ),
-        placement=first.placement,
-        trainable=_any_of([tensor.trainable for tensor in tensors.values()]),
-        hub=first.hub,
-    )
+    aliases = dict.fromkeys(alias for tensor in tensors.values() for alias in tensor.aliases)
+    trainable = _any_of([tensor.trainable for tensor in tensors.values()])
+    return replace(first, pieces=tuple(pieces), aliases=tuple(aliases), trainable=trainable)
 
 
 def whole_parameters(local: LocalLayout) -> list[str]:

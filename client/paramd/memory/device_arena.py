@@ -314,11 +314,8 @@ class DeviceReader:
         words: Words,
         state: Sequence[Allocation] = (),
     ) -> None:
-        """
-        Args:
-            words: the control page's.
-            state: allocations of optimizer state. All descriptors stay the caller's.
-        """
+        """`words`: the control page's. `state`: allocations of optimizer state. All descriptors
+        stay the caller's."""
         self.descriptor = descriptor
         self.size_bytes = arena_bytes
         self.address = BASE

@@ -299,13 +299,10 @@ def copy_at_rest(
     at_point: Callable[[str], None] = lambda _: None,
     move: Move | None = None,
 ) -> tuple[CopyEnd, State]:
-    """As `copy_at_one_step`, of a resting state.
-
-    Args:
-        digest: computes the digest of the arena's samples now. It reveals weights swapped in or
-            merged after the update, but may miss a few changed elements.
-        changed_too: accept changes made since the update, but still none during the copy.
-    """
+    """As `copy_at_one_step`, of a resting state. `digest`: computes the digest of the arena's
+    samples now. It reveals weights swapped in or merged after the update, but may miss a few
+    changed elements. `changed_too`: accept changes made since the update, but still none during the
+    copy."""
     state = resting_state(page)
     if state is None:
         return CopyEnd.UPDATING, state_of(page)

@@ -78,16 +78,12 @@ class ParamInfo(Shown):
     @classmethod
     def of(cls, tensor: TensorLayout) -> ParamInfo:
         """From the layout."""
+        same = ("shape", "dtype", "numel", "placement", "kind", "trainable")
         return cls(
             name=tensor.fqn,
             names=(tensor.fqn, *tensor.aliases),
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            numel=tensor.numel,
-            placement=tensor.placement,
-            kind=tensor.kind,
             ranks=tuple(sorted({piece.rank for piece in tensor.pieces if piece.region.numel})),
-            trainable=tensor.trainable,
+            **{name: getattr(tensor, name) for name in same},
         )
 
 

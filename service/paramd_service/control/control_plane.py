@@ -108,13 +108,9 @@ class ControlPlane:
         self._done.set()
 
     async def start(self) -> Whereabouts:
-        """Start everything, in the numbered order.
-
-        Raises:
-            UsageError: the state dir cannot be used.
-            UnreachableError: gRPC's port was taken after it had been claimed.
-            ConflictError: a newer incarnation of the job is already running.
-        """
+        """Start everything, in the numbered order. Raises UsageError: the state dir cannot be used.
+        UnreachableError: gRPC's port was taken after it had been claimed. ConflictError: a newer
+        incarnation of the job is already running."""
         where = self._claim.whereabouts()
         # 1. Open the records, and load ended tokens before anyone is let in.
         self._records = await open_records(self._config, self._bootstrap)

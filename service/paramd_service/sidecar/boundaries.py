@@ -89,13 +89,10 @@ class Boundaries:
         """Make the rank ready for a request; return once it was carried out or has failed.
 
         Idempotent: a repeated request gets the same answer. One not reached in time is withdrawn;
-        `withdraw` returns whether it was agreed nevertheless.
-
-        Raises:
-            NotFoundError: a snapshot's lease has ended, or the edit is unknown.
-            ConflictError: no boundary follows, a later number was requested, the number belongs
-                to another request, a snapshot or edit is not ready for it, or buffers have
-                changed their shape.
+        `withdraw` returns whether it was agreed nevertheless. Raises NotFoundError: a snapshot's
+        lease has ended, or the edit is unknown. ConflictError: no boundary follows, a later number
+        was requested, the number belongs to another request, a snapshot or edit is not ready for
+        it, or buffers have changed their shape.
         """
         asked = self._asked.get(reach.number)
         if asked is None:

@@ -159,12 +159,8 @@ class Pins:
         at_step: int,
         history: int | None = None,
     ) -> Lease:
-        """Like `pin`, for optimizer state or its table.
-
-        Raises:
-            ConflictError: it is not in shared memory; the trainer ended before it was recorded.
-            NotFoundError: there is no such state.
-        """
+        """Like `pin`, for optimizer state or its table. Raises ConflictError: it is not in shared
+        memory; the trainer ended before it was recorded. NotFoundError: there is no such state."""
         self.moments.check(key.state_key if key.spans else "")
         if self.ownership is not Ownership.OWNED and self._attached.page[Word.SEQ] & 1:
             raise ConflictError(
@@ -235,13 +231,9 @@ class Pins:
             )
 
     async def prepare(self, key: Key, *, with_buffers: bool, lease_s: float) -> Lease:
-        """Lease room for the spans, to be filled at an agreed boundary (boundaries.py).
-
-        Raises:
-            ConflictError: the trainer has ended, so no boundary will come; or the training's
-                weights are swapped out.
-            ExhaustedError: as `pin`.
-        """
+        """Lease room for the spans, to be filled at an agreed boundary (boundaries.py). Raises
+        ConflictError: the trainer has ended, so no boundary will come; or the training's weights
+        are swapped out. ExhaustedError: as `pin`."""
         self.sweep()
         if self.ownership is not Ownership.OWNED:
             raise ConflictError(f"no further boundary: {self.ownership.value}")

@@ -337,13 +337,9 @@ class RankSidecar:
             self.log("clock-differs", ahead_of_control_plane_s=round(apart_s, 1))
 
     def verify(self, ticket: str) -> Claims:
-        """Verify a ticket, and that its token (if any) is not revoked; return its claims.
-
-        Raises:
-            DeniedError: the ticket is invalid.
-            UnreachableError: no trainer has attached yet, or the ticket is an order for another
-                rank, or one that was taken before.
-        """
+        """Verify a ticket, and that its token (if any) is not revoked; return its claims. Raises
+        DeniedError: the ticket is invalid. UnreachableError: no trainer has attached yet, or the
+        ticket is an order for another rank, or one that was taken before."""
         if self.attached is None or self._verifier is None or self._orders is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         request = self.attached.request
@@ -468,10 +464,8 @@ class RankSidecar:
     async def offer(self, rank: object, job: object) -> tuple[dict[str, Any], list[int]]:
         """What this sidecar has for a restarted trainer; the caller closes the descriptors.
 
-        Waits briefly for a trainer that is just ending, and for digests of what it left.
-
-        Raises:
-            UsageError: it serves another rank or job.
+        Waits briefly for a trainer that is just ending, and for digests of what it left. Raises
+        UsageError: it serves another rank or job.
         """
         self._check_predecessor(rank, job)
         await self._ending()
@@ -486,10 +480,8 @@ class RankSidecar:
     async def offer_copies(self, rank: object, job: object) -> dict[str, Any]:
         """The standing snapshots here: copies of other ranks' and this rank's own.
 
-        Waits briefly for a trainer that is just ending.
-
-        Raises:
-            UsageError: it serves another rank or job.
+        Waits briefly for a trainer that is just ending. Raises UsageError: it serves another rank
+        or job.
         """
         self._check_predecessor(rank, job)
         await self._ending()

@@ -42,24 +42,20 @@ FIRST_PATIENCE_S = 2.0
 """How long, in seconds, to wait for a boundary before the optimizer's state is read without one."""
 
 _AGAIN_S = 0.1
+_SAME = ("max_shard_bytes", "parameters", "buffers", "keep_tied", "replica")
+"""Members that settings and their message share."""
 
 
 def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPlan:
     """The message for a plan whose sources are pinned."""
     plan, settings, state = pinned.plan, pinned.plan.settings, pinned.pinned.state
     return export_pb2.ExportPlan(
-        incarnation=state.incarnation,
-        history=state.history,
+        **{name: getattr(state, name) for name in ("incarnation", "history", "step", "edits")},
         layout_digest=layout_digest,
-        step=state.step,
-        edits=state.edits,
         format=export_pb2.ExportFormat.ValueType(FORMATS[settings.format].number),
-        max_shard_bytes=settings.max_shard_bytes,
+        **{name: getattr(settings, name) for name in _SAME},
         dtype=settings.dtype if settings.dtype is not None else "",
-        parameters=settings.parameters,
-        buffers=settings.buffers,
         optimizer=table_text(plan.optimizer.to_plain()) if plan.optimizer is not None else b"",
-        keep_tied=settings.keep_tied,
         patterns=settings.patterns,
         names=[
             export_pb2.ExportNameRule(source=rule.source, target=rule.target)
@@ -70,7 +66,6 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
         unsettled=pinned.pinned.unsettled,
         missing=plan.missing,
         extra_state=table_text(plan.extra.table) if plan.extra is not None else b"",
-        replica=settings.replica,
         replicas_differ=pinned.replicas_differ or (),
         replicas_compared=pinned.replicas_differ is not None,
     )
@@ -84,14 +79,10 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
     rules = tuple(NameRule(rule.source, rule.target) for rule in message.names)
     return ExportSettings(
         format=formats[message.format],
-        max_shard_bytes=message.max_shard_bytes,
         dtype=message.dtype or None,
-        parameters=message.parameters,
-        buffers=message.buffers,
-        keep_tied=message.keep_tied,
         patterns=tuple(message.patterns),
         names=NameMap(rules),
-        replica=message.replica,
+        **{name: getattr(message, name) for name in _SAME},
     )
 
 

@@ -204,12 +204,9 @@ def check_given(model: Any, optimizer: Any, job: Any) -> None:
 def check_attachable(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], job: str
 ) -> None:
-    """Validate the arguments; warn of trainable parameters that no optimizer updates.
-
-    Raises:
-        UsageError: invalid job name, or an optimizer without the model's parameters.
-        ConflictError: the model, or the job in this process, is already attached.
-    """
+    """Validate the arguments; warn of trainable parameters that no optimizer updates. Raises
+    UsageError: invalid job name, or an optimizer without the model's parameters. ConflictError: the
+    model, or the job in this process, is already attached."""
     places.check_job_name(job)
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for other in attached.values():

@@ -116,11 +116,8 @@ class Editor:
         mirror: MirroredHome | None = None,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """
-        Args:
-            mirror: the home of the parameters when they are not in the arena.
-            finish: waits until a device has done what training queued.
-        """
+        """`mirror`: the home of the parameters when they are not in the arena. `finish`: waits
+        until a device has done what training queued."""
         self._finish = finish
         self._words = page.words
         self._arena = arena

@@ -185,13 +185,10 @@ class BoundaryHandler:
         self._words[Word.AGREEMENT_STATE] = AGREEMENT_WORKS
 
     def at_boundary(self, at_home: bool, iteration: int = 0) -> None:
-        """One boundary: collect a round, act on it, wait while paused, launch the next.
-
-        Args:
-            at_home: the parameters are in the arena. Otherwise this rank takes part but promises
-                nothing, since the others must not wait for it.
-            iteration: backward passes this rank has seen; equal on all ranks in lock-step.
-        """
+        """One boundary: collect a round, act on it, wait while paused, launch the next. `at_home`:
+        the parameters are in the arena. Otherwise this rank takes part but promises nothing, since
+        the others must not wait for it. `iteration`: backward passes this rank has seen; equal on
+        all ranks in lock-step."""
         self._iteration = iteration
         agreement, words = self._agreement, self._words
         if agreement is None or (

@@ -152,12 +152,9 @@ class Keeper:
         """Whether only `kept` completes records."""
 
     def begin(self, step: int, *, early: bytes | None = None, forward: Any = None) -> None:
-        """Note the early part of the state that training begins with.
-
-        Args:
-            early: the earlier trainer's note; None takes it now.
-            forward: random states to continue with at the first forward, if they were recorded.
-        """
+        """Note the early part of the state that training begins with. `early`: the earlier
+        trainer's note; None takes it now. `forward`: random states to continue with at the first
+        forward, if they were recorded."""
         self._forward = forward
         if self.explicit:
             log.warning(

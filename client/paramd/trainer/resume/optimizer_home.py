@@ -170,13 +170,10 @@ class OptimizerHome:
         self._turn = count()
 
     def settle(self) -> bool:
-        """Move new and replaced state to its places; return whether anything moved.
-
-        Raises:
-            ConflictError: state that cannot live here; the message names it.
-            ExhaustedError: no memory for it.
-            UnreachableError: no sidecar answers to make memory on the device; ask again later.
-        """
+        """Move new and replaced state to its places; return whether anything moved. Raises
+        ConflictError: state that cannot live here; the message names it. ExhaustedError: no memory
+        for it. UnreachableError: no sidecar answers to make memory on the device; ask again
+        later."""
         now = self._values()
         if len(now) == len(self._expected):
             # Without a line of Python for each of them: this is done at every step.

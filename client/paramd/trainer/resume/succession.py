@@ -99,11 +99,8 @@ class Succession:
         hosts: Sequence[str],
         device: str = "",
     ) -> None:
-        """
-        Args:
-            hosts: each rank's `host_id`.
-            device: UUID of the device where the parameters are, in hex; empty: in host memory.
-        """
+        """`hosts`: each rank's `host_id`. `device`: UUID of the device where the parameters are, in
+        hex; empty: in host memory."""
         self._device = device
         self._job, self._rank, self._world_size = job, rank, world_size
         self._optimizers = list(optimizers)

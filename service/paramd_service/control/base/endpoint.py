@@ -155,10 +155,8 @@ def bind_grpc(
     """Bind a gRPC server to the wanted port or the next free one.
 
     The server must have been created with `grpc.so_reuseport` 0, or a taken port looks free.
-    `credentials` returns new ones for each port (see `ServerTls.grpc_credentials`).
-
-    Raises:
-        UnreachableError: none of the ports tried is free.
+    `credentials` returns new ones for each port (see `ServerTls.grpc_credentials`). Raises
+    UnreachableError: none of the ports tried is free.
     """
     for port in _candidates(wanted.port):
         try:
@@ -175,12 +173,8 @@ def announce(
     bootstrap: Bootstrap, url: str, grpc_address: str, *, with_ca: bool = False
 ) -> Endpoint:
     """Write the job's endpoint file, replacing an older incarnation's; `with_ca` if the job's CA
-    signed the certificate of `url`, for clients to trust.
-
-    Raises:
-        ConflictError: a newer incarnation of the job is already running.
-        UsageError: the state dir cannot be used.
-    """
+    signed the certificate of `url`, for clients to trust. Raises ConflictError: a newer incarnation
+    of the job is already running. UsageError: the state dir cannot be used."""
     endpoint = Endpoint(
         url=url,
         token=bootstrap.token,

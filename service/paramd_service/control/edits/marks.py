@@ -108,13 +108,9 @@ class Marks:
         )
 
     async def make(self, by: Principal, name: str) -> KeptState:
-        """Keep the state of the next common boundary under a name.
-
-        Raises:
-            ExistsError: the name is taken. ExhaustedError: no memory for it.
-            ConflictError: this training keeps no states, or is paused by somebody else.
-            UnreachableError: not all ranks are joined.
-        """
+        """Keep the state of the next common boundary under a name. Raises ExistsError: the name is
+        taken. ExhaustedError: no memory for it. ConflictError: this training keeps no states, or is
+        paused by somebody else. UnreachableError: not all ranks are joined."""
         self.mesh.check()
         async with self._making:
             self._sidecars = []

@@ -189,13 +189,10 @@ class EditService:
     async def undo(
         self, by: Principal, edit_id: str | None, done: EditRow, *, force: bool
     ) -> EditRow:
-        """Create an edit that undoes an applied one.
-
-        Raises:
-            DeniedError: it would restore NaN or infinities, and the caller is not an admin.
-            ConflictError: `done` was not applied in this incarnation, is already undone, or a
-                later edit changed some of the same elements and `force` is not set.
-        """
+        """Create an edit that undoes an applied one. Raises DeniedError: it would restore NaN or
+        infinities, and the caller is not an admin. ConflictError: `done` was not applied in this
+        incarnation, is already undone, or a later edit changed some of the same elements and
+        `force` is not set."""
         self.mesh.check()
         if reason := self.why_no_undo(done):
             raise ConflictError(f"edit {done.id} cannot be undone: {reason}")
@@ -223,12 +220,9 @@ class EditService:
         return await self._begun(by, planned, index, note, detail, undo_of=done.id)
 
     async def commit(self, by: Principal, row: EditRow) -> None:
-        """Start the commit of a staged edit; return once it has started. Idempotent.
-
-        Raises:
-            DeniedError: another token created it, and the role may not commit others' edits.
-            ConflictError: data is missing, or was uploaded with another token.
-        """
+        """Start the commit of a staged edit; return once it has started. Idempotent. Raises
+        DeniedError: another token created it, and the role may not commit others' edits.
+        ConflictError: data is missing, or was uploaded with another token."""
         _check_own(by, row)
         driver = self.work.open.get(row.id)
         if driver is None or self.work.is_committing(row.id):

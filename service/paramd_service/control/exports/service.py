@@ -121,13 +121,9 @@ class ExportService:
         export_id: str | None = None,
         schedule: str = "",
     ) -> ExportInfo:
-        """Queue an export. Idempotent by id.
-
-        Raises:
-            UsageError, NotFoundError: as `check`.
-            ExhaustedError: the queue is full.
-            ConflictError: the incarnation has ended, or the id belongs to another request.
-        """
+        """Queue an export. Idempotent by id. Raises UsageError, NotFoundError: as `check`.
+        ExhaustedError: the queue is full. ConflictError: the incarnation has ended, or the id
+        belongs to another request."""
         mesh.check()
         self.check(request)
         queue = self._queues[mesh.job]
@@ -346,20 +342,10 @@ class ExportService:
         if not whole and now_s - self._told_s.get(job.row.id, 0.0) < TELL_EVERY_S:
             return
         self._told_s[job.row.id] = now_s
-        row = job.row
-        data = {
-            "id": row.id,
-            "state": row.state,
-            "reason": row.reason[:500],
-            "destination": row.destination,
-            "format": row.format,
-            "incarnation": row.incarnation,
-            "step": row.step,
-            "schedule": row.schedule,
-            "size_bytes": job.export.size_bytes,
-            "written_bytes": job.export.written_bytes,
-        }
-        self._publish(Kind.EXPORT, data, job=row.job)
+        of_row = ("id", "state", "destination", "format", "incarnation", "step", "schedule")
+        data = {name: getattr(job.row, name) for name in of_row}
+        data |= {name: getattr(job.export, name) for name in ("size_bytes", "written_bytes")}
+        self._publish(Kind.EXPORT, data | {"reason": job.row.reason[:500]}, job=job.row.job)
 
 
 def _is_on_the_way(export: ExportRow, rollbacks: Sequence[EditRow]) -> bool:

@@ -141,12 +141,8 @@ class SidecarGroup:
         return {report.rank: report.address for report in joined}
 
     async def wait_for(self, ranks: Iterable[int] | None = None) -> None:
-        """Wait up to JOIN_S until the ranks (None: all of the mesh) have joined.
-
-        Raises:
-            UnreachableError: a rank has not joined in time.
-            ParamdError: the incarnation has ended.
-        """
+        """Wait up to JOIN_S until the ranks (None: all of the mesh) have joined. Raises
+        UnreachableError: a rank has not joined in time. ParamdError: the incarnation has ended."""
         wanted = set(range(self.mesh.bootstrap.world_size) if ranks is None else ranks)
         deadline_s = time.monotonic() + JOIN_S
         while missing := wanted - set(self.ranks()):
@@ -167,12 +163,8 @@ class SidecarGroup:
         self, plan: ExportPlan, *, timeout_s: float, optimizer: bool = False
     ) -> PinnedExport:
         """Pin everything the plan reads, at one step; the caller owns the leases. With `optimizer`
-        also the optimizer state, whose files the returned plan then includes.
-
-        Raises:
-            ConflictError: a rank cannot provide the optimizer state.
-            ParamdError: as `AsyncMesh.summon`.
-        """
+        also the optimizer state, whose files the returned plan then includes. Raises ConflictError:
+        a rank cannot provide the optimizer state. ParamdError: as `AsyncMesh.summon`."""
         from paramd.mesh.exports.pins import pin_parameters, pin_with_optimizer
 
         reach = await self.mesh.reaching()

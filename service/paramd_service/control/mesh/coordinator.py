@@ -206,13 +206,9 @@ class Coordinator:
         return len(self._waiting)
 
     async def schedule(self, snapshots: Snapshots, *, timeout_s: float) -> Verdict:
-        """Fill all snapshots at one boundary. Cancelling withdraws the request.
-
-        Raises:
-            UnreachableError: not all ranks are joined, or one does not answer.
-            ConflictError: a rank is torn or has no trainer.
-            DeadlineError: no boundary was agreed within `timeout_s`.
-        """
+        """Fill all snapshots at one boundary. Cancelling withdraws the request. Raises
+        UnreachableError: not all ranks are joined, or one does not answer. ConflictError: a rank is
+        torn or has no trainer. DeadlineError: no boundary was agreed within `timeout_s`."""
         timeout_s -= margin_s(timeout_s)
         request = _Request(
             snapshots, time.monotonic() + timeout_s, asyncio.get_running_loop().create_future()

@@ -281,12 +281,8 @@ class Jobs:
         return [self._current[job] for job in sorted(self._current)]
 
     def get(self, job: str) -> Incarnation:
-        """The job's latest incarnation, which may be over.
-
-        Raises:
-            UnreachableError: we have just started and the job's sidecars have not rejoined yet.
-            NotFoundError: no such job.
-        """
+        """The job's latest incarnation, which may be over. Raises UnreachableError: we have just
+        started and the job's sidecars have not rejoined yet. NotFoundError: no such job."""
         found = self._current.get(job)
         if found is None:
             starting = self.is_site and time.monotonic() - self._began_s < RETURN_S
@@ -310,12 +306,8 @@ class Jobs:
         past: IncarnationRecord | None = None,
     ) -> Incarnation:
         """Begin an incarnation that this token owns, and end the job's older one; or show one that
-        is `past`.
-
-        Raises:
-            ConflictError: the job is already in this incarnation or a later one.
-            ExhaustedError: too many jobs.
-        """
+        is `past`. Raises ConflictError: the job is already in this incarnation or a later one.
+        ExhaustedError: too many jobs."""
         older = self._current.get(bootstrap.job)
         if older is not None and older.number >= bootstrap.incarnation:
             raise ConflictError(
@@ -365,12 +357,8 @@ class Jobs:
             return self.open(self._bootstrap(site, job, incarnation, world_size), owner)
 
     def end(self, job: str, by: str) -> Incarnation:
-        """End the job's incarnation, whose training must be over. Idempotent.
-
-        Raises:
-            NotFoundError, UnreachableError: as `get`.
-            ConflictError: a trainer is alive.
-        """
+        """End the job's incarnation, whose training must be over. Idempotent. Raises NotFoundError,
+        UnreachableError: as `get`. ConflictError: a trainer is alive."""
         mesh = self.get(job)
         if mesh.ended_s is None:
             self._check_free(job)
@@ -381,12 +369,8 @@ class Jobs:
         self, job: str, incarnation: int, world_size: int, *, owner: str | None = None
     ) -> Incarnation:
         """The incarnation that a sidecar may join: the current one or, after our restart, the
-        incarnation of its ticket, which is already verified as ours.
-
-        Raises:
-            ConflictError: the incarnation is over.
-            UsageError: the world size is out of range.
-        """
+        incarnation of its ticket, which is already verified as ours. Raises ConflictError: the
+        incarnation is over. UsageError: the world size is out of range."""
         found = self._current.get(job)
         if (found is None or found.number < incarnation) and self._site is not None:
             if not 1 <= world_size <= MAX_WORLD_SIZE:

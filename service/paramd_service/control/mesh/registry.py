@@ -384,12 +384,9 @@ class Registry:
         return [PeerAddress(one.rank, one.address, one.socket_path, one.host_id) for one in peers]
 
     def join(self, request: control_pb2.JoinRequest, origin: Origin) -> Member:
-        """Store a stream's first report. The newest stream of a rank takes it over.
-
-        Raises:
-            UsageError: rank, world size or a text is out of range.
-            ConflictError: another job or incarnation.
-        """
+        """Store a stream's first report. The newest stream of a rank takes it over. Raises
+        UsageError: rank, world size or a text is out of range. ConflictError: another job or
+        incarnation."""
         self._check(request)
         # Newest wins: a respawned sidecar may join before the old one's stream breaks.
         self._next_serial += 1
@@ -420,24 +417,16 @@ class Registry:
         self._put(replace(report, connected=False, changed_s=self._clock()))
 
     def _store(self, request: control_pb2.JoinRequest, origin: Origin) -> None:
-        self._put(
-            Report(
-                rank=request.header.rank,
-                step=request.header.step,
-                layout_digest=request.header.layout_digest,
-                peer=request.peer,
-                state=request.state,
-                version=request.version,
-                leaving=request.leaving,
-                connected=True,
-                changed_s=self._clock(),
-                no_way=no_way(
-                    request.peer.rank, request.peer.address, request.peer.host_id, self._here
-                )
-                or origin.barred,
-                host=origin.host,
-            )
+        header, peer = request.header, request.peer
+        report = Report(
+            **{name: getattr(header, name) for name in ("rank", "step", "layout_digest")},
+            **{name: getattr(request, name) for name in ("peer", "state", "version", "leaving")},
+            connected=True,
+            changed_s=self._clock(),
+            no_way=no_way(peer.rank, peer.address, peer.host_id, self._here) or origin.barred,
+            host=origin.host,
         )
+        self._put(report)
 
     def _put(self, report: Report) -> None:
         self._count(self._reports.get(report.rank), -1)

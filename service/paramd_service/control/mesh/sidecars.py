@@ -227,12 +227,8 @@ class SidecarCalls:
     """Calls to the sidecars of one mesh over cached channels."""
 
     def __init__(self, bootstrap: Bootstrap, *, generation: int = 0, reads: bool = False) -> None:
-        """No I/O.
-
-        Args:
-            generation: this control plane's; sidecars obey the highest.
-            reads: whether the sidecars read from others to answer.
-        """
+        """No I/O. `generation`: this control plane's; sidecars obey the highest. `reads`: whether
+        the sidecars read from others to answer."""
         self._bootstrap = bootstrap
         self._generation = generation
         self._channels = OwnChannels(bootstrap, generation=generation, reads=reads)

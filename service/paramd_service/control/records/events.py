@@ -105,12 +105,8 @@ class EventBus:
 
     def publish(self, kind: str, data: Mapping[str, Any], *, job: str = "") -> Event:
         """Publish an event to all readers of `job` (empty: of any). Never blocks on readers, never
-        fails because of them.
-
-        Args:
-            kind: One of `Kind`.
-            data: JSON-serializable; `time_s` (Unix time) and `job` are added.
-        """
+        fails because of them. `kind`: one of `Kind`. `data`: JSON-serializable; `time_s` (Unix
+        time) and `job` are added."""
         whole = {"time_s": round(self._clock(), 3), "job": job, **data}
         text = json.dumps(whole, allow_nan=False, separators=(",", ":"))
         if len(text) > MAX_DATA_CHARS:
@@ -132,11 +128,8 @@ class EventBus:
 
         The first event is HELLO, or GAP when requested ones are gone. A reader overtaken by the
         ring also gets a GAP, and QUIET whenever nothing has happened for `quiet_s` seconds. Ends
-        when the bus is closed.
-
-        Raises:
-            ExhaustedError: too many readers.
-            UsageError: `after` is not an event id.
+        when the bus is closed. Raises ExhaustedError: too many readers. UsageError: `after` is not
+        an event id.
         """
         begin, missed = self._place(after)
         with self._viewers.one(CALLER.get()):

@@ -62,12 +62,9 @@ class Records:
         self._started = False
 
     async def start(self, settings: Mapping[str, Any]) -> None:
-        """Open the store and record the start. An unavailable store is only logged.
-
-        Raises:
-            UsageError: the store's driver is not installed.
-            ConflictError: a newer paramd has used this store.
-        """
+        """Open the store and record the start. An unavailable store is only logged. Raises
+        UsageError: the store's driver is not installed. ConflictError: a newer paramd has used this
+        store."""
         try:
             await self.store.start()
         except StoreError as error:

@@ -79,13 +79,9 @@ class Store:
         return self._writes.qsize()
 
     async def start(self) -> None:
-        """Start the threads, open the store and run migrations.
-
-        Raises:
-            UsageError: its driver is not installed.
-            ConflictError: the store was made by a newer paramd.
-            StoreError: it cannot be opened now. The store stays started and tries again.
-        """
+        """Start the threads, open the store and run migrations. Raises UsageError: its driver is
+        not installed. ConflictError: the store was made by a newer paramd. StoreError: it cannot be
+        opened now. The store stays started and tries again."""
         self._engine = make_engine(self.address)
         self._readers = ThreadPoolExecutor(READERS, "paramd-store-reader")
         self._writer = threading.Thread(target=self._run, name="paramd-store-writer", daemon=True)
@@ -93,12 +89,9 @@ class Store:
         await self.write(lambda _: None)
 
     async def start_reading(self) -> None:
-        """Open the store only to be read: nothing is created, converted or written.
-
-        Raises:
-            NotFoundError: there is none. ConflictError: another version of paramd wrote it.
-            StoreError: it cannot be read.
-        """
+        """Open the store only to be read: nothing is created, converted or written. Raises
+        NotFoundError: there is none. ConflictError: another version of paramd wrote it. StoreError:
+        it cannot be read."""
         if self.address.path is not None and not self.address.path.exists():
             raise NotFoundError(f"nothing is stored: there is no {self.address}")
         self._engine = make_engine(self.address)
@@ -126,11 +119,9 @@ class Store:
     ) -> T:
         """Run `work` in its own transaction on the writer thread; return once it is durable.
 
-        `then` runs after the commit, also on the writer thread, before the next write. A
-        cancelled call either has no effect or is performed in full.
-
-        Raises:
-            StoreError: nothing was written, or the commit's fate is unknown (connection lost).
+        `then` runs after the commit, also on the writer thread, before the next write. A cancelled
+        call either has no effect or is performed in full. Raises StoreError: nothing was written,
+        or the commit's fate is unknown (connection lost).
         """
         return await asyncio.wrap_future(self.submit(work, then=then))
 

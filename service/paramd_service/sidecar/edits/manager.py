@@ -322,12 +322,9 @@ class Edits:
         return entry
 
     async def take(self, entry: Entry, parts: Iterable[Part]) -> None:
-        """Take parts of the data in order, on a thread; the last one makes the edit STAGED.
-
-        Raises:
-            UsageError: a part leaves a gap, or is not finite (which forgets the edit).
-            DataLossError: raised by a part's `fill`.
-        """
+        """Take parts of the data in order, on a thread; the last one makes the edit STAGED. Raises
+        UsageError: a part leaves a gap, or is not finite (which forgets the edit). DataLossError:
+        raised by a part's `fill`."""
         async with entry.lock:
             expect_request(self._page.words)
             entry.touched_ns = time.monotonic_ns()

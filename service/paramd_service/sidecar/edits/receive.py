@@ -234,12 +234,9 @@ class Lent:
         return self._entry
 
     def lend(self, descriptors: Sequence[int]) -> dict[str, Any]:
-        """Map one more memory and return the answer; the descriptors stay the caller's.
-
-        Raises:
-            UsageError: not one memory, or one that could change its size.
-            ExhaustedError: too many memories, or no room for the mapping.
-        """
+        """Map one more memory and return the answer; the descriptors stay the caller's. Raises
+        UsageError: not one memory, or one that could change its size. ExhaustedError: too many
+        memories, or no room for the mapping."""
         if len(descriptors) != 1:
             raise UsageError(f"lend: {len(descriptors)} descriptors; expected one memory")
         if len(self._maps) == MAX_MEMORIES:
@@ -254,11 +251,8 @@ class Lent:
 
     def arriving(self, connection: socket.socket, message: dict[str, Any]) -> Iterator[Part]:
         """Yield a message's data and that of messages right behind it; answer all but the last once
-        their data has been taken. Run on a thread.
-
-        Raises:
-            UsageError: as `named`. OSError: the client is gone.
-        """
+        their data has been taken. Run on a thread. Raises UsageError: as `named`. OSError: the
+        client is gone."""
         waiting = select.poll()
         waiting.register(connection, select.POLLIN)
         turn_bytes = 0

@@ -260,12 +260,8 @@ class _UnknownCallerError(DeniedError):
 
 def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> Claims | None:
     """The claims of the caller's ticket if it may call `method`; None for a method open to all.
-
-    Raises:
-        DeniedError: it may not.
-        UnreachableError: no trainer has attached, so no ticket can be verified yet; or an order
-            is played again.
-    """
+    Raises DeniedError: it may not. UnreachableError: no trainer has attached, so no ticket can be
+    verified yet; or an order is played again."""
     if method in OPEN_METHODS:
         return None
     allowed = ROLES.get(method)

@@ -159,10 +159,7 @@ class Joining:
 
     async def _prove(self, channel: grpc.aio.Channel, address: str) -> None:
         """Have whoever listens at the address prove, by the job's key, to be the control plane.
-
-        Raises:
-            DeniedError: it does not. gRPC's errors: nobody answers.
-        """
+        Raises DeniedError: it does not. gRPC's errors: nobody answers."""
         rank, nonce = self._rank, secrets.token_bytes(NONCE_BYTES)
         request = control_pb2.ProveControlRequest(
             job=rank.config.job, incarnation=rank.incarnation, address=address, nonce=nonce

@@ -39,13 +39,9 @@ async def _preview(
     rank: RankSidecar, request: pb.PreviewEditRequest, timeout_s: float
 ) -> pb.PreviewEditResponse:
     """Statistics of this rank's elements before and after an edit, per operation, computed on a
-    copy while a snapshot of the elements is held.
-
-    Raises:
-        ConflictError: the edit is not STAGED, or was applied meanwhile; the arena is a mirror.
-        ExhaustedError, AbortedError, TornError: from pinning.
-        UsageError: a dtype has no statistics.
-    """
+    copy while a snapshot of the elements is held. Raises ConflictError: the edit is not STAGED, or
+    was applied meanwhile; the arena is a mirror. ExhaustedError, AbortedError, TornError: from
+    pinning. UsageError: a dtype has no statistics."""
     entry = rank.edits.get(request.edit_id)
     async with asyncio.timeout(timeout_s), entry.lock:
         _check_staged(entry)
@@ -234,10 +230,5 @@ def _state_of(mark: Mark) -> pb.KeptState:
 
 
 def _standing(label: StandingLabel) -> pb.KeptState:
-    return pb.KeptState(
-        step=label.step,
-        lineage=label.lineage,
-        edits=label.edits,
-        size_bytes=label.size_bytes,
-        whole=bool(label.digest),
-    )
+    same = {name: getattr(label, name) for name in ("step", "lineage", "edits", "size_bytes")}
+    return pb.KeptState(**same, whole=bool(label.digest))

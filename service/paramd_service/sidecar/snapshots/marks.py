@@ -91,12 +91,9 @@ class Marks:
             return list(self._marks.values())
 
     def reserve(self, name: str, by: str, attached: AttachedMemory) -> Mark:
-        """Allocate memory for a mark. Slow.
-
-        Raises:
-            UsageError: no name. ExistsError: it is taken. ConflictError: training keeps no states.
-            ExhaustedError: over the budget, or the machine does not have the memory.
-        """
+        """Allocate memory for a mark. Slow. Raises UsageError: no name. ExistsError: it is taken.
+        ConflictError: training keeps no states. ExhaustedError: over the budget, or the machine
+        does not have the memory."""
         check_name(name)
         check_keeps_states(attached.page)
         size = state_bytes(attached) + SPARE_BYTES
@@ -110,12 +107,9 @@ class Marks:
         return mark
 
     def fill(self, name: str, attached: AttachedMemory, layout_digest: str) -> Mark:
-        """Copy the state at which training is held. Slow.
-
-        Raises:
-            NotFoundError: `reserve` comes first. ExistsError: it is filled.
-            ConflictError: training is not held, or its record is not of this step.
-        """
+        """Copy the state at which training is held. Slow. Raises NotFoundError: `reserve` comes
+        first. ExistsError: it is filled. ConflictError: training is not held, or its record is not
+        of this step."""
         with self._lock:
             mark = self._marks.get(name)
         if mark is None:
@@ -170,11 +164,9 @@ class Marks:
     ) -> StandingLabel:
         """Copy half-open spans of a mark's arena to `into`, one after the other. Slow.
 
-        A name of digits, which no mark has, is the standing snapshot of that step.
-
-        Raises:
-            ConflictError: there is no such mark, or it is of another layout.
-            DataLossError: it is damaged.
+        A name of digits, which no mark has, is the standing snapshot of that step. Raises
+        ConflictError: there is no such mark, or it is of another layout. DataLossError: it is
+        damaged.
         """
         with self._lock:
             mark = self._marks.get(name)

@@ -90,13 +90,7 @@ def tokens_router(services: Services) -> APIRouter:
     @routes.post("/tokens", status_code=201)
     async def create_token(wanted: TokenRequest, request: Request) -> NewToken:
         """Create a token. It is shown only in this response; only its hash is stored."""
-        row, token = await services.tokens.create(
-            principal_of(request),
-            role=wanted.role,
-            ttl_s=wanted.ttl_s,
-            name=wanted.name,
-            jobs=wanted.jobs,
-        )
+        row, token = await services.tokens.create(principal_of(request), **wanted.model_dump())
         return NewToken(**_token_document(row).model_dump(), token=token)
 
     @routes.get("/tokens")

@@ -65,16 +65,9 @@ def router(services: Services) -> APIRouter:
             raise UsageError(
                 f"rank_hosts: {len(hosts)} for {registration.world_size} ranks; give one for each"
             )
-        mesh = await services.jobs.register(
-            registration.job,
-            world_size=registration.world_size,
-            incarnation_floor=registration.incarnation_floor,
-            owner=principal_of(request).token_id,
-        )
-        detail = {
-            "world_size": registration.world_size,
-            "incarnation_floor": registration.incarnation_floor,
-        }
+        detail = registration.model_dump(include={"world_size", "incarnation_floor"})
+        owner = principal_of(request).token_id
+        mesh = await services.jobs.register(registration.job, owner=owner, **detail)
         await services.records.happened(principal_of(request), "job.register", detail, mesh)
         # One registration of a token at a time: many large ones do not delay other tokens'.
         async with signing[principal_of(request).token_id]:

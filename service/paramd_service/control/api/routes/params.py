@@ -245,11 +245,8 @@ def check_few(chosen: Sequence[object], most: int = MAX_STATS) -> None:
 def available(
     mesh: Incarnation, chosen: list[SelectedTensor], *, few: bool = True
 ) -> tuple[list[SelectedTensor], list[MissingDocument]]:
-    """Split tensors into those available from the sidecars now and missing ones.
-
-    Raises:
-        UsageError: too many tensors. UnreachableError: none is available.
-    """
+    """Split tensors into those available from the sidecars now and missing ones. Raises UsageError:
+    too many tensors. UnreachableError: none is available."""
     check_few(chosen, MAX_STATS if few else MAX_ORDERED)
     present, missing = split(chosen, mesh.registry.view())
     if not present:

@@ -136,16 +136,9 @@ async def _rank(mesh: Incarnation, rank: RankView) -> RankSnapshots:
             found, reason = await mesh.calls.ask(rank.rank, rank.report.address, request), ""
         except ParamdError as error:
             reason = str(error)
-    return RankSnapshots(
-        rank=rank.rank,
-        reason=reason,
-        lease_count=found.lease_count,
-        used_bytes=found.used_bytes,
-        budget_bytes=found.budget_bytes,
-        snapshots=[
-            LeaseDocument.model_validate(lease, from_attributes=True) for lease in found.snapshots
-        ],
-    )
+    leases = [LeaseDocument.model_validate(one, from_attributes=True) for one in found.snapshots]
+    same = {name: getattr(found, name) for name in ("lease_count", "used_bytes", "budget_bytes")}
+    return RankSnapshots(rank=rank.rank, reason=reason, snapshots=leases, **same)
 
 
 def _document(held: LeasedSnapshot) -> HeldDocument:
@@ -153,15 +146,9 @@ def _document(held: LeasedSnapshot) -> HeldDocument:
         RankPinDocument(rank=rank, snapshot_id=pin[0], size_bytes=pin[1])
         for rank, pin in sorted(held.pins.items())
     ]
-    return HeldDocument(
-        id=held.id,
-        filter=held.filter,
-        incarnation=held.incarnation,
-        step=held.step,
-        lease_left_s=round(held.left_s, 3),
-        size_bytes=sum(pin.size_bytes for pin in pins),
-        pins=pins,
-    )
+    same = {name: getattr(held, name) for name in ("id", "filter", "incarnation", "step")}
+    size_bytes, left_s = sum(pin.size_bytes for pin in pins), round(held.left_s, 3)
+    return HeldDocument(**same, lease_left_s=left_s, size_bytes=size_bytes, pins=pins)
 
 
 def _publish(services: Services, job: str, held: LeasedSnapshot, what: str) -> None:

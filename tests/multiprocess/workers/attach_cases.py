@@ -34,14 +34,9 @@ from paramd.trainer.settings import AttachSettings
 from tests.longer import sample
 from tests.multiprocess import kinds
 from tests.multiprocess.truth import assert_same_bytes
-from tests.rank import run
+from tests.rank import Cases, run
 
-CASES: list[Callable[[], None]] = []
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES.append(function)
-    return function
+case = CASES = Cases()
 
 
 def built(kind: str = "ddp") -> tuple[kinds.Built, torch.optim.Optimizer]:
@@ -392,13 +387,5 @@ def assert_nothing_new(before: dict[str, set[str]]) -> None:
         time.sleep(0.05)
 
 
-def main() -> None:
-    for check in CASES:
-        began_s = time.monotonic()
-        check()
-        dist.barrier()
-        print("ok", check.__name__, f"{time.monotonic() - began_s:.1f} s", flush=True)
-
-
 if __name__ == "__main__":
-    run(main)
+    run(case.run, alone=False)

@@ -53,14 +53,9 @@ def test_whatever_is_asked_is_answered_as_the_document_says(job: Job, tmp_path: 
     command += ["--request-timeout", "35", "--no-shrink", "--max-examples", EXAMPLES]
     environment = {**os.environ, "NO_COLOR": "1"}
     done = subprocess.run(
-        command,
-        check=False,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+        command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True,
         timeout=PATIENCE_S,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-8000:]
 

@@ -29,14 +29,9 @@ LONG = ("--steps", "200")
 """For a training that must not end while it is exported."""
 
 KINDS = {
-    "plain": (1, "adamw"),
-    "ddp": (2, "adamw"),
-    "fsdp1": (2, "adafactor"),
-    "fsdp1-flat": (2, "sgd"),
-    "fsdp2": (2, "adamw"),
-    "hsdp": (2, "sgd"),
-    "tp-fsdp2": (2, "adamw"),
-}
+    "plain": (1, "adamw"), "ddp": (2, "adamw"), "fsdp1": (2, "adafactor"), "fsdp1-flat": (2, "sgd"),
+    "fsdp2": (2, "adamw"), "hsdp": (2, "sgd"), "tp-fsdp2": (2, "adamw"),
+}  # fmt: skip
 
 
 class Life:

@@ -111,15 +111,10 @@ def an_optimizer_of_another_model_on_one_rank() -> None:
 
 
 PLANTED: list[tuple[type, str]] = [
-    (SidecarLink, "open"),
-    (HostArena, "populate"),
-    (ParameterStorage, "move_in"),
-    (Boundary, "__init__"),
-    (Attachment, "__init__"),
-    (Attachment, "follow"),
-    (SidecarLink, "serve"),
-    (threading.Thread, "start"),
-]
+    (SidecarLink, "open"), (HostArena, "populate"), (ParameterStorage, "move_in"),
+    (Boundary, "__init__"), (Attachment, "__init__"), (Attachment, "follow"),
+    (SidecarLink, "serve"), (threading.Thread, "start"),
+]  # fmt: skip
 """What attaching does, in order; each is made to raise once it has done its work."""
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import longer
 from tests.launch import ROOT
 from tests.needs import missing, program
 from tests.warm import ENTER
@@ -274,10 +274,7 @@ def _outside(*arguments: str) -> None:
 
 
 def wait_until(
-    what: str, true: Callable[[], bool], *, timeout_s: float, told: Callable[[], str] = str
+    what: str, true: Callable[[], object], *, timeout_s: float, told: Callable[[], str] = str
 ) -> None:
     """Wait until `true()` holds; `told` is what a failure shows."""
-    deadline_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline_s, f"not in {timeout_s} s: {what}\n{told()}"
-        time.sleep(0.05)
+    longer.wait_until(true, what, timeout_s, told)

@@ -6,11 +6,13 @@ its commit chooses, and `make campaigns` all.
 from __future__ import annotations
 
 import os
+import time
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TypeVar
 
 Case = TypeVar("Case")
+Found = TypeVar("Found")
 
 
 def seconds(usual: float, longer: float) -> float:
@@ -27,6 +29,18 @@ def busy() -> float:
     """How many times as long everything that computes takes now: the runnable processes for each
     core, 1.0 at least."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def wait_until(
+    done: Callable[[], Found], what: str = "it", timeout_s: float = 60.0,
+    told: Callable[[], str] = str,
+) -> Found:  # fmt: skip
+    """Polls a condition; gives what it found, or fails with what `told` tells."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := done()):
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:.0f} s: {what}\n{told()}"
+        time.sleep(0.01)
+    return found
 
 
 def takes_more() -> bool:

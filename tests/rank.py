@@ -5,13 +5,33 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
+import torch
 import torch.distributed as dist
 
 from tests.ending import end
+
+
+class Cases(list[Callable[..., None]]):
+    """What a worker checks, case by case; as a decorator it takes one up."""
+
+    def __call__(self, function: Callable[..., None]) -> Callable[..., None]:
+        self.append(function)
+        return function
+
+    def run(self, names: Sequence[str] = (), *given: object) -> None:
+        """Those of these names, or all: from the same seed, with all ranks at each end."""
+        for function in self:
+            if not names or function.__name__ in names:
+                began_s = time.monotonic()
+                torch.manual_seed(0)
+                function(*given)
+                dist.barrier()
+                print(f"ok {function.__name__} {time.monotonic() - began_s:.1f} s", flush=True)
 
 
 def run(main: Callable[..., int | None], *, alone: bool = False) -> NoReturn:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +53,9 @@ def test_whatever_is_asked_is_answered_as_the_document_says(job: Job, tmp_path: 
     command += ["--request-timeout", "35", "--no-shrink", "--max-examples", EXAMPLES]
     environment = {**os.environ, "NO_COLOR": "1"}
     done = subprocess.run(
-        command,
-        check=False,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+        command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True,
         timeout=PATIENCE_S,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-8000:]
 
@@ -83,52 +75,3 @@ def test_every_operation_says_its_problems_and_needs_a_token(job: Job) -> None:
             assert "security" not in operation, where
     for schema in ("ParamPage", "HeatmapDocument", "HistogramDocument", "ValuesDocument"):
         assert document["components"]["schemas"][schema]["examples"], schema
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["<script>alert(1)</script>", "a" * 1000, "[" * 500, "\u202e", "%00", '"', "numel>", "*" * 900],
-)
-def test_names_like_attacks_are_harmless(job: Job, text: str) -> None:
-    with httpx2.Client(trust_env=False, base_url=job.url) as client:
-        right = {"authorization": f"Bearer {job.token}"}
-        for path, key in (
-            ("params", "filter"),
-            ("params/stats", "filter"),
-            ("params/values", "name"),
-        ):
-            query = {key: text}
-            where, deadline_s = f"/api/v1/jobs/client-test/{path}", time.monotonic() + 60
-            while (answer := client.get(where, params=query, headers=right)).status_code == 503:
-                # Its sidecars report late on a busy machine.
-                assert time.monotonic() < deadline_s, answer.text
-            assert answer.status_code in (200, 404, 409, 422), answer.text
-            assert answer.headers["content-type"] != "text/html"
-            assert answer.headers["x-content-type-options"] == "nosniff"
-
-
-def test_ten_megabytes_of_filter_are_refused_and_the_next_request_is_served(job: Job) -> None:
-    with httpx2.Client(trust_env=False, base_url=job.url) as client:
-        right = {"authorization": f"Bearer {job.token}"}
-        where = "/api/v1/jobs/client-test/snapshots"
-        body = {"filter": "a" * 10_000_000}
-        # It may hang up instead of reading on.
-        with suppress(httpx2.TransportError):
-            assert client.post(where, json=body, headers=right).status_code == 413
-        chunks = (b"a" * 100_000 for _ in range(100))
-        with suppress(httpx2.TransportError):
-            assert client.post(where, content=chunks, headers=right).status_code in (411, 413)
-        head = f"GET /api/v1/jobs/client-test/params?filter={'a' * 10_000_000} HTTP/1.1\r\n\r\n"
-        assert b"200 OK" not in _raw(job, head.encode())
-        assert client.get("/api/v1/jobs/client-test/params", headers=right).status_code == 200
-
-
-def _raw(job: Job, data: bytes) -> bytes:
-    """What comes back for bytes that no client would send; empty when it hangs up."""
-    host, _, port = job.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        try:
-            connection.sendall(data)
-            return connection.recv(4096)
-        except OSError:
-            return b""

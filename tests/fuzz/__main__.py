@@ -22,13 +22,8 @@ from tests.fuzz.servers import SERVERS
 TARGETS = (*PARSERS, *SERVERS)
 
 MAX_INPUT_BYTES = {
-    "filter": 256,
-    "glob": 48,
-    "selection": 96,
-    "stream": 96,
-    "stream_framing": 128,
-    "ticket": 512,
-}
+    "filter": 256, "glob": 48, "selection": 96, "stream": 96, "stream_framing": 128, "ticket": 512,
+}  # fmt: skip
 """Longest input; others: 2,048. Longer text is the same again, and slower."""
 HANG_S = 10
 MAX_GROWTH_MB = 48

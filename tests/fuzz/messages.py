@@ -11,21 +11,8 @@ from google.protobuf.message import Message
 MAX_REPEATED = 3
 MAX_DEPTH = 4
 NUMBERS = (
-    0,
-    1,
-    -1,
-    2,
-    7,
-    8,
-    64,
-    255,
-    4096,
-    1 << 20,
-    1 << 31,
-    -(1 << 31),
-    (1 << 63) - 1,
-    -(1 << 63),
-)
+    0, 1, -1, 2, 7, 8, 64, 255, 4096, 1 << 20, 1 << 31, -(1 << 31), (1 << 63) - 1, -(1 << 63),
+)  # fmt: skip
 FLOATS = (0.0, 1.0, -1.0, 0.5, 1e300, 1e-300, float("nan"), float("inf"), float("-inf"))
 _WHOLE = {
     Field.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),

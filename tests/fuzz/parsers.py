@@ -303,17 +303,8 @@ def table(data: bytes) -> None:
 
 
 PARSERS: dict[str, Callable[[bytes], None]] = {
-    "manifest": manifest,
-    "filter": filter_,
-    "glob": glob,
-    "selection": selection,
-    "layout": layout_codec,
-    "handover": handover_message,
-    "chunk": chunk,
-    "stream": stream,
-    "stream_framing": stream_framing,
-    "safetensors": safetensors,
-    "ticket": ticket,
-    "program": program,
-    "table": table,
-}
+    "manifest": manifest, "filter": filter_, "glob": glob, "selection": selection,
+    "layout": layout_codec, "handover": handover_message, "chunk": chunk, "stream": stream,
+    "stream_framing": stream_framing, "safetensors": safetensors, "ticket": ticket,
+    "program": program, "table": table,
+}  # fmt: skip

@@ -30,15 +30,9 @@ TERMS = (
     "w[0:4, -3:] std<.5 mean!=0 inf=0 min>-2 max<2G shape=scalar",
 )
 PATTERNS = (
-    "*",
-    "layers.*.up",
-    "head.weight[0:4, :, -3:]",
-    "[!a-z]?[ab]*",
-    "l*.[0-9].u?",
-    "[]*]",
-    "sc[",
+    "*", "layers.*.up", "head.weight[0:4, :, -3:]", "[!a-z]?[ab]*", "l*.[0-9].u?", "[]*]", "sc[",
     "up",
-)
+)  # fmt: skip
 
 
 def _manifest() -> list[bytes]:
@@ -135,15 +129,9 @@ def _safetensors() -> list[bytes]:
 def _ticket() -> list[bytes]:
     ticket = SIGNER.mint(job="job", incarnation=1, role=Role.SIDECAR, rank=0, ttl_s=1e9, now_s=0.0)
     claims = {
-        "job": "job",
-        "incarnation": 1,
-        "role": "reader",
-        "exp": 9e9,
-        "jti": "1",
-        "rank": 0,
-        "iat": 1.0,
-        "token": "t",
-    }
+        "job": "job", "incarnation": 1, "role": "reader", "exp": 9e9, "jti": "1", "rank": 0,
+        "iat": 1.0, "token": "t",
+    }  # fmt: skip
     return [ticket.encode(), json.dumps(claims).encode()]
 
 

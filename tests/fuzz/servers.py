@@ -376,14 +376,9 @@ class Doors:
         ops = ("map", "live", "lend", "stage", "take", "unmap", "attach", "mesh", "detach")
         message = {"op": pick(choices, ops)}
         names = (
-            "ticket",
-            "snapshot_id",
-            "edit_id",
-            "offset_bytes",
-            "spans",
-            "incarnation",
+            "ticket", "snapshot_id", "edit_id", "offset_bytes", "spans", "incarnation",
             "layout_digest",
-        )
+        )  # fmt: skip
         for name in (*names, "rank", "pid", "start", "peers"):
             if choices.ConsumeIntInRange(0, 2):
                 message[name] = self._anything(choices, name)

@@ -37,6 +37,7 @@ from paramd.memory.gate import TrainerGate
 from paramd.places import host_id, job_dir
 from paramd.security.tickets import Signer, new_private_key
 from tests.integration.fake_trainer import TrainerSettings, attach_message
+from tests.longer import wait_until as wait_for
 
 Answer = TypeVar("Answer")
 
@@ -64,14 +65,6 @@ def halves(numel: int, name: str = "weight") -> Layout:
     pieces = tuple(Piece(rank, 0, Box((rank * numel,), ((rank + 1) * numel,))) for rank in range(2))
     tensor = TensorLayout(name, "float32", (2 * numel,), TensorKind.PARAMETER, pieces)
     return Layout(world_size=2, arena_bytes=(4 * numel, 4 * numel), tensors=(tensor,))
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Polls until a condition holds."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"{what} did not happen within {DEADLINE_S} s"
-        time.sleep(0.005)
 
 
 def _log(name: str) -> BinaryIO:

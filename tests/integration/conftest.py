@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from paramd.mesh.mesh import Mesh
 from paramd_service.control.store.engine import StoreAddress
 from tests.integration.export_job import ExportingJob
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
+from tests.integration.fake_trainer import FakeTrainer, attached
 from tests.integration.sidecar_process import Client, SidecarProcess, client_of, sidecar
 from tests.integration.store_process import KINDS, fresh_address, server_of
 from tests.postgres import Postgres
@@ -26,10 +25,9 @@ def process(tmp_path: Path) -> Iterator[SidecarProcess]:
 @pytest.fixture
 def trainer(process: SidecarProcess, request: pytest.FixtureRequest) -> Iterator[FakeTrainer]:
     """With an arena as large as the module says."""
-    settings = TrainerSettings(arena_bytes=getattr(request.module, "ARENA_BYTES", 1 << 20))
-    with closing(attach(process.socket_path, settings)) as attached:
-        attached.send_mesh()
-        yield attached
+    size = getattr(request.module, "ARENA_BYTES", 1 << 20)
+    with attached(process.socket_path, arena_bytes=size) as found:
+        yield found
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from paramd.security.tickets import Role
 from paramd.v1 import export_pb2, sidecar_pb2, sidecar_pb2_grpc
 from tests.integration.client_job import JOB, Job, running_job
 from tests.integration.test_client import layout, write_arenas
+from tests.longer import wait_until as until  # noqa: F401
 from tests.orders import bound
 
 DEADLINE_S = 60.0
@@ -153,14 +153,6 @@ def exporting_job(
         except BaseException:
             print((job_dir(JOB) / "control.log").read_text()[-6000:])
             raise
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Polls until a condition holds."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"{what} did not happen within {DEADLINE_S} s"
-        time.sleep(0.02)
 
 
 def is_stopped(pid: int) -> bool:

@@ -13,9 +13,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paramd import places
 from paramd.layout.codec import encode_layout
@@ -273,6 +275,21 @@ def attach(
         connection.close()
         raise
     return FakeTrainer(settings, connection, fds, message["address"])
+
+
+@contextmanager
+def attached(
+    path: Path, *, trains: bool = False, buddies: Sequence[int] = (), **settings: Any
+) -> Iterator[FakeTrainer]:
+    """A trainer that all peers know, until the block ends; with `trains` it updates meanwhile."""
+    trainer = attach(path, TrainerSettings(**settings))
+    try:
+        trainer.send_mesh(buddies=list(buddies))
+        if trains:
+            trainer.start()
+        yield trainer
+    finally:
+        trainer.close()
 
 
 def main() -> None:

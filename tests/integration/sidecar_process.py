@@ -6,9 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,8 @@ from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, layout_of
+from tests.longer import wait_until
 from tests.orders import Metadata, Ordering, bound
-
-READY_S = 10.0
-POLL_S = 0.01
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = READY_S) -> None:
-    """Polls a condition until it holds."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise AssertionError(f"{what}: not within {timeout_s} s")
-        time.sleep(POLL_S)
 
 
 class SidecarProcess:

@@ -20,7 +20,7 @@ from paramd.security.tickets import Role, Signer
 from paramd.v1 import control_pb2, sidecar_pb2
 from tests.integration.control_process import TOKEN, Control, control_plane
 from tests.integration.control_process import ticket as control_ticket
-from tests.integration.fake_trainer import SIGNER, TrainerSettings, attach
+from tests.integration.fake_trainer import SIGNER, attached
 from tests.integration.sidecar_process import sidecar, ticket
 from tests.orders import bound, ordered
 
@@ -83,14 +83,12 @@ PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
 
 @pytest.fixture(scope="module")
 def sidecar_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with sidecar(tmp_path_factory.mktemp("s") / "s") as process:
-        trainer = attach(process.socket_path, TrainerSettings())
+    with (
+        sidecar(tmp_path_factory.mktemp("s") / "s") as process,
         # The buddy of rank 0, so that its tickets are good for PutCopy.
-        trainer.send_mesh(buddies=[0])
-        try:
-            yield trainer.address
-        finally:
-            trainer.close()
+        attached(process.socket_path, buddies=[0]) as trainer,
+    ):
+        yield trainer.address
 
 
 @pytest.fixture(scope="module")
@@ -280,18 +278,15 @@ def test_a_rank_cannot_join_as_another_rank(control: Control) -> None:
 
 @pytest.mark.parametrize("role", [V, S])
 def test_a_snapshot_is_not_mapped_for_who_may_not_read(tmp_path: Path, role: Role) -> None:
-    with sidecar(tmp_path / "s") as process:
-        trainer = attach(process.socket_path, TrainerSettings())
-        trainer.send_mesh()
-        connection = handover.connect(process.socket_path, timeout_s=10)
-        try:
-            message = {"op": "map", "ticket": ticket(role), "snapshot_id": "x"}
-            handover.send(connection, message)
-            answer, _ = handover.receive(connection)
-            assert (answer["op"], answer["code"]) == ("error", "PERMISSION_DENIED")
-            handover.send(connection, message | {"ticket": ticket(R)})
-            answer, _ = handover.receive(connection)
-            assert answer["code"] == "NOT_FOUND"
-        finally:
-            connection.close()
-            trainer.close()
+    with (
+        sidecar(tmp_path / "s") as process,
+        attached(process.socket_path),
+        handover.connect(process.socket_path, timeout_s=10) as connection,
+    ):
+        message = {"op": "map", "ticket": ticket(role), "snapshot_id": "x"}
+        handover.send(connection, message)
+        answer, _ = handover.receive(connection)
+        assert (answer["op"], answer["code"]) == ("error", "PERMISSION_DENIED")
+        handover.send(connection, message | {"ticket": ticket(R)})
+        answer, _ = handover.receive(connection)
+        assert answer["code"] == "NOT_FOUND"

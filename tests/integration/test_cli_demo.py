@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -45,11 +44,9 @@ def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
             stderr=err,
         )
     try:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while "Ctrl-C stops it" not in err_path.read_text():
-            assert demo.poll() is None, err_path.read_text()
-            assert time.monotonic() < deadline_s, err_path.read_text()
-            time.sleep(0.1)
+        told = err_path.read_text
+        wait_for(lambda: demo.poll() or "Ctrl-C stops it" in told(), "its tour", DEADLINE_S, told)
+        assert demo.poll() is None, told()
         # One of the commands that it tells the user to try.
         file = tmp_path / "model.safetensors"
         assert main(["summon", "*", "-f", str(file), "--job", "my-run"]) == 0

@@ -39,7 +39,7 @@ from tests.integration.control_process import (
     schedule,
 )
 from tests.integration.control_process import ticket as control_ticket
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
+from tests.integration.fake_trainer import FakeTrainer, attached
 from tests.integration.sidecar_process import Client, client_of, sidecar, ticket, wait_until
 from tests.longer import times
 
@@ -237,13 +237,11 @@ ARENA_BYTES = 1 << 20
 @contextlib.contextmanager
 def served(tmp_path: Path, *options: str) -> Iterator[FakeTrainer]:
     """A trainer with its sidecar."""
-    with sidecar(tmp_path / "s", *options) as process:
-        trainer = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
-        try:
-            trainer.send_mesh()
-            yield trainer
-        finally:
-            trainer.close()
+    with (
+        sidecar(tmp_path / "s", *options) as process,
+        attached(process.socket_path, arena_bytes=ARENA_BYTES) as trainer,
+    ):
+        yield trainer
 
 
 @contextlib.contextmanager
@@ -526,17 +524,18 @@ def test_rapid_resets_leave_a_sidecar_serving(tmp_path: Path) -> None:
         # Longer than is let in.
         header_block("/paramd.v1.SidecarService/ReadSnapshot", "x" * 15_000),
     ]
-    with sidecar(tmp_path / "s") as process:
-        trainer = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
-        with contextlib.closing(trainer), client_of(trainer) as client:
-            trainer.send_mesh()
-            client.pin((0, 64))
-            one, served = psutil.Process(process.process.pid), lambda: client.pin((0, 64))
-            before = one.memory_info().rss
-            besieged(one.pid, lambda count: reset_rapidly(trainer.address, blocks, count), served)
-            # From many connections at once each of gRPC's threads has its share, which it kept.
-            in_parallel(lambda count: reset_rapidly(trainer.address, blocks, count), 2 * RESETS)
-            wait_until(lambda: one.memory_info().rss < before + (64 << 20), "it is given back")
+    with (
+        sidecar(tmp_path / "s") as process,
+        attached(process.socket_path, arena_bytes=ARENA_BYTES) as trainer,
+        client_of(trainer) as client,
+    ):
+        client.pin((0, 64))
+        one, served = psutil.Process(process.process.pid), lambda: client.pin((0, 64))
+        before = one.memory_info().rss
+        besieged(one.pid, lambda count: reset_rapidly(trainer.address, blocks, count), served)
+        # From many connections at once each of gRPC's threads has its share, which it kept.
+        in_parallel(lambda count: reset_rapidly(trainer.address, blocks, count), 2 * RESETS)
+        wait_until(lambda: one.memory_info().rss < before + (64 << 20), "it is given back")
 
 
 def test_rapid_resets_leave_a_control_plane_serving(control: Control) -> None:

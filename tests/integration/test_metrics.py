@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paramd import places
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.control_process import Control, control_plane, until
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
+from tests.integration.fake_trainer import FakeTrainer, attached
 from tests.integration.sidecar_process import client_of, sidecar
 from tests.needs import check_with_promtool
 
@@ -25,15 +25,12 @@ LABELS = {"cause", "job", "rank", "rule", "kind", "ok", "captured", "le", "state
 
 @contextmanager
 def training(control_address: str = "") -> Iterator[FakeTrainer]:
-    settings = TrainerSettings(arena_bytes=ARENA_BYTES, control_address=control_address)
-    with sidecar(places.job_dir("job")) as process:
-        trainer = attach(process.socket_path, settings)
-        try:
-            trainer.send_mesh()
-            trainer.start()
-            yield trainer
-        finally:
-            trainer.close()
+    told = {"arena_bytes": ARENA_BYTES, "control_address": control_address}
+    with (
+        sidecar(places.job_dir("job")) as process,
+        attached(process.socket_path, trains=True, **told) as trainer,
+    ):
+        yield trainer
 
 
 def check(text: str) -> dict[str, dict[str, float]]:

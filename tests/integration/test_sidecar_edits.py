@@ -325,25 +325,16 @@ def test_a_loan_serves_again_and_one_that_broke_is_replaced(shared: Editing) -> 
 
 
 BAD_TAKES: list[dict[str, object]] = [
-    {},
-    {"offset_bytes": 0},
-    {"offset_bytes": -1, "spans": []},
-    {"offset_bytes": True, "spans": []},
-    {"offset_bytes": 0, "spans": {}},
-    {"offset_bytes": 0, "spans": [7]},
-    {"offset_bytes": 0, "spans": [[0, 0]]},
-    {"offset_bytes": 0, "spans": [[0, 0, "8"]]},
-    {"offset_bytes": 0, "spans": [[0, 0, 8.0]]},
-    {"offset_bytes": 0, "spans": [[-1, 0, 8]]},
-    {"offset_bytes": 0, "spans": [[1, 0, 8]]},
-    {"offset_bytes": 0, "spans": [[0, -8, 8]]},
-    {"offset_bytes": 0, "spans": [[0, 0, -8]]},
-    {"offset_bytes": 0, "spans": [[0, 1, 2 << 20]]},
+    {}, {"offset_bytes": 0}, {"offset_bytes": -1, "spans": []}, {"offset_bytes": True, "spans": []},
+    {"offset_bytes": 0, "spans": {}}, {"offset_bytes": 0, "spans": [7]},
+    {"offset_bytes": 0, "spans": [[0, 0]]}, {"offset_bytes": 0, "spans": [[0, 0, "8"]]},
+    {"offset_bytes": 0, "spans": [[0, 0, 8.0]]}, {"offset_bytes": 0, "spans": [[-1, 0, 8]]},
+    {"offset_bytes": 0, "spans": [[1, 0, 8]]}, {"offset_bytes": 0, "spans": [[0, -8, 8]]},
+    {"offset_bytes": 0, "spans": [[0, 0, -8]]}, {"offset_bytes": 0, "spans": [[0, 1, 2 << 20]]},
     {"offset_bytes": 0, "spans": [[0, 1 << 70, 8]]},
-    {"offset_bytes": 0, "spans": [[0, 0, 2 << 20]] * 33},
-    {"offset_bytes": 8, "spans": [[0, 0, 8]]},
+    {"offset_bytes": 0, "spans": [[0, 0, 2 << 20]] * 33}, {"offset_bytes": 8, "spans": [[0, 0, 8]]},
     {"offset_bytes": 1 << 70, "spans": [[0, 0, 8]]},
-]
+]  # fmt: skip
 
 
 def test_bytes_that_change_in_lent_memory_are_verified_as_they_were_taken(shared: Editing) -> None:

@@ -15,9 +15,8 @@ import pytest
 
 from paramd.memory import handover
 from paramd.memory.control_page import Word
-from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
+from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach, attached
 from tests.integration.sidecar_process import (
-    READY_S,
     Client,
     SidecarProcess,
     client_of,
@@ -32,16 +31,8 @@ ARENA_BYTES = 16 << 20
 
 @contextmanager
 def trained(process: SidecarProcess, **settings: float) -> Iterator[FakeTrainer]:
-    trainer = attach(
-        process.socket_path,
-        TrainerSettings(arena_bytes=ARENA_BYTES, **settings),  # type: ignore[arg-type]
-    )
-    try:
-        trainer.send_mesh()
-        trainer.start()
-        yield trainer
-    finally:
-        trainer.close()
+    with attached(process.socket_path, trains=True, arena_bytes=ARENA_BYTES, **settings) as found:
+        yield found
 
 
 def goes_on_training(trainer: FakeTrainer) -> None:
@@ -55,12 +46,12 @@ def test_a_sidecar_whose_trainer_ends_before_it_attached_does_not_linger(tmp_pat
             options = ["--trainer-pid", str(trainer.pid)]
             with sidecar(tmp_path / "alive", *options) as process:
                 trainer.kill()
-                assert process.process.wait(timeout=READY_S) == 0
+                assert process.process.wait(timeout=10) == 0
                 assert "the trainer that started it ended before it attached" in process.log
         finally:
             trainer.kill()
     with sidecar(tmp_path / "gone", *options) as process:
-        assert process.process.wait(timeout=READY_S) == 0
+        assert process.process.wait(timeout=10) == 0
 
 
 def test_a_sidecar_lingers_for_the_memory_of_a_trainer_that_it_had(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from paramd.errors import ParamdError
 from paramd.mesh.mesh import Mesh
 from tests import longer
 from tests.launch import Ranks, start_ranks
+from tests.longer import wait_until
 from tests.multiprocess.stamped import differing
 
 WORKER = "tests.multiprocess.workers.stamp"
@@ -160,10 +161,7 @@ def end_well(ranks: Ranks, folder: Path) -> None:
     """The trainers end by themselves and leave nothing."""
     (folder / "stop").touch()
     ranks.end_well()
-    deadline_s = time.monotonic() + allowed_s(10)
-    while left := ranks.stragglers():
-        assert time.monotonic() < deadline_s, f"left behind: {left}\n{ranks.outputs()}"
-        time.sleep(0.02)
+    wait_until(lambda: not ranks.stragglers(), "none left", allowed_s(10), ranks.outputs)
 
 
 def rest(ranks: Ranks, folder: Path) -> int:

@@ -20,7 +20,7 @@ import paramd
 from paramd.memory import handover
 from tests.launch import Ranks, run_ranks, start_ranks
 from tests.leaks import open_files
-from tests.longer import sample, times
+from tests.longer import sample, times, wait_until
 
 WORKER = "tests.multiprocess.workers.resuming"
 STEPS = 30
@@ -29,14 +29,9 @@ LONG = ("--steps", "200")
 """For a training that must not end while it is exported."""
 
 KINDS = {
-    "plain": (1, "adamw"),
-    "ddp": (2, "adamw"),
-    "fsdp1": (2, "adafactor"),
-    "fsdp1-flat": (2, "sgd"),
-    "fsdp2": (2, "adamw"),
-    "hsdp": (2, "sgd"),
-    "tp-fsdp2": (2, "adamw"),
-}
+    "plain": (1, "adamw"), "ddp": (2, "adamw"), "fsdp1": (2, "adafactor"), "fsdp1-flat": (2, "sgd"),
+    "fsdp2": (2, "adamw"), "hsdp": (2, "sgd"), "tp-fsdp2": (2, "adamw"),
+}  # fmt: skip
 
 
 class Life:
@@ -122,10 +117,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def wait_for(condition: Any, ranks: Ranks) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, ranks.outputs()
-        time.sleep(0.005)
+    wait_until(condition, "in time", DEADLINE_S, ranks.outputs)
 
 
 def kill(ranks: Ranks) -> None:
@@ -250,10 +242,7 @@ def test_memory_that_was_damaged_after_the_end_is_not_gone_on_in(
     life = Life(tmp_path, "plain", stack)
     life.struck(0, "forward", 12)
     socket_path = tmp_path / "state" / "resuming" / "rank-0.sock"
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not offered(socket_path)["digests"]:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    wait_until(lambda: offered(socket_path)["digests"], "digests")
     damage(socket_path, "memfd:paramd-optimizer")
     ranks = life.ended()
     (started,) = life.starts()

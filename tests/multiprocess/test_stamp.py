@@ -14,16 +14,10 @@ AT_LEAST = (20, 5)  # answers, steps
 
 # Ranks in lockstep, as a collective in the step keeps them, and ranks that run free.
 CASES = [
-    ("ddp", 2, "free"),
-    ("fsdp1-full", 2, "lockstep"),
-    ("fsdp1-full-orig", 3, "free"),
-    ("fsdp1-no-shard", 2, "lockstep"),
-    ("fsdp2", 2, "free"),
-    ("hsdp", 4, "lockstep"),
-    ("tp", 3, "free"),
-    ("tp-fsdp2", 4, "lockstep"),
-    ("tp-ddp", 4, "free"),
-]
+    ("ddp", 2, "free"), ("fsdp1-full", 2, "lockstep"), ("fsdp1-full-orig", 3, "free"),
+    ("fsdp1-no-shard", 2, "lockstep"), ("fsdp2", 2, "free"), ("hsdp", 4, "lockstep"),
+    ("tp", 3, "free"), ("tp-fsdp2", 4, "lockstep"), ("tp-ddp", 4, "free"),
+]  # fmt: skip
 SAMPLE = (("fsdp1-full", 2, "lockstep"), ("fsdp2", 2, "free"), ("tp-fsdp2", 4, "lockstep"))
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from safetensors import safe_open
 import paramd
 from paramd import places
 from paramd.mesh.mesh import Mesh
+from tests.longer import wait_until as wait_until
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -22,14 +22,6 @@ def read_truth(path: Path) -> tuple[int, dict[str, torch.Tensor]]:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         return int(metadata["step"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def wait_until(done: Callable[[], bool], what: str, *, timeout_s: float = 60.0) -> None:
-    """Polls a condition; fails when it does not come true in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(0.01)
 
 
 def connect_to(state_dir: Path, job: str) -> Mesh:

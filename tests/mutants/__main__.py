@@ -44,14 +44,9 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, *(f"tests/{test}" for test in tests)],
-        cwd=tree,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+        [*command, *(f"tests/{test}" for test in tests)], cwd=tree, env=environment,
+        capture_output=True, text=True, check=False, timeout=PATIENCE_S,
+    )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
 

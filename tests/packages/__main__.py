@@ -172,14 +172,9 @@ def surroundings(folder: Path) -> dict[str, str]:
 def run(folder: Path, *command: str) -> str:
     """What a program prints; raises when it fails."""
     done = subprocess.run(
-        command,
-        cwd=folder,
-        env=surroundings(folder),
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=folder, env=surroundings(folder), capture_output=True, text=True, check=False,
         timeout=300,
-    )
+    )  # fmt: skip
     check(done.returncode == 0, f"{command} ended with {done.returncode}: {done.stderr}")
     return done.stdout.strip()
 

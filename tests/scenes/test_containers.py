@@ -255,14 +255,8 @@ def test_a_trainer_that_is_killed_goes_on_from_the_other_containers_memory(
     life.mkdir()
     host = pod.sidecars()
     options = [
-        str(life),
-        "--kind",
-        "fsdp2",
-        "--optimizer",
-        KINDS["fsdp2"][1],
-        "--steps",
-        str(STEPS),
-    ]
+        str(life), "--kind", "fsdp2", "--optimizer", KINDS["fsdp2"][1], "--steps", str(STEPS),
+    ]  # fmt: skip
     worker = "tests.multiprocess.workers.resuming"
     # So slow that it is never done before it is killed.
     training = pod.training(worker, *options, "--pause-s", "0.5")

@@ -25,15 +25,9 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 def frame(step: int) -> ParamFrame:
     return ParamFrame(
-        weights(step),
-        changed=NAMES,
-        job="run",
-        incarnation=1,
-        history=0,
-        step=step,
-        dropped=0,
+        weights(step), changed=NAMES, job="run", incarnation=1, history=0, step=step, dropped=0,
         sent_bytes=9,
-    )
+    )  # fmt: skip
 
 
 async def frames(*steps: int) -> AsyncIterator[ParamFrame]:

@@ -13,19 +13,10 @@ from tests.longer import sample
 WORKER = "tests.multiprocess.workers.trainers"
 
 HF = [
-    ("hf-plain", 1),
-    ("hf-accumulated", 2),
-    ("hf-compiled", 1),
-    ("hf-fsdp2", 2),
-    ("hf-fsdp2-accumulated", 2),
-    ("hf-scaled", 1),
-    ("hf-from-checkpoint", 1),
-    ("hf-adapters", 2),
-    ("hf-layer-wise", 1),
-    ("hf-raises", 1),
-    ("hf-twice", 1),
-    ("trl-adapters", 2),
-]
+    ("hf-plain", 1), ("hf-accumulated", 2), ("hf-compiled", 1), ("hf-fsdp2", 2),
+    ("hf-fsdp2-accumulated", 2), ("hf-scaled", 1), ("hf-from-checkpoint", 1), ("hf-adapters", 2),
+    ("hf-layer-wise", 1), ("hf-raises", 1), ("hf-twice", 1), ("trl-adapters", 2),
+]  # fmt: skip
 ACCELERATE = [("accelerate-ddp", 2), ("accelerate-fsdp2", 2)]
 LIGHTNING = [
     ("lightning-plain", 1),

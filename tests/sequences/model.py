@@ -19,23 +19,12 @@ import torch
 RATE, MOMENTUM, SELF = 2.0**-6, 0.5, 2.0**-7
 
 SHAPES: dict[str, tuple[int, ...]] = {
-    "embed.weight": (37, 8),
-    "wide.weight": (64, 96),
-    "blocks.0.up.weight": (13, 8),
-    "blocks.0.up.bias": (13,),
-    "blocks.0.norm.weight": (8,),
-    "blocks.1.up.weight": (13, 8),
-    "blocks.1.up.bias": (13,),
-    "blocks.1.norm.weight": (8,),
-    "one.weight": (1,),
-    "row.weight": (1, 5),
-    "frozen.weight": (7, 5),
-    "brief.weight": (9, 5),
-    "precise.weight": (6, 7),
-    "dot.weight": (),
-    "rare.weight": (5, 3),
-    "traced.weight": (4, 3),
-}
+    "embed.weight": (37, 8), "wide.weight": (64, 96), "blocks.0.up.weight": (13, 8),
+    "blocks.0.up.bias": (13,), "blocks.0.norm.weight": (8,), "blocks.1.up.weight": (13, 8),
+    "blocks.1.up.bias": (13,), "blocks.1.norm.weight": (8,), "one.weight": (1,),
+    "row.weight": (1, 5), "frozen.weight": (7, 5), "brief.weight": (9, 5), "precise.weight": (6, 7),
+    "dot.weight": (), "rare.weight": (5, 3), "traced.weight": (4, 3),
+}  # fmt: skip
 TIED = {"head.weight": "embed.weight"}
 TRACE, COUNT = "traced.trace", "count"
 FROZEN = frozenset({"frozen.weight"})

@@ -437,14 +437,9 @@ def rest(stage: Stage, method: str, path: str, *, body: Any = None, **query: Any
     url, token = stage.door("main")
     try:
         answer = httpx2.request(
-            method,
-            f"{url}/api/v1{path}",
-            json=body,
-            params=query or None,
-            headers={"authorization": f"Bearer {token}"},
-            timeout=20.0,
-            trust_env=False,
-        )
+            method, f"{url}/api/v1{path}", json=body, params=query or None,
+            headers={"authorization": f"Bearer {token}"}, timeout=20.0, trust_env=False,
+        )  # fmt: skip
     except httpx2.HTTPError as error:
         raise DeadlineError(f"{method} {path}: {error!r}") from error
     if answer.status_code >= 500 and answer.status_code not in (503, 504):

@@ -14,19 +14,10 @@ from paramd.trainer import faults as trainer_faults
 from paramd_service.sidecar import faults as sidecar_faults
 
 CASES = (
-    ("ddp", 2),
-    ("fsdp1-full", 2),
-    ("fsdp1-full-orig", 2),
-    ("fsdp1-no-shard", 2),
-    ("fsdp2", 2),
-    ("fsdp2", 3),
-    ("hsdp", 2),
-    ("tp", 2),
-    ("tp-fsdp2", 2),
-    ("tp-ddp", 2),
-    ("fsdp1-hybrid", 2),
+    ("ddp", 2), ("fsdp1-full", 2), ("fsdp1-full-orig", 2), ("fsdp1-no-shard", 2), ("fsdp2", 2),
+    ("fsdp2", 3), ("hsdp", 2), ("tp", 2), ("tp-fsdp2", 2), ("tp-ddp", 2), ("fsdp1-hybrid", 2),
     ("hsdp", 4),
-)
+)  # fmt: skip
 STORES = ("embedded", "site", "site-postgres")
 """Where the control plane stands: beside rank 0; as a site of two jobs, with SQLite or with
 PostgreSQL, all links going through `links`."""

@@ -256,13 +256,7 @@ def _go_on(process: psutil.Process) -> None:
 
 
 _KINDS: dict[tuple[str, str], Callable[..., object]] = {
-    ("sidecars", "*"): _all_sidecars,
-    ("*", "random"): _random,
-    ("postgres", "random"): _postgres,
-    ("*", "clock"): _clock,
-    ("*", "version"): _version,
-    ("*", "descriptors"): _descriptors,
-    ("*", "memory"): _memory,
-    ("disk", "*"): _disk,
-    ("link", "*"): _link,
-}
+    ("sidecars", "*"): _all_sidecars, ("*", "random"): _random, ("postgres", "random"): _postgres,
+    ("*", "clock"): _clock, ("*", "version"): _version, ("*", "descriptors"): _descriptors,
+    ("*", "memory"): _memory, ("disk", "*"): _disk, ("link", "*"): _link,
+}  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +12,7 @@ from urllib.parse import urlencode
 import httpx2
 
 from tests.launch import Ranks
+from tests.longer import wait_until
 from tests.needs import missing
 from tests.web.training import JOB
 
@@ -27,12 +27,7 @@ PATIENCE_S = 30.0
 
 
 def wait_for(what: str, condition: Callable[[], Found], timeout_s: float = PATIENCE_S) -> Found:
-    """Polls until a condition holds; gives what it found."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s, f"{what} did not happen within {timeout_s} s"
-        time.sleep(0.05)
-    return found
+    return wait_until(condition, what, timeout_s)
 
 
 class Door:

@@ -1,13 +1,11 @@
 """A real training for the browser: two ranks, FSDP2, names like attacks, and NaN when told.
 
 Files beside `--stop` tell it, each for as long as it is there: `nan` puts NaN into the first
-element of `--nan-name`, `explode` has the gradients of the last layer grow 10,000 times, and
-`slow` has rank 1 sleep in each step.
+element of `--nan-name`, and `slow` has rank 1 sleep in each step.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import paramd
+from tests.rank import run
 
 HOSTILE = ("<img src=x onerror=alert(1)>", "\u202egnihtemos", "x" * 300, "a b&c=d#e?f%00")
 """Names of parameters, which may be any text without a dot."""
@@ -45,45 +44,36 @@ class Model(nn.Module):
         return x
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--stop", type=Path, required=True, help="ends when this file exists")
-    parser.add_argument("--nan-name", default="layers.1.weight")
-    arguments = parser.parse_args()
+def main(*, stop: Path, nan_name: str = "layers.1.weight") -> None:
+    """Ends when the file `stop` exists."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    dist.init_process_group("gloo")
     model = Model()
     fully_shard(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=1e-4)
     attachment = paramd.attach(model, optimizer, job=JOB, resume="auto")
     print("attached", flush=True)
-    told = arguments.stop.with_name("nan")
 
     def train() -> None:
         optimizer.zero_grad()
-        if dist.get_rank() == 1 and arguments.stop.with_name("slow").exists():
+        if dist.get_rank() == 1 and stop.with_name("slow").exists():
             time.sleep(0.3)
         loss = model(torch.randn(4, 32)).square().mean()
         loss.backward()
-        if _all(arguments.stop.with_name("explode")):
-            for parameter in model.layers[2].parameters():
-                parameter.grad.mul_(1e4)
         optimizer.step()
         attachment.log(loss=loss)
-        if _all(told):
+        if _all(stop.with_name("nan")):
             with attachment.update():
-                _put_nan(model, arguments.nan_name)
+                _put_nan(model, nan_name)
         time.sleep(0.02)
 
     over = False
     while not over:
         with attachment.rollback_scope():
-            while not (over := _all(arguments.stop)):
+            while not (over := _all(stop)):
                 train()
     attachment.detach()
-    dist.destroy_process_group()
 
 
 def _put_nan(model: nn.Module, name: str) -> None:
@@ -99,4 +89,4 @@ def _all(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -34,14 +34,9 @@ from paramd.trainer.settings import AttachSettings
 from tests.longer import sample
 from tests.multiprocess import kinds
 from tests.multiprocess.truth import assert_same_bytes
-from tests.rank import run
+from tests.rank import Cases, run
 
-CASES: list[Callable[[], None]] = []
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES.append(function)
-    return function
+case = CASES = Cases()
 
 
 def built(kind: str = "ddp") -> tuple[kinds.Built, torch.optim.Optimizer]:
@@ -116,15 +111,10 @@ def an_optimizer_of_another_model_on_one_rank() -> None:
 
 
 PLANTED: list[tuple[type, str]] = [
-    (SidecarLink, "open"),
-    (HostArena, "populate"),
-    (ParameterStorage, "move_in"),
-    (Boundary, "__init__"),
-    (Attachment, "__init__"),
-    (Attachment, "follow"),
-    (SidecarLink, "serve"),
-    (threading.Thread, "start"),
-]
+    (SidecarLink, "open"), (HostArena, "populate"), (ParameterStorage, "move_in"),
+    (Boundary, "__init__"), (Attachment, "__init__"), (Attachment, "follow"),
+    (SidecarLink, "serve"), (threading.Thread, "start"),
+]  # fmt: skip
 """What attaching does, in order; each is made to raise once it has done its work."""
 
 
@@ -392,13 +382,5 @@ def assert_nothing_new(before: dict[str, set[str]]) -> None:
         time.sleep(0.05)
 
 
-def main() -> None:
-    for check in CASES:
-        began_s = time.monotonic()
-        check()
-        dist.barrier()
-        print("ok", check.__name__, f"{time.monotonic() - began_s:.1f} s", flush=True)
-
-
 if __name__ == "__main__":
-    run(main)
+    run(case.run, alone=False)

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paramd
-from tests.ending import end
+from tests.rank import run
 
 JOB = "insight"
 OPTIMIZERS: dict[str, Any] = {
@@ -65,68 +64,58 @@ def local_of(value: Any) -> torch.Tensor:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", default="ddp")
-    parser.add_argument("--optimizer", default="adamw")
-    parser.add_argument("--resume", default="auto")
-    parser.add_argument("--pause-s", type=float, default=0.01)
-    parser.add_argument("--width", type=int, default=31)
-    parser.add_argument("--layers", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--quiet", action="store_true", help="write times, no moments")
-    args = parser.parse_args()
-    dist.init_process_group("gloo")
+def main(
+    folder: Path, *, kind: str = "ddp", optimizer: str = "adamw", resume: str = "auto",
+    pause_s: float = 0.01, width: int = 31, layers: int = 0, batch: int = 16, quiet: bool = False,
+) -> None:  # fmt: skip
+    """With `quiet` it writes times, no moments."""
     rank = dist.get_rank()
-    model = built(args.kind, args.width, args.layers)
+    model = built(kind, width, layers)
     names = {name.removeprefix("module."): p for name, p in model.named_parameters()}
-    optimizer = OPTIMIZERS[args.optimizer](list(names.values()))
+    updating = OPTIMIZERS[optimizer](list(names.values()))
 
     def flip(*_: object) -> None:
-        once, each = args.folder / f"flip-{rank}", args.folder / f"flip-each-{rank}"
+        once, each = folder / f"flip-{rank}", folder / f"flip-each-{rank}"
         path = once if once.exists() else each
         try:
             order = json.loads(path.read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             return
         param = names[order["name"]]
-        tensor = param if not order["key"] else optimizer.state[param][order["key"]]
+        tensor = param if not order["key"] else updating.state[param][order["key"]]
         words = local_of(tensor).view(-1).view(torch.int32)
         words[order["element"]] ^= 1 << order["bit"]
         once.unlink(missing_ok=True)
-        (args.folder / f"flipped-{rank}").write_text(str(attachment.step + 1))
+        (folder / f"flipped-{rank}").write_text(str(attachment.step + 1))
 
-    optimizer.register_step_post_hook(flip)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9999)
+    updating.register_step_post_hook(flip)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(updating, 0.9999)
     attachment = paramd.attach(
-        model, optimizer, job=JOB, resume=args.resume, extra_state={"scheduler": scheduler}
+        model, updating, job=JOB, resume=resume, extra_state={"scheduler": scheduler}
     )
-    data_rank = rank if args.kind != "plain" else 0
+    data_rank = rank if kind != "plain" else 0
     over = torch.zeros(1)
-    with (args.folder / f"moments-{rank}").open("a", buffering=1) as lines:
+    with (folder / f"moments-{rank}").open("a", buffering=1) as lines:
         while not over.item():
             generator = torch.Generator().manual_seed(1000 * attachment.step + data_rank)
-            x = torch.randn(args.batch, 19, generator=generator)
-            optimizer.zero_grad()
-            lr = optimizer.param_groups[0]["lr"]
+            x = torch.randn(batch, 19, generator=generator)
+            updating.zero_grad()
+            lr = updating.param_groups[0]["lr"]
             nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
-            optimizer.step()
+            updating.step()
             scheduler.step()
             line: dict[str, Any] = {"step": attachment.step, "time_s": time.time(), "lr": lr}
             for name, param in names.items():
-                state = optimizer.state[param]
-                if "exp_avg_sq" in state and not args.quiet:
+                state = updating.state[param]
+                if "exp_avg_sq" in state and not quiet:
                     v = local_of(state["exp_avg_sq"]).double()
                     line[name] = [float(v.sum()), float(v.square().sum()), v.numel()]
             lines.write(json.dumps(line) + "\n")
-            over.fill_((args.folder / "end").exists())
+            over.fill_((folder / "end").exists())
             dist.all_reduce(over)
-            time.sleep(args.pause_s)
+            time.sleep(pause_s)
     attachment.detach()
-    dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -25,26 +25,15 @@ from torch.distributed.fsdp import (
 import paramd
 from paramd import errors
 from tests.multiprocess.kinds import full_parameters
-from tests.rank import run
+from tests.rank import Cases, run
 
 summon = paramd.summon_full_params
-CASES: list[Callable[[], None]] = []
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES.append(function)
-    return function
+case = Cases()
 
 
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    for function in CASES:
-        if not names or function.__name__ in names:
-            began = time.monotonic()
-            torch.manual_seed(0)
-            function()
-            dist.barrier()
-            print(f"ok {function.__name__} {time.monotonic() - began:.1f} s", flush=True)
+    case.run(names)
 
 
 def layers() -> nn.Sequential:

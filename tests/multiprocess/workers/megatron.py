@@ -82,15 +82,10 @@ class Megatron:
         half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(case.dtype)
         precision = {half: True} if half else {}
         config = TransformerConfig(
-            num_layers=2,
-            hidden_size=8,
-            num_attention_heads=2,
-            use_cpu_initialization=True,
-            params_dtype=case.dtype,
-            num_moe_experts=case.experts,
-            tensor_model_parallel_size=case.tensor_parallel,
-            **precision,
-        )
+            num_layers=2, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True,
+            params_dtype=case.dtype, num_moe_experts=case.experts,
+            tensor_model_parallel_size=case.tensor_parallel, **precision,
+        )  # fmt: skip
         torch.manual_seed(0)
         network: Any = Network(config)
         self.ddp = DistributedDataParallel(

@@ -297,17 +297,9 @@ PATTERNS: dict[str, Callable[[Run], None]] = {
 OF_TWO_RANKS: dict[str, Callable[[Run], None]] = {"skipped_on_one_rank": skipped_on_one_rank}
 
 HALVES = {
-    "clamped",
-    "data_replaced",
-    "state_loaded",
-    "hook_of_the_user",
-    "wrapped",
-    "parameter_replaced",
-    "module_replaced",
-    "swapped",
-    "in_eval_mode",
-    "declared",
-}
+    "clamped", "data_replaced", "state_loaded", "hook_of_the_user", "wrapped", "parameter_replaced",
+    "module_replaced", "swapped", "in_eval_mode", "declared",
+}  # fmt: skip
 """Patterns that add a half after each update."""
 
 REFUSED = {

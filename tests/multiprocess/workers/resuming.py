@@ -12,7 +12,6 @@ rank writes a digest of all its state; it must be that of a run that nobody kill
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -30,8 +29,8 @@ from torch import nn
 from xxhash import xxh3_64_hexdigest
 
 import paramd
-from tests.ending import end
 from tests.gpu.late import finish
+from tests.rank import run
 
 WIDTH = 17
 
@@ -82,7 +81,7 @@ class Loader:
     """Batches in an order drawn anew each epoch; goes on where its state says."""
 
     def __init__(
-        self, rank: int, data_rank: int, folder: str, *, draws: bool, workers: int = 0
+        self, rank: int, data_rank: int, folder: Path, *, draws: bool, workers: int = 0
     ) -> None:
         self._rank, self._data_rank, self._folder = rank, data_rank, folder
         self._batches, self._draws, self._workers = 7 if not workers else 20, draws, workers
@@ -197,9 +196,9 @@ def digests(
     return found
 
 
-def await_standing(folder: str, attachment: paramd.Attachment, step: int) -> None:
+def await_standing(folder: Path, attachment: paramd.Attachment, step: int) -> None:
     """Before the update in which a rank will die: until this rank's standing snapshot is whole."""
-    orders = [path.read_text() for path in Path(folder).glob("die-*")]
+    orders = [path.read_text() for path in folder.glob("die-*")]
     until_s = time.monotonic() + 30.0
     while f"update {step}" in orders and time.monotonic() < until_s:
         cost = attachment.resume_cost()
@@ -208,70 +207,67 @@ def await_standing(folder: str, attachment: paramd.Attachment, step: int) -> Non
         time.sleep(0.01)
 
 
-def strike(folder: str, rank: int, point: str, step: int) -> None:
+def strike(folder: Path, rank: int, point: str, step: int) -> None:
     """Dies here if told to: `<folder>/die-<rank>` holds "point step"."""
-    order = Path(folder, f"die-{rank}")
+    order = folder / f"die-{rank}"
     if order.exists() and order.read_text() == f"{point} {step}":
         finish()
         order.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--kind", default="plain")
-    parser.add_argument("--optimizer", default="adamw")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--pause-s", type=float, default=0.0)
-    parser.add_argument("--resume", default="auto")
-    parser.add_argument("--workers", type=int, default=0, help="of the data loader")
-    for option in (
-        "--explicit",
-        "--wider",
-        "--without-loader",
-        "--other-keep",
-        "--scaler",
-        "--trace",
-    ):
-        parser.add_argument(option, action="store_true")
-    args = parser.parse_args()
+Begun = tuple[nn.Module, torch.optim.Optimizer, Any, Loader]
+
+
+def begun(
+    folder: Path, kind: str, optimizer: str, *, width: int = 31, steps: int = 10_000, **given: Any
+) -> Begun:
+    """Model, optimizer, scheduler and loader of this rank, with all randomness seeded."""
     logging.basicConfig(level=logging.INFO)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
-    model = built(args.kind, 37 if args.wider else 31)
+    model = built(kind, width)
     # Ranks of one tensor axis train on the same batches.
-    data_rank = rank if args.kind != "tp-fsdp2" else 0
+    data_rank = rank if kind != "tp-fsdp2" else 0
     torch.manual_seed(100 + data_rank)
     random.seed(rank)
     np.random.seed(rank)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = OPTIMIZERS[args.optimizer](parameters)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    loader = Loader(rank, data_rank, args.folder, draws=not args.explicit, workers=args.workers)
+    updating = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(updating, steps)
+    return model, updating, scheduler, Loader(rank, data_rank, folder, **given)
+
+
+def main(
+    folder: Path, *, kind: str = "plain", optimizer: str = "adamw", steps: int = 40,
+    pause_s: float = 0.0, resume: str = "auto", workers: int = 0, explicit: bool = False,
+    wider: bool = False, without_loader: bool = False, other_keep: bool = False,
+    scaler: bool = False, trace: bool = False,
+) -> None:  # fmt: skip
+    rank = dist.get_rank()
+    given = {"width": 37 if wider else 31, "draws": not explicit, "workers": workers}
+    begin = model, updating, scheduler, loader = begun(
+        folder, kind, optimizer, steps=steps, **given
+    )
     # Grows every few steps, so that a lost or repeated one shows.
-    scaler = torch.amp.GradScaler("cpu", 16.0, growth_interval=9, enabled=args.scaler)
-    keep: dict[str, Any] = {"scheduler": scheduler if not args.other_keep else Other()}
-    keep |= {} if args.without_loader else {"loader": loader}
-    keep |= {"scaler": scaler} if args.scaler else {}
+    scaling = torch.amp.GradScaler("cpu", 16.0, growth_interval=9, enabled=scaler)
+    keep: dict[str, Any] = {"scheduler": scheduler if not other_keep else Other()}
+    keep |= {} if without_loader else {"loader": loader}
+    keep |= {"scaler": scaling} if scaler else {}
     # After the update's last byte, and before paramd's own hook: still inside.
-    optimizer.register_step_post_hook(
-        lambda *_: strike(args.folder, rank, "inside-end", attachment.step)
+    updating.register_step_post_hook(lambda *_: strike(folder, rank, "inside-end", attachment.step))
+    attachment = paramd.attach(model, updating, job="resuming", resume=resume, extra_state=keep)
+    updating.register_step_pre_hook(
+        lambda *_: strike(folder, rank, "inside-begin", attachment.step)
     )
-    attachment = paramd.attach(
-        model, optimizer, job="resuming", resume=args.resume, extra_state=keep
-    )
-    optimizer.register_step_pre_hook(
-        lambda *_: strike(args.folder, rank, "inside-begin", attachment.step)
-    )
-    with Path(args.folder, f"starts-{rank}").open("a") as starts:
+    with (folder / f"starts-{rank}").open("a") as starts:
         starts.write(f"{json.dumps(told(attachment))}\n")
-    train(args, rank, attachment, model, optimizer, scheduler, loader, scaler)
-    found = digests(model, optimizer, scheduler, loader, scaler)
-    Path(args.folder, f"final-{rank}").write_text(json.dumps(found, indent=1))
+    while attachment.step < steps:
+        for step in epoch(folder, attachment, begin, scaling, explicit=explicit, trace=trace):
+            time.sleep(pause_s)
+            if step >= steps:
+                break
+    found = digests(*begin, scaling)
+    (folder / f"final-{rank}").write_text(json.dumps(found, indent=1))
     attachment.detach()
-    dist.destroy_process_group()
-    return 0
 
 
 def told(attachment: paramd.Attachment) -> dict[str, Any] | None:
@@ -281,47 +277,38 @@ def told(attachment: paramd.Attachment) -> dict[str, Any] | None:
     return {"step": resumed.step, "how": resumed.how, "lost": resumed.lost_steps}
 
 
-def train(
-    args: argparse.Namespace,
-    rank: int,
-    attachment: paramd.Attachment,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    loader: Loader,
-    scaler: torch.amp.GradScaler,
-) -> None:
-    at = Path(args.folder, f"at-{rank}")
-    while attachment.step < args.steps:
-        for tokens, targets in loader:
-            step = attachment.step
-            if args.trace:
-                with Path(args.folder, f"trace-{rank}").open("a") as trace:
-                    found = digests(model, optimizer, scheduler, loader)
-                    trace.write(f"{json.dumps([step, found])}\n")
-            random.random()
-            np.random.random()
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(tokens), targets)
-            strike(args.folder, rank, "forward", step)
-            scaler.scale(loss).backward()
-            strike(args.folder, rank, "backward", step)
-            await_standing(args.folder, attachment, step)
-            scaler.step(optimizer)
-            scaler.update()
-            strike(args.folder, rank, "update", step)
-            scheduler.step()
-            if args.explicit:
-                attachment.end_iteration()
-                strike(args.folder, rank, "kept", step)
-            at.write_text(str(attachment.step))
-            cost = attachment.resume_cost()
-            if cost is not None and cost.copies_step:
-                Path(args.folder, f"copies-{rank}").write_text(str(cost.copies_step))
-            time.sleep(args.pause_s)
-            if attachment.step >= args.steps:
-                return
+def epoch(
+    folder: Path, attachment: paramd.Attachment, begin: Begun, scaler: torch.amp.GradScaler, *,
+    explicit: bool, trace: bool,
+) -> Iterator[int]:  # fmt: skip
+    """One epoch; the step after each update."""
+    rank, (model, optimizer, scheduler, loader) = dist.get_rank(), begin
+    for tokens, targets in loader:
+        step = attachment.step
+        if trace:
+            with (folder / f"trace-{rank}").open("a") as lines:
+                lines.write(f"{json.dumps([step, digests(*begin)])}\n")
+        random.random()
+        np.random.random()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens), targets)
+        strike(folder, rank, "forward", step)
+        scaler.scale(loss).backward()
+        strike(folder, rank, "backward", step)
+        await_standing(folder, attachment, step)
+        scaler.step(optimizer)
+        scaler.update()
+        strike(folder, rank, "update", step)
+        scheduler.step()
+        if explicit:
+            attachment.end_iteration()
+            strike(folder, rank, "kept", step)
+        (folder / f"at-{rank}").write_text(str(attachment.step))
+        cost = attachment.resume_cost()
+        if cost is not None and cost.copies_step:
+            (folder / f"copies-{rank}").write_text(str(cost.copies_step))
+        yield attachment.step
 
 
 if __name__ == "__main__":
-    end(main)
+    run(main)

@@ -6,7 +6,6 @@ python -m tests.multiprocess.workers.tp_ddp [CASE ...]        (2 or 4 ranks)
 from __future__ import annotations
 
 import copy
-import time
 import warnings
 from collections.abc import Callable
 
@@ -27,27 +26,17 @@ from torch.utils.checkpoint import checkpoint
 
 import paramd
 from tests.gloo import use_one_thread
-from tests.rank import run
+from tests.rank import Cases, run
 
-CASES: list[Callable[[DeviceMesh], None]] = []
+case = Cases()
 TP = 2
-
-
-def case(function: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]:
-    CASES.append(function)
-    return function
 
 
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     shape = (dist.get_world_size() // TP, TP)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    for function in CASES:
-        if not names or function.__name__ in names:
-            began = time.monotonic()
-            torch.manual_seed(0)
-            function(mesh)
-            print(f"ok {function.__name__} {time.monotonic() - began:.1f} s", flush=True)
+    case.run(names, mesh)
 
 
 class Block(nn.Module):

@@ -47,16 +47,10 @@ def llama() -> nn.Module:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=20,
-        intermediate_size=28,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        tie_word_embeddings=True,
-        attn_implementation="eager",
-    )
+        vocab_size=WORDS, hidden_size=20, intermediate_size=28, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+        tie_word_embeddings=True, attn_implementation="eager",
+    )  # fmt: skip
     return LlamaForCausalLM(config)
 
 

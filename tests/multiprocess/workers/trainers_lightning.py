@@ -73,17 +73,11 @@ def fitted(
 
         ours = ParamdCallback(job="lightning")
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        strategy=strategy,
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[ours, Reader()] if ours is not None else [],
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy,
+        max_steps=STEPS, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[ours, Reader()] if ours is not None else [],
         **options,
-    )
+    )  # fmt: skip
     module = Module()
     trainer.fit(module, torch.utils.data.DataLoader(Tokens(), batch_size=BATCH))
     assert ours is None or ours.attachment is None, "detached at the end"
@@ -139,14 +133,9 @@ def lightning_raises(attached: bool, folder: Path) -> tuple[nn.Module, list[int]
 
     def fit(*callbacks: Any) -> Module:
         trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=STEPS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            callbacks=list(callbacks),
-        )
+            accelerator="cpu", devices=1, max_steps=STEPS, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, callbacks=list(callbacks),
+        )  # fmt: skip
         module = Module()
         with contextlib.suppress(ArithmeticError):
             trainer.fit(module, torch.utils.data.DataLoader(range(8)))  # type: ignore[arg-type]

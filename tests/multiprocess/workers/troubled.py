@@ -1,16 +1,16 @@
 """Trains under DDP, in trouble for as long as a file of that name lies in `<folder>`.
 
 explode, vanish   gradients of `layers.2` grow 10,000 times, or shrink 100,000 times
-slow, stuck       rank 1 sleeps in each step, or until the file has gone
+slow, stuck, dead rank 1 sleeps in each step, or until the file has gone, or is killed
 data              reading takes both ranks 0.3 s
 nan               an element of `layers.1.weight` is NaN
 drift             rank 1 has another value of an element of `layers.3.bias`
-end               training ends
 """
 
 from __future__ import annotations
 
-import argparse
+import os
+import signal
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import paramd
-from tests.ending import end
+from tests.rank import run
 from tests.web.training import JOB
 
 SECONDS = 0.3
@@ -43,6 +43,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def train(folder: Path) -> None:
+    torch.set_num_threads(1)
     torch.manual_seed(1)
     layers = [nn.Linear(32, 32) for _ in range(4)]
     named: OrderedDict[str, nn.Module] = OrderedDict(layers=nn.Sequential(*layers))
@@ -69,6 +70,8 @@ def train(folder: Path) -> None:
         time.sleep(SECONDS if second and "slow" in now else 0.02)
         while second and (folder / "stuck").exists():
             time.sleep(0.05)
+        if second and (folder / "dead").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
         for parameter in layers[2].parameters():
             assert parameter.grad is not None
@@ -80,20 +83,7 @@ def train(folder: Path) -> None:
         before, now = now, told[0]
         for name in broken.keys() & (now ^ before):
             change(name)
-        if "end" in now:
-            break
-    attachment.detach()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    train(folder)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    end(main)
+    run(train)

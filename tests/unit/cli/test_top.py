@@ -16,17 +16,10 @@ from paramd.errors import UnreachableError
 
 def rank(number: int, **changes: Any) -> dict[str, Any]:
     usual = {
-        "rank": number,
-        "membership": "joined",
-        "phase": "constant",
-        "step": 1200,
-        "step_time_ns": 70_000_000,
-        "stall_count": 2,
-        "stall_total_ns": 3_000_000,
-        "arena_bytes": 12_000_000,
-        "snapshot_bytes": 0,
-        "reason": "",
-    }
+        "rank": number, "membership": "joined", "phase": "constant", "step": 1200,
+        "step_time_ns": 70_000_000, "stall_count": 2, "stall_total_ns": 3_000_000,
+        "arena_bytes": 12_000_000, "snapshot_bytes": 0, "reason": "",
+    }  # fmt: skip
     return usual | changes
 
 

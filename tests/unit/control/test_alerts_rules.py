@@ -23,19 +23,10 @@ CONFIG = AlertConfig()
 
 def well(rank: int, **changes: object) -> RankInput:
     usual = RankInput(
-        rank=rank,
-        membership="joined",
-        reason="",
-        age_s=1.0,
-        step=100,
-        step_time_s=0.2,
-        boundary_age_s=0.1,
-        stall_count=0,
-        stall_total_s=0.0,
-        stall_max_s=0.0,
-        layout_digest="abc",
+        rank=rank, membership="joined", reason="", age_s=1.0, step=100, step_time_s=0.2,
+        boundary_age_s=0.1, stall_count=0, stall_total_s=0.0, stall_max_s=0.0, layout_digest="abc",
         trainer_lives=True,
-    )
+    )  # fmt: skip
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 

@@ -91,17 +91,10 @@ def watcher_of(
     config = config if config is not None else AlertConfig(watch=True)
     store = store if store is not None else MemoryStore()
     return Watcher(
-        config=config,
-        webhooks=webhooks if webhooks is not None else Webhooks(config.webhooks),
-        job="job",
-        incarnation=1,
-        view=world.view,
-        sampler=cast("MeshSampler", world),
-        store=cast("AlertStore", store),
-        offer=store.offer,
-        tell=told.append,
-        clock=world.clock,
-    )
+        config=config, webhooks=webhooks if webhooks is not None else Webhooks(config.webhooks),
+        job="job", incarnation=1, view=world.view, sampler=cast("MeshSampler", world),
+        store=cast("AlertStore", store), offer=store.offer, tell=told.append, clock=world.clock,
+    )  # fmt: skip
 
 
 async def looking(world: World, told: list[Alert], store: MemoryStore | None = None) -> Watcher:

@@ -50,18 +50,12 @@ def services() -> Services:
         "edits": EditRegistry(records, EditConfig(), publish=publish),
     }  # fmt: skip
     return Services(
-        config=ControlConfig(job="run"),
-        listen_host="127.0.0.1",
-        grpc_address="127.0.0.1:8471",
-        metrics=Metrics(lag=LoopLag(), tls=None, **parts),
-        **parts,
-        tokens=Tokens(TOKEN, MemoryTokens()),
-        revocations=Revocations(ticket_ttl_s=600.0),
-        denied=lambda *told: None,
-        failures=FailureLimit(burst=1000.0),
-        events=EventBus(),
+        config=ControlConfig(job="run"), listen_host="127.0.0.1", grpc_address="127.0.0.1:8471",
+        metrics=Metrics(lag=LoopLag(), tls=None, **parts), **parts,
+        tokens=Tokens(TOKEN, MemoryTokens()), revocations=Revocations(ticket_ttl_s=600.0),
+        denied=lambda *told: None, failures=FailureLimit(burst=1000.0), events=EventBus(),
         stopping=lambda: False,
-    )
+    )  # fmt: skip
 
 
 @asynccontextmanager

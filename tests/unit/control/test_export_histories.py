@@ -18,19 +18,10 @@ def back(number: int, step: int, lineage: int = FIRST, *, undo_of: str = "") -> 
     """The `number`th edit, which put the training back to a step of a lineage."""
     manifest = pb.EditManifest(rollback=pb.Rollback(step=step, lineage=lineage))
     return EditRow(
-        id=f"r{number}",
-        job="run",
-        incarnation=1,
-        state="APPLIED",
-        actor="ops",
-        role="admin",
-        created_s=1.0,
-        digest="",
-        edits=number,
-        token=1000 + number,
-        undo_of=undo_of,
+        id=f"r{number}", job="run", incarnation=1, state="APPLIED", actor="ops", role="admin",
+        created_s=1.0, digest="", edits=number, token=1000 + number, undo_of=undo_of,
         manifest=manifest.SerializeToString(),
-    )
+    )  # fmt: skip
 
 
 def after(number: int) -> int:

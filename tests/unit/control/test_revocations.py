@@ -34,14 +34,9 @@ class Clock:
 
 def claims(token: str | None, issued_s: float = NOW_S) -> Claims:
     return Claims(
-        job="run",
-        incarnation=1,
-        role=Role.READER,
-        expires_s=NOW_S + TTL_S,
-        issued_s=issued_s,
-        ticket_id="x",
-        token_id=token,
-    )
+        job="run", incarnation=1, role=Role.READER, expires_s=NOW_S + TTL_S, issued_s=issued_s,
+        ticket_id="x", token_id=token,
+    )  # fmt: skip
 
 
 def row(name: str, *, expires_s: float | None = None, revoked_s: float | None = None) -> TokenRow:

@@ -215,19 +215,12 @@ def simulated(trouble: str, until_s: float) -> list[tuple[float, str, str]]:
 
     async def run() -> None:
         watcher = Watcher(
-            config=config,
-            webhooks=Webhooks(config.webhooks),
-            job="job",
-            incarnation=1,
-            view=training.view,
-            sampler=cast("MeshSampler", training),
-            store=cast("AlertStore", store),
-            offer=store.offer,
-            ask_logged=training.ask_logged,
-            look=training.look,
-            trouble=lambda: "disk is full" if training.has("full disk") else "",
+            config=config, webhooks=Webhooks(config.webhooks), job="job", incarnation=1,
+            view=training.view, sampler=cast("MeshSampler", training),
+            store=cast("AlertStore", store), offer=store.offer, ask_logged=training.ask_logged,
+            look=training.look, trouble=lambda: "disk is full" if training.has("full disk") else "",
             clock=training.clock,
-        )
+        )  # fmt: skip
         watcher.start()
         while training.at_s < until_s:
             await asyncio.sleep(1.0)

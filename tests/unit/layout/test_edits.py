@@ -109,16 +109,10 @@ def layout(*tensors: tuple[str, str, tuple[int, ...]], buffers: tuple[str, ...] 
 
 
 PLAIN = layout(
-    ("f", "float32", (4, 4)),
-    ("h", "float16", (4,)),
-    ("i", "int8", (4,)),
-    ("b", "bool", (4,)),
-    ("c", "complex64", (4,)),
-    ("q", "float8_e4m3fn", (4,)),
-    ("z", "complex128", (4,)),
-    ("running", "float32", (4,)),
-    buffers=("running",),
-)
+    ("f", "float32", (4, 4)), ("h", "float16", (4,)), ("i", "int8", (4,)), ("b", "bool", (4,)),
+    ("c", "complex64", (4,)), ("q", "float8_e4m3fn", (4,)), ("z", "complex128", (4,)),
+    ("running", "float32", (4,)), buffers=("running",),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

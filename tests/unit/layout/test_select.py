@@ -178,17 +178,11 @@ def test_two_different_parts_of_one_tensor_are_refused() -> None:
 
 
 ADVERSARIAL = [
-    "*1*2*w*",
-    "*a*e*i*",
-    "*e*l*r*.*.*e*i*g*h*",
-    "l*" * 500,
-    "*" + "?" * 20 + "*t",
+    "*1*2*w*", "*a*e*i*", "*e*l*r*.*.*e*i*g*h*", "l*" * 500, "*" + "?" * 20 + "*t",
     "*" + "".join(f"[!{'abcdefghij'[k % 10]}{k % 10}]" for k in range(30)),
-    "*".join(f"[!{'abcdefghij'[k % 10]}{k % 10}]" for k in range(30)),
-    "*.attn.*.weight",
-    "*",
+    "*".join(f"[!{'abcdefghij'[k % 10]}{k % 10}]" for k in range(30)), "*.attn.*.weight", "*",
     "modell.layers.7.attn.q_proj.weight",
-]
+]  # fmt: skip
 
 
 def test_hundred_thousand_names_cost_milliseconds_whatever_the_pattern() -> None:

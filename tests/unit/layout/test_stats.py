@@ -21,18 +21,12 @@ def stats_of(values: list[float], begin: int = -8, bins: int = 16) -> Stats:
         if value:
             counts[min(max(math.frexp(value)[1] - 1 - begin, 0), bins - 1)] += 1
     return Stats(
-        count=len(values),
-        zero_count=values.count(0.0),
-        nan_count=sum(map(math.isnan, values)),
-        inf_count=sum(map(math.isinf, values)),
-        mean=mean,
+        count=len(values), zero_count=values.count(0.0), nan_count=sum(map(math.isnan, values)),
+        inf_count=sum(map(math.isinf, values)), mean=mean,
         m2=math.fsum((value - mean) ** 2 for value in finite),
-        sum_squares=math.fsum(value * value for value in finite),
-        min=min(finite, default=math.inf),
-        max=max(finite, default=-math.inf),
-        exponent_counts=tuple(counts),
-        exponent_begin=begin,
-    )
+        sum_squares=math.fsum(value * value for value in finite), min=min(finite, default=math.inf),
+        max=max(finite, default=-math.inf), exponent_counts=tuple(counts), exponent_begin=begin,
+    )  # fmt: skip
 
 
 def assert_close(one: Stats, other: Stats) -> None:

@@ -32,15 +32,10 @@ class Sidecar:
 
 
 DOCUMENT = JobDocument(
-    job="my-run",
-    incarnation=1,
-    world_size=1,
-    control_address="127.0.0.1:1",
-    layout_digest="",
-    peers={0: PeerAddress(rank=0, address="127.0.0.1:2", socket_path="", host_id="")},
-    ticket="",
+    job="my-run", incarnation=1, world_size=1, control_address="127.0.0.1:1", layout_digest="",
+    peers={0: PeerAddress(rank=0, address="127.0.0.1:2", socket_path="", host_id="")}, ticket="",
     ticket_expires_s=time.time() + 600,
-)
+)  # fmt: skip
 
 
 async def test_a_pin_granted_after_its_caller_left_is_released() -> None:

@@ -24,17 +24,10 @@ def data_of(step: int) -> bytes:
 
 def label_of(step: int, *, lineage: int = 7) -> StandingLabel:
     return StandingLabel(
-        lineage=lineage,
-        step=step,
-        edits=0,
-        arena_bytes=SIZE - 300,
-        optimizer_bytes=100,
-        record_bytes=100,
-        table_bytes=100,
-        world_size=2,
-        layout_digest="d",
+        lineage=lineage, step=step, edits=0, arena_bytes=SIZE - 300, optimizer_bytes=100,
+        record_bytes=100, table_bytes=100, world_size=2, layout_digest="d",
         digest=digest_of(memoryview(data_of(step))),
-    )
+    )  # fmt: skip
 
 
 class Sender:

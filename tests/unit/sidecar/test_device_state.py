@@ -33,18 +33,9 @@ def attached_to(device: DeviceArenaRequest | None, arena_bytes: int) -> Attached
     """The memory that a sidecar shares with a trainer in this process."""
     pid = os.getpid()
     request = AttachRequest(
-        job="job",
-        incarnation=1,
-        rank=0,
-        world_size=1,
-        pid=pid,
-        start=places.process_start(pid),
-        arena_bytes=arena_bytes,
-        public_key=b"",
-        version="",
-        rank_ticket="",
-        device=device,
-    )
+        job="job", incarnation=1, rank=0, world_size=1, pid=pid, start=places.process_start(pid),
+        arena_bytes=arena_bytes, public_key=b"", version="", rank_ticket="", device=device,
+    )  # fmt: skip
     return attach_memory(request, [])
 
 

@@ -24,16 +24,10 @@ def picture_of(
     steps = [math.prod(sizes[d + 1 : row_dims]) for d in range(row_dims)]
     steps += [math.prod(sizes[d + 1 :]) for d in range(row_dims, len(sizes))]
     view = pooling.make_view(
-        tensor.storage_offset() * tensor.itemsize,
-        sizes,
-        tensor.stride(),
-        steps,
-        row_dims=row_dims,
-        origin=origin,
-        grid=grid,
-        data_bytes=len(data),
+        tensor.storage_offset() * tensor.itemsize, sizes, tensor.stride(), steps, row_dims=row_dims,
+        origin=origin, grid=grid, data_bytes=len(data),
         dtype=str(tensor.dtype).removeprefix("torch."),
-    )
+    )  # fmt: skip
     dtype = str(tensor.dtype).removeprefix("torch.")
     return pooling.pool(data, dtype, grid, [view], lambda: False)
 
@@ -128,16 +122,10 @@ def test_blocks_join_up_whatever_their_size(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_what_leaves_the_snapshot_or_the_matrix_is_refused(change: dict[str, object]) -> None:
     right: dict[str, object] = {
-        "begin_bytes": 0,
-        "sizes": (3, 4),
-        "strides": (4, 1),
-        "steps": (1, 1),
-        "row_dims": 1,
-        "origin": (0, 0),
-        "data_bytes": 48,
-        "dtype": "float32",
+        "begin_bytes": 0, "sizes": (3, 4), "strides": (4, 1), "steps": (1, 1), "row_dims": 1,
+        "origin": (0, 0), "data_bytes": 48, "dtype": "float32",
         "grid": pooling.Grid("sum", 4, 4, 2, 2),
-    }
+    }  # fmt: skip
     pooling.make_view(**right)  # type: ignore[arg-type]
     with pytest.raises(UsageError):
         pooling.make_view(**right | change)  # type: ignore[arg-type]

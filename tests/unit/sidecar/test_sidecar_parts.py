@@ -34,17 +34,9 @@ from paramd_service.sidecar.owner import (
 from paramd_service.sidecar.rpc import auth
 
 REQUEST = AttachRequest(
-    job="job",
-    incarnation=3,
-    rank=1,
-    world_size=2,
-    pid=10,
-    start=100,
-    arena_bytes=64,
-    public_key=bytes(32),
-    rank_ticket="t",
-    version=__version__,
-)
+    job="job", incarnation=3, rank=1, world_size=2, pid=10, start=100, arena_bytes=64,
+    public_key=bytes(32), rank_ticket="t", version=__version__,
+)  # fmt: skip
 
 
 def test_the_first_trainer_and_the_same_one_may_attach() -> None:

@@ -29,16 +29,10 @@ def view_of(shard: torch.Tensor, whole: Sequence[int], origin: tuple[int, int]) 
     data = memoryview(bytearray(storage.numpy()))
     name = str(shard.dtype).removeprefix("torch.")
     view = pooling.make_view(
-        shard.storage_offset() * shard.itemsize,
-        shard.shape,
-        shard.stride(),
-        (1, 1),
-        row_dims=1,
-        origin=origin,
-        grid=pooling.Grid("sum", whole[0], whole[1], 1, 1),
-        data_bytes=len(data),
+        shard.storage_offset() * shard.itemsize, shard.shape, shard.stride(), (1, 1), row_dims=1,
+        origin=origin, grid=pooling.Grid("sum", whole[0], whole[1], 1, 1), data_bytes=len(data),
         dtype=name,
-    )
+    )  # fmt: skip
     return data, view
 
 
@@ -76,14 +70,9 @@ class Shards:
         result = np.zeros((rows, factor.shape[1]))
         for data, view in self.views:
             begin, product = pooling.multiply(
-                data,
-                self.dtype,
-                [view],
-                pooling.matrix(factor),
-                0,
-                lambda: False,
+                data, self.dtype, [view], pooling.matrix(factor), 0, lambda: False,
                 transposed=transposed,
-            )
+            )  # fmt: skip
             result[begin : begin + len(product)] += product.numpy()
             self.moved += product.numel()
         return result

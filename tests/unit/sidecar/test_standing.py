@@ -23,6 +23,7 @@ from paramd_service.sidecar.snapshots.moments import Moments, table_key
 from paramd_service.sidecar.snapshots.offer import offer_of
 from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker, Snapshot
+from tests.longer import wait_until as settled
 from tests.unit.sidecar.test_device_state import attached_to
 
 ARENA_BYTES, STATE_BYTES = 10_000, 5_000
@@ -102,13 +103,6 @@ def made_at(
 
 def steps(standing: Standing) -> list[int]:
     return [label.step for label, _ in standing.labels()]
-
-
-def settled(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def test_a_copy_that_an_update_overtakes_is_dropped(trainer: Trainer, standing: Standing) -> None:

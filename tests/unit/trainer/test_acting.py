@@ -88,15 +88,9 @@ def acting(
         copy_buffers=partial(copied.append, "buffers"), gathered=lambda: gathered
     )
     return BoundaryHandler(
-        page,
-        agreement,
-        TrainerGate(page, stall_budget_ns=0),
-        home=home,
-        hold=nothing,
-        editor=editor,
-        copy_state=lambda _: copied.append("moments"),
-        answer=lambda announce: None,
-    )
+        page, agreement, TrainerGate(page, stall_budget_ns=0), home=home, hold=nothing,
+        editor=editor, copy_state=lambda _: copied.append("moments"), answer=lambda announce: None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

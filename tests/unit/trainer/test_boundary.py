@@ -58,16 +58,9 @@ class Bench:
         self.arena = HostArena(self.shared.arena, size)
         self.home.move_in(self.arena.buffer)
         self.boundary = Boundary(
-            self.page,
-            self.shared.wake,
-            self.home,
-            Agreement(None, timeout_s=1),
-            editor=NoEdits(),
-            copy_state=lambda _: None,
-            hold_cap_s=1,
-            stall_budget_ns=0,
-            always_strict=always_strict,
-        )
+            self.page, self.shared.wake, self.home, Agreement(None, timeout_s=1), editor=NoEdits(),
+            copy_state=lambda _: None, hold_cap_s=1, stall_budget_ns=0, always_strict=always_strict,
+        )  # fmt: skip
         self.signals = Signals(model, self.boundary)
         self.signals.open()
 

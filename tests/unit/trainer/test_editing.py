@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from paramd.memory.gate import TrainerGate, state_of
 from paramd.memory.handover import Descriptors
 from paramd.trainer.boundary.agreement import EDIT, Request
 from paramd.trainer.boundary.edits import Editor
+from tests.longer import wait_until
 
 ARENA_BYTES = 8 << 20
 DATA, PREIMAGE = 1 << 16, 2 << 20
@@ -73,11 +73,7 @@ class Bench:
 
     def apply(self, *records: Record) -> None:
         request = self.request(*records)
-        deadline_s = time.monotonic() + 20
-        while not self.editor.accept(request, now=True):
-            assert self.page[Word.REFUSED] != request.number
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        wait_until(lambda: self.editor.accept(request, now=True), "it is accepted")
         self.editor.apply(request, self.gate)
         assert self.page[Word.EDIT_APPLIED] == request.number
         assert self.page[Word.EDIT_TOKEN] == request.token

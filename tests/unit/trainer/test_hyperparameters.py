@@ -11,15 +11,9 @@ from paramd.errors import UsageError
 from paramd.trainer.boundary.optimizers import converted
 
 GROUP: dict[str, Any] = {
-    "params": [],
-    "lr": 0.1,
-    "betas": (0.9, 0.999),
-    "weight_decay": 0,
-    "steps": 5,
-    "amsgrad": False,
-    "foreach": None,
-    "rate": torch.tensor(0.5),
-}
+    "params": [], "lr": 0.1, "betas": (0.9, 0.999), "weight_decay": 0, "steps": 5, "amsgrad": False,
+    "foreach": None, "rate": torch.tensor(0.5),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

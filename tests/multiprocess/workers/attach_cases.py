@@ -112,7 +112,7 @@ def an_optimizer_of_another_model_on_one_rank() -> None:
 
 PLANTED: list[tuple[type, str]] = [
     (SidecarLink, "open"), (HostArena, "populate"), (ParameterStorage, "move_in"),
-    (Boundary, "__init__"), (Attachment, "__init__"), (Attachment, "follow"),
+    (Boundary, "__init__"), (Attachment, "__init__"), (Attachment, "_follow"),
     (SidecarLink, "serve"), (threading.Thread, "start"),
 ]  # fmt: skip
 """What attaching does, in order; each is made to raise once it has done its work."""

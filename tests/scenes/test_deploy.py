@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from paramd.errors import UsageError
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.base.site import read_token
 from tests.launch import ROOT
-from tests.longer import wait_until
 from tests.needs import program
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
@@ -55,8 +55,11 @@ def test_the_local_mesh_is_read_as_it_says_and_ends_on_ctrl_c(
             stderr=stderr,
         )
     try:
-        shown = "Ctrl-C stops everything."
-        wait_until(lambda: shown in out.read_text(), shown, PATIENCE_S, err.read_text)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while "Ctrl-C stops everything." not in out.read_text():
+            assert mesh.poll() is None, err.read_text()
+            assert time.monotonic() < deadline_s, err.read_text()
+            time.sleep(0.1)
         for name, value in exports(out.read_text()).items():
             monkeypatch.setenv(name, value)
         assert main(["status", "-o", "json"]) == 0
@@ -113,8 +116,14 @@ def test_the_dockerfile_is_clean() -> None:
         [hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, timeout=60, check=False
     )
     assert (found.returncode, found.stdout) == (0, "")
-    users = re.findall(r"^USER (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
-    assert users == ["10001"]
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["10001"]
+    sent = [
+        one[1:] for one in (DEPLOY.parent / ".dockerignore").read_text().split() if one[0] == "!"
+    ]
+    copied = re.findall(r"^COPY ((?!--from)[^\n]*) \S+$", text, re.MULTILINE)
+    for path in " ".join(copied).split():
+        assert any(path == one or path.startswith(f"{one}/") for one in sent), f"{path} is not sent"
 
 
 def test_the_image_installs_all_it_needs_by_hash() -> None:

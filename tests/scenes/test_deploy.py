@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from paramd.errors import UsageError
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.base.site import read_token
 from tests.launch import ROOT
-from tests.longer import wait_until
 from tests.needs import program
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
@@ -55,8 +55,11 @@ def test_the_local_mesh_is_read_as_it_says_and_ends_on_ctrl_c(
             stderr=stderr,
         )
     try:
-        shown = "Ctrl-C stops everything."
-        wait_until(lambda: shown in out.read_text(), shown, PATIENCE_S, err.read_text)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while "Ctrl-C stops everything." not in out.read_text():
+            assert mesh.poll() is None, err.read_text()
+            assert time.monotonic() < deadline_s, err.read_text()
+            time.sleep(0.1)
         for name, value in exports(out.read_text()).items():
             monkeypatch.setenv(name, value)
         assert main(["status", "-o", "json"]) == 0

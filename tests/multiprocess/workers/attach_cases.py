@@ -382,5 +382,9 @@ def assert_nothing_new(before: dict[str, set[str]]) -> None:
         time.sleep(0.05)
 
 
+def main(names: list[str]) -> None:
+    case.run(names)
+
+
 if __name__ == "__main__":
-    run(case.run, alone=False)
+    run(main)

@@ -104,6 +104,9 @@ def test_the_ids_that_are_printed_are_taken_everywhere() -> None:
         mesh.undo("last")
     out, _ = ran("undo", "last")
     assert f"undo {short}" in out
+    with paramd.connect(job=JOB) as mesh:
+        redo = mesh.undo(mesh.edits(limit=1)[0])
+        assert mesh.undo("last").undo_of == redo.id
     assert "no id begins with" in ran("undo", "0123456789", code=4)[1]
 
 

@@ -215,7 +215,7 @@ async def test_a_hold_has_one_holder_steps_renews_and_ends(
 ) -> None:
     assert (await call(control, "GET", "/pause")).json()["state"] == "running"
     assert (await call(control, "POST", "/pause/renew", {})).status_code == 409
-    held = (await call(control, "POST", "/pause", {"lease_s": 20})).json()
+    held = (await call(control, "POST", "/pause", {"lease_s": 20, "id": "a1"})).json()
     assert held["state"] == "paused"
     assert held["holder"].startswith("owner/")
     assert held["lease_left_s"] == 20.0
@@ -235,9 +235,9 @@ async def test_a_hold_has_one_holder_steps_renews_and_ends(
     ranks[0].trainers.step = 14
     again = (await call(control, "GET", "/pause")).json()
     assert (again["state"], again["steps_left"], again["step"]) == ("paused", 0, 14)
-    ended = await call(control, "DELETE", "/pause")
-    assert ended.json()["state"] == "running", ended.text
-    assert (await call(control, "DELETE", "/pause")).status_code == 200
+    for query, state in (("?id=b2", "paused"), ("?id=a1", "running"), ("", "running")):
+        ended = await call(control, "DELETE", f"/pause{query}")
+        assert ended.json()["state"] == state, ended.text
     assert not ranks[0].trainers.held
     told = [one for one in await recorded(control) if one[1].startswith("pause.")]
     assert told == [

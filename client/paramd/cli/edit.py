@@ -120,7 +120,7 @@ def undo(
 ) -> None:
     """Undo an edit: an addition is subtracted again, anything else restores the old values.
 
-    `last` is the newest applied edit that was made with the token in use.
+    `last` is the edit in effect that was applied last, of those made with the token in use.
     Restored values lose the training updates made since the edit.
     """
     with target.connect() as mesh, _told_if_interrupted():

@@ -806,8 +806,8 @@ class AsyncMesh:
         Optimizer state that it zeroed (`reset_moments`) stays zero; the result's `note` says so.
 
         Args:
-            edit_id: The edit, its id, or the first characters of that; "last" for the newest that
-                is applied, of those made with this token. An undo is not undone by it.
+            edit_id: The edit, its id, or the first characters of that; "last" for the one in
+                effect that was applied last, of those made with this token.
             force: Undo even if later edits changed some of the same elements.
             wait, timeout: As in `edit`.
 

@@ -14,8 +14,8 @@ from paramd.layout.edits.ops import OpSpec
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.mesh.edits.calls import in_effect
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.edits.incarnation import in_effect
 from paramd_service.control.edits.machine import Commit, EditMachine, Staged
 from paramd_service.control.edits.runner import EditRun
 from paramd_service.control.edits.spec import (
@@ -76,7 +76,7 @@ def test_an_edit_is_in_effect_after_an_even_number_of_undos_of_undos(depth: int)
             actor="a",
             role="owner",
             created_s=0.0,
-            edits=2 * number,
+            boundary=2 * number,
             manifest=b"",
             digest="",
             undo_of=f"{number - 1}" if number else "",
@@ -84,14 +84,14 @@ def test_an_edit_is_in_effect_after_an_even_number_of_undos_of_undos(depth: int)
         )
         for number in range(depth + 1)
     ]
-    other = replace(chain[0], id="other", edits=3, undone_by="")
-    of_an_earlier_one = replace(chain[0], id="undo", edits=1, undo_of="before", undone_by="")
+    other = replace(chain[0], id="other", boundary=3, undone_by="")
+    of_an_earlier_one = replace(chain[0], id="undo", boundary=1, undo_of="before", undone_by="")
     found = in_effect([*chain, other, of_an_earlier_one])
     pairs = [(first.id, last.id) for first, last in found]
     left = [("0", f"{depth}")] * (depth % 2 == 0)
     assert sorted(pairs) == sorted([*left, ("other", "other"), ("undo", "undo")])
-    assert [last.edits for _, last in found] == sorted(
-        (one.edits for _, one in found), reverse=True
+    assert [last.boundary for _, last in found] == sorted(
+        (one.boundary for _, one in found), reverse=True
     )
 
 

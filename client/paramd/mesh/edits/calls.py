@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from paramd import gone
 from paramd.documents import Document, Finite, Record, Text, read_document
@@ -45,6 +45,9 @@ if not TYPE_CHECKING:
 
 _RANGES = ("before", "after")
 _SHOWN = ("norm", "min", "max")
+
+Row = TypeVar("Row", bound=Any)
+"""An `Edit`, or the control plane's own row of one."""
 
 _GROUP = re.compile(r"(?:(?:optimizer\s+(?P<optimizer>\d+)\s+)?group\s+)?(?P<group>\d+)")
 
@@ -339,6 +342,24 @@ class Edits(Table[Edit]):
         return f"{len(self)} edits"
 
 
+def in_effect(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """The edits still in effect, newest first, each with the last of the undos, and undos of undos,
+    that followed it, or itself. An even number of undos leaves the edit in effect; an odd number
+    leaves nothing of it or of them.
+    """
+    known = {row.id: row for row in rows}
+    found = []
+    for first in rows:
+        if first.undo_of in known:
+            continue  # counted with the edit that it undid
+        last, undos = first, 0
+        while last.undone_by in known:
+            last, undos = known[last.undone_by], undos + 1
+        if undos % 2 == 0:
+            found.append((first, last))
+    return sorted(found, key=lambda pair: (-pair[1].incarnation, -pair[1].boundary))
+
+
 def new_edit_id() -> str:
     """An id chosen by the client, so that resending a request is idempotent."""
     return secrets.token_hex(16)
@@ -370,13 +391,13 @@ class EditCalls:
         return await self.begin(f"/edits/{segment(edit_id)}/undo", body, deadline_s)
 
     async def last_of(self, name: str) -> str:
-        """Id of the token's newest applied edit that was not undone. Raises ConflictError."""
-        found = await self.all(state="APPLIED", limit=1000)
-        left = [row for row in found if not row.undone_by and not row.undo_of]
-        for row in left:
+        """Id of the token's newest edit in effect, or of its last redo. Raises ConflictError."""
+        found = in_effect(await self.all(state="APPLIED", limit=1000))
+        left = [(row, last) for row, last in found if not row.undo_of]
+        for row, last in left:
             if row.actor == name:
-                return row.id
-        others = [f"{row.id[:8]} by {row.actor}, {what_text(row)}" for row in left[:5]]
+                return last.id
+        others = [f"{row.id[:8]} by {row.actor}, {what_text(row)}" for row, _ in left[:5]]
         those = f"; those of others: {'; '.join(others)}" if others else ""
         raise ConflictError(f"no applied edit of {name!r} is left to undo{those}")
 
@@ -458,16 +479,19 @@ class Holder:
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
         left_s = min(max(1.0, deadline_s - time.monotonic()), MAX_AGREE_S)
-        asked = {"lease_s": lease_s, "timeout_s": round(left_s, 3)}
+        pause_id = secrets.token_hex(8)
+        asked = {"lease_s": lease_s, "timeout_s": round(left_s, 3), "id": pause_id}
         telling = asyncio.create_task(self._tell(), name="paramd-pause-told")
         try:
             found = await self._calls.pause("POST", "", asked, deadline_s)
             self._is_ours = True
         except asyncio.CancelledError:
-            # The control plane may have begun it; its lease would outlast the interrupted call.
-            self._is_ours = True
+            # It may begin yet, and its lease would outlast this call. One begun earlier, by this
+            # mesh or by others, is left alone.
+            was_ours, self._is_ours = self._is_ours, True
             with suppress(ParamdError):
-                await self.resume(deadline_s=0.0)
+                await self._calls.pause("DELETE", f"?id={pause_id}", None, 0.0)
+                self._is_ours = was_ours
             raise
         finally:
             await cancelled(telling)

@@ -2914,6 +2914,12 @@ export interface components {
              */
             holder: string;
             /**
+             * Id
+             * @description Chosen by the caller of begin_pause
+             * @default
+             */
+            id: string;
+            /**
              * Lease S
              * @description Seconds from now; training resumes when they are over
              * @default 30
@@ -5571,6 +5577,8 @@ export interface operations {
             query?: {
                 /** @description Holder returned by begin_pause */
                 holder?: string;
+                /** @description End this pause alone */
+                id?: string;
             };
             header?: never;
             path: {

@@ -212,6 +212,7 @@ class PauseRequest(HolderRequest):
         allow_inf_nan=False,
         description="Seconds for all ranks to agree on a pause; None: 60 and four of their steps",
     )
+    id: str = Field("", max_length=32, description="Chosen by the caller of begin_pause")
 
 
 class StepRequest(HolderRequest):

@@ -15,7 +15,7 @@ from paramd.errors import ParamdError
 from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp, overlap
 from paramd.layout.select import NameIndex
-from paramd.mesh.edits.calls import PauseState
+from paramd.mesh.edits.calls import PauseState, in_effect
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import kept, stopped
 from paramd_service.control.access.authority import Principal
@@ -297,24 +297,6 @@ class IncarnationEdits:
             step=row.step,
             detail={**audit_detail(row), "state": row.state, **_outcome(row)},
         )
-
-
-def in_effect(rows: Sequence[EditRow]) -> list[tuple[EditRow, EditRow]]:
-    """The edits still in effect, newest first, each with the last of the undos, and undos of undos,
-    that followed it, or itself. An even number of undos leaves the edit in effect; an odd number
-    leaves nothing of it or of them.
-    """
-    known = {row.id: row for row in rows}
-    found = []
-    for first in rows:
-        if first.undo_of in known:
-            continue  # counted with the edit that it undid
-        last, undos = first, 0
-        while last.undone_by in known:
-            last, undos = known[last.undone_by], undos + 1
-        if undos % 2 == 0:
-            found.append((first, last))
-    return sorted(found, key=lambda pair: -pair[1].edits)
 
 
 def touches(

@@ -48,7 +48,7 @@ class Marks:
     def __post_init__(self) -> None:
         self._making = asyncio.Lock()
         self._named: dict[str, KeptState] = {}
-        self._sidecars: list[int] = []
+        self._sidecars: list[tuple[int, str]] = []
         self._lost: list[KeptState] = []
 
     async def all(self, *, of_all: bool = False) -> list[KeptState]:
@@ -75,7 +75,8 @@ class Marks:
     async def lost(self) -> Sequence[KeptState]:
         """Marks that some rank has no longer, as last known: ranks are asked when sidecars or marks
         are others than they were. Raises as `all`."""
-        sidecars = [one.state.sidecar_pid for one in self.mesh.registry.view().joined]
+        joined = self.mesh.registry.view().joined
+        sidecars = [(one.state.sidecar_pid, one.address) for one in joined]
         whole = len(sidecars) == self.mesh.bootstrap.world_size
         if whole and sidecars != self._sidecars and not self._making.locked():
             async with self._making:  # while one is made, some ranks have it and others do not
@@ -131,6 +132,7 @@ class Marks:
             view = self.mesh.coordinator.joined()
             dropped = await self._forget(view, name)
             self._named.pop(name, None)
+            self._lost = [one for one in self._lost if one.name != name]
             self._sidecars = []
         if dropped:
             self.on_change(self.mesh.job, name, None)

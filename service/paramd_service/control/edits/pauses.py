@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, replace
@@ -42,9 +43,6 @@ OWN_LEASE_S = 15.0
 log = logging.getLogger("paramd.control.pauses")
 
 
-OnChange = Callable[[str, PauseState], None]
-
-
 @dataclass(eq=False)
 class Pause:
     """The pause of one incarnation. Use on one event loop."""
@@ -53,11 +51,14 @@ class Pause:
     records: Records
     _: KW_ONLY
     agree_s: Callable[[MeshView], float]
-    on_change: OnChange
+    on_change: Callable[[str, PauseState], None]
 
     def __post_init__(self) -> None:
         self._holder = ""
         self._owner = ""
+        self._id = ""
+        self._ended: deque[str] = deque(maxlen=256)
+        """Ids of pauses that were ended, perhaps before they began."""
         self._since_s: float | None = None
         self._pausing = False
         self._acting = asyncio.Lock()
@@ -82,12 +83,8 @@ class Pause:
             now = await self._last_to_step(view, now)
         if now.state is PauseWord.RUNNING:
             if self._pausing:
-                return replace(
-                    now,
-                    state=PauseWord.PAUSING,
-                    holder=self._holder,
-                    waits_for=waited_for(self.mesh.registry.view()),
-                )
+                waits = waited_for(self.mesh.registry.view())
+                return replace(now, state=PauseWord.PAUSING, holder=self._holder, waits_for=waits)
             self._forget()
             return now
         return replace(now, holder=self._holder, since_s=self._since_s)
@@ -117,6 +114,7 @@ class Pause:
         *,
         for_all: bool = False,
         timeout_s: float | None = None,
+        pause_id: str = "",
     ) -> PauseState:
         """Pause all ranks at one boundary; return once they wait there.
 
@@ -124,17 +122,24 @@ class Pause:
             holder: The holder returned by an earlier call, which makes a retry idempotent.
             for_all: Anyone allowed to pause training may end this pause, and act within it.
             timeout_s: Time for all ranks to agree; None: as long as for an edit.
+            pause_id: Chosen by the caller, for `end`.
 
         Raises:
-            ConflictError: another holder paused training, or the ranks did not agree in time.
+            ConflictError: another paused training, the ranks were late, or `end` came first.
             UnreachableError: not all ranks are joined.
         """
         # The pause of a request is over in a moment: wait for it instead of refusing the caller.
         async with self._acting:
-            return await self._begin(by, lease_s, holder, for_all, timeout_s)
+            return await self._begin(by, lease_s, holder, for_all, timeout_s, pause_id)
 
     async def _begin(
-        self, by: Principal, lease_s: float, holder: str, for_all: bool, timeout_s: float | None
+        self,
+        by: Principal,
+        lease_s: float,
+        holder: str = "",
+        for_all: bool = False,
+        timeout_s: float | None = None,
+        pause_id: str = "",
     ) -> PauseState:
         self.mesh.check()
         present = await self.view()
@@ -145,6 +150,9 @@ class Pause:
                 f"training is {present.state} by {present.holder or 'an unknown holder'} for "
                 f"another {present.lease_left_s:.0f} s unless renewed; wait, or ask the holder"
             )
+        if pause_id in self._ended:
+            raise ConflictError("this pause was ended before it began; to pause, ask again")
+        self._id = pause_id
         self._holder = f"{by.name}/{secrets.token_hex(4)}"
         self._owner = by.name if not for_all else ""
         self._pausing = True
@@ -196,10 +204,21 @@ class Pause:
             self._step_to = max(verdict.step, before.step) + steps
         return await self._told_now()
 
-    async def end(self, by: Principal, holder: str) -> PauseState:
-        """Resume training. Idempotent. Raises ConflictError when another holder paused it."""
-        if (await self.view()).state is PauseWord.RUNNING:
-            return await self.view()
+    async def end(self, by: Principal, holder: str, pause_id: str = "") -> PauseState:
+        """Resume training; with `pause_id`, end that pause alone, even before it begins.
+        Idempotent. Raises ConflictError when another holder paused it."""
+        if not pause_id:
+            return await self._end(by, holder)
+        self._ended.append(pause_id)
+        if pause_id == self._id:
+            async with self._acting:  # until it has begun, or failed
+                if pause_id == self._id:
+                    return await self._end(by, holder)
+        return await self.view()
+
+    async def _end(self, by: Principal, holder: str) -> PauseState:
+        if (now := await self.view()).state is PauseWord.RUNNING:
+            return now
         await self._check_holder(by, holder)
         try:
             await self._ask(BoundaryAction.RESUME)
@@ -224,7 +243,7 @@ class Pause:
             await self._check_holder(by, "")
             yield
             return
-        begun = await self._begin(by, OWN_LEASE_S, "", False, None)
+        begun = await self._begin(by, OWN_LEASE_S)
         renewing = asyncio.create_task(self._keep(), name="paramd-pause")
         try:
             yield
@@ -232,7 +251,7 @@ class Pause:
             await stopped(renewing)
             # If this fails, the pause ends with its lease.
             with suppress(ParamdError):
-                await asyncio.shield(self.end(by, begun.holder))
+                await asyncio.shield(self._end(by, begun.holder))
 
     async def over(self, timeout_s: float) -> None:
         """Wait until no request of the control plane pauses training, at most `timeout_s`."""
@@ -320,7 +339,7 @@ class Pause:
         return now
 
     def _forget(self) -> None:
-        self._holder, self._owner, self._since_s = "", "", None
+        self._id, self._holder, self._owner, self._since_s = "", "", "", None
         self._step_to = 0
 
     def _tell(self, now: PauseState) -> None:

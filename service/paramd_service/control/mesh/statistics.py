@@ -51,7 +51,7 @@ FindSidecars = Callable[[], Awaitable["SidecarFinder"]]
 Work = Callable[["Reading", "ReadPlan"], Awaitable[Result]]
 """A read of pinned tensors."""
 
-TIMEOUT_S, TOLD_S, SEEN_S = 30.0, 10.0, 2.0
+TIMEOUT_S, TOLD_S, SEEN_S = 30.0, 10.0, 0.3
 MAX_CONCURRENT = 8
 """Most concurrent queries; each takes a thread and some memory on every rank."""
 

@@ -44,7 +44,7 @@ def pauses_router(services: Services) -> APIRouter:
         """Pause all ranks at one boundary; returns once they wait. Ends with its lease."""
         by = principal_of(request)
         return await pause_of(job).begin(
-            by, wanted.lease_s, wanted.holder, timeout_s=wanted.timeout_s
+            by, wanted.lease_s, wanted.holder, timeout_s=wanted.timeout_s, pause_id=wanted.id
         )
 
     @routes.post("/jobs/{job}/pause/renew")
@@ -66,9 +66,10 @@ def pauses_router(services: Services) -> APIRouter:
         holder: Annotated[
             str, Query(max_length=128, description="Holder returned by begin_pause")
         ] = "",
+        id: Annotated[str, Query(max_length=32, description="End this pause alone")] = "",
     ) -> PauseState:
         """Resume training. Idempotent."""
-        return await pause_of(job).end(principal_of(request), holder)
+        return await pause_of(job).end(principal_of(request), holder, id)
 
     return routes
 

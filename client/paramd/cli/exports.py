@@ -126,8 +126,8 @@ def export(
     target: Target,
     destination: Annotated[
         str | None,
-        completed("[DEST/KEY]", "Destination and key; by default checkpoints/step-{step}.",
-                  completion.destinations),
+        completed("[DEST/KEY]", "Destination and key; by default step-{step} in checkpoints, or in "
+                  "the only destination.", completion.destinations),
     ] = None,
     format: FormatOption = "safetensors",
     max_shard_size: ShardSize = None,

@@ -1334,13 +1334,14 @@ class AsyncMesh:
         return Records(dict(one) for one in found["destinations"])
 
     async def add_destination(self, name: str, root: str) -> None:
-        """Add an export destination, or give one that was added another root. Needs role admin.
+        """Add an export destination, whose root then stays. Needs role admin. Idempotent.
 
         Args:
             root: Absolute path of a directory of the job's hosts, or "s3://bucket/prefix".
 
         Raises:
-            UsageError: name or root is malformed. ExistsError: the name is configured.
+            UsageError: name or root is malformed. ExistsError: the name has another root.
+            DeniedError: not an admin, or the operator configured `{}`: no destinations.
         """
         await self._rest.send("POST", "/destinations", {"name": name, "root": root})
 

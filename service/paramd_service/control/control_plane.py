@@ -37,7 +37,7 @@ from paramd_service.control.base.site import (
 )
 from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.edits.spec import EditConfig, load_edits
-from paramd_service.control.exports.documents import load_destinations
+from paramd_service.control.exports.documents import ADDED, load_added, load_destinations
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
@@ -131,14 +131,23 @@ class ControlPlane:
             trouble=lambda: history.problem,
             expires_s=lambda: files.expires_s if files is not None else None,
         )
-        has_own = not jobs.is_site and self._past is None
+        has_own, folder = not jobs.is_site and self._past is None, self._records.directory
+        nothing: dict[str, Destination] | None = {}
         destinations = loaded(
-            partial(load_destinations, own=self._records.directory / OWN if has_own else None),
+            partial(load_destinations, own=folder / OWN if has_own else None),
             strict=jobs.is_site,
-            otherwise=dict[str, Destination](),
+            otherwise=nothing,
             told="exports are disabled, the destinations are invalid",
         )
-        self._exports = ExportService(self._records, destinations, publish=self._events.publish)
+        added = loaded(
+            lambda *given: load_added(folder / ADDED),
+            strict=jobs.is_site,
+            otherwise=dict[str, Destination](),
+            told="without the destinations that admins added",
+        )
+        self._exports = ExportService(
+            self._records, destinations, added, publish=self._events.publish
+        )
         # 3. Serve gRPC, unless there are only records.
         if self._past is None:
             await self._start_grpc(jobs, self._records)

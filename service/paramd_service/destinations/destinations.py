@@ -13,7 +13,6 @@ write, verify, finish or drop, even after another one died.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,20 +56,6 @@ def parse_destinations(table: Mapping[str, object]) -> dict[str, Destination]:
     """The destinations of a configuration, by name. Raises UsageError if a name, a root or an
     option is invalid."""
     return {name: _destination(name, value) for name, value in table.items()}
-
-
-def destinations_of(text: str) -> dict[str, Destination]:
-    """As `parse_destinations`, from JSON; empty text means none. Raises UsageError if it is not a
-    JSON object, or as `parse_destinations`."""
-    if not text.strip():
-        return {}
-    try:
-        table = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{ENVIRONMENT}: invalid JSON ({error})") from None
-    if not isinstance(table, dict):
-        raise UsageError(f"{ENVIRONMENT}: expected a JSON object of names and roots")
-    return parse_destinations(table)
 
 
 def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destination, str]:
@@ -142,15 +127,16 @@ def parse_root(text: str, name: str) -> tuple[DestinationKind, str]:
     scheme, separator, rest = text.partition("://")
     if scheme == "s3" and separator:
         bucket, _, prefix = rest.rstrip("/").partition("/")
-        if _BUCKET.fullmatch(bucket):
+        if _BUCKET.fullmatch(bucket) and "@" not in prefix:
             if prefix:
                 check_key(prefix)
             return DestinationKind.S3, f"s3://{bucket}" + (f"/{prefix}" if prefix else "")
     path = rest if scheme == "file" and separator else text
     if path.startswith("/") and "\0" not in path and ".." not in path.split("/"):
         return DestinationKind.DIRECTORY, path.rstrip("/") or "/"
+    shown = "a root with '@'" if "@" in text else repr(text[:80])  # before it may be a secret
     raise UsageError(
-        f"destination {name!r}: {text[:80]!r}; expected an absolute path without '..', or "
+        f"destination {name!r}: {shown}; expected an absolute path without '..', or "
         "s3://bucket/prefix"
     )
 

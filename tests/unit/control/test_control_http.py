@@ -44,7 +44,7 @@ def services() -> Services:
     watchers = Watchers(
         config=alerts, publish=publish, store=records.alerts, offer=records.history.offer
     )
-    exports = ExportService(records, {}, publish=publish)
+    exports = ExportService(records, {}, {}, publish=publish)
     parts: dict[str, Any] = {
         "jobs": jobs, "watchers": watchers, "records": records, "exports": exports,
         "edits": EditRegistry(records, EditConfig(), publish=publish),

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from pathlib import Path
 
 import pytest
 
-from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UsageError
+from paramd.errors import (
+    ConflictError,
+    DeniedError,
+    ExhaustedError,
+    ExistsError,
+    NotFoundError,
+    UsageError,
+)
 from paramd_service.control.exports import documents as assets_module
-from paramd_service.control.exports.documents import Assets, load_destinations
+from paramd_service.control.exports.documents import ADDED, Assets, load_added, load_destinations
+from paramd_service.control.exports.service import ExportService
+from paramd_service.control.records.events import EventBus
+from paramd_service.control.records.records import Records
+from paramd_service.destinations.destinations import Destination, parse_destinations
 
 OWNER = "ab" * 16
 
@@ -20,13 +32,39 @@ def test_destinations_are_the_operators_or_the_jobs_own(tmp_path: Path) -> None:
 
     own = tmp_path / "checkpoints"
     assert load_destinations([(file, False)], {}) == {}
-    assert load_destinations([(file, False)], {"PARAMD_DESTINATIONS": "{}"}, own) == {}
+    assert load_destinations([(file, False)], {"PARAMD_DESTINATIONS": "{}"}, own) is None
     (found,) = load_destinations([(file, False)], {}, own).values()
     assert (found.name, found.root) == ("checkpoints", str(own))
     assert own.stat().st_mode & 0o777 == 0o700
+    file.write_text("[destinations]\n")
+    assert load_destinations([(file, True)], {}, own) is None, "an empty table is a word, too"
+    assert load_destinations([(file, False)], {}, own) is not None
     file.write_text('[destinations]\nmine = "/home/somebody"\n')
     with pytest.raises(UsageError, match="working directory"):
         load_destinations([(file, False)], {}, own)
+
+
+async def test_admins_add_destinations_for_good(tmp_path: Path) -> None:
+    def service(given: dict[str, Destination] | None) -> ExportService:
+        records, added = Records("", tmp_path, chain="run"), load_added(file)
+        return ExportService(records, given, added, publish=EventBus().publish)
+
+    file = tmp_path / ADDED
+    exports = service({})
+    wanted = parse_destinations({name: f"/{name}" for name in "abcd"})
+    await asyncio.gather(*map(exports.add_destination, [*wanted.values(), wanted["a"]]))
+    assert service({}).destinations == exports.destinations == wanted
+    (other,) = parse_destinations({"a": "/other"}).values()
+    with pytest.raises(ExistsError, match="'/a'"):
+        await exports.add_destination(other)
+    assert load_added(file) == exports.destinations == wanted
+    assert not service(None).destinations
+    with pytest.raises(DeniedError, match="PARAMD_DESTINATIONS"):
+        await service(None).add_destination(other)
+    for damaged in ("", "[]", '{"x": "rel"}'):
+        file.write_text(damaged)
+        with pytest.raises(UsageError, match=str(file)):
+            load_added(file)
 
 
 def put(assets: Assets, name: str, data: bytes, offset_bytes: int = 0, owner: str = OWNER) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,6 @@ from paramd_service.destinations.destinations import (
     Destination,
     DestinationKind,
     check_key,
-    destinations_of,
     locate,
     parse_destinations,
 )
@@ -116,11 +116,13 @@ def test_what_names_no_destination_is_refused(text: str, tmp_path: Path) -> None
 
 def test_tables_are_read_from_json_and_checked() -> None:
     text = '{"a": "/data/", "b": {"root": "s3://bucket/pre", "region": "x", "allow_http": true}}'
-    found = destinations_of(text)
+    found = parse_destinations(json.loads(text))
     assert found["a"] == Destination(name="a", kind=DestinationKind.DIRECTORY, root="/data")
     assert found["b"].root == "s3://bucket/pre"
     assert found["b"].options == {"region": "x", "allow_http": "true"}
-    assert destinations_of("  ") == {}
+    for address in ("s3://KEY:SECRET@bucket/x", "s3://bucket/KEY:SECRET@x"):
+        with pytest.raises(UsageError, match=r"^(?!.*SECRET).*expected an absolute path"):
+            parse_destinations({"c": address})
 
 
 @pytest.mark.parametrize("where", ["parent", "last", "staging", "file"])

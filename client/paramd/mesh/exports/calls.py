@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -246,17 +246,29 @@ class ExportCalls:
 
 
 def check_no_path(given: str | None) -> None:
-    """Raise UsageError, with the calls to write instead, for a path or an address."""
+    """Raise UsageError, with what to write instead, for a path or an address."""
     is_file = given is not None and given.endswith((".safetensors", ".pt")) and "/" not in given
     if given is None or not (is_file or given.startswith(("/", ".", "~")) or "://" in given):
         return
-    path = given if "://" in given else os.path.abspath(os.path.expanduser(given))
-    root, _, key = path.rstrip("/").rpartition("/")
-    name = re.sub(r"[^a-z0-9]+", "-", root.rpartition("/")[2].lower()).strip("-") or "root"
+    given = re.sub("://.*@", "://", given, flags=re.DOTALL)  # an address may hold a secret
+    instead = (
+        "write 'NAME/KEY', once an admin has given NAME, with mesh.add_destination, an absolute "
+        "path of the job's hosts, or s3://bucket/prefix"
+    )
+    # A folder or a prefix, and a key in it; nobody is told to open "/" to all exporters.
+    split = re.fullmatch(r"((?:s3:/|file://)?/[^/].*?)/+([\w.=+-]+)/*", given, re.ASCII)
+    if split is not None and ".." not in given:
+        root, key = split.groups()
+        name = re.sub(r"[^a-z0-9]+", "-", root.rpartition("/")[2].lower())[:64].strip("-")
+        name = "data" if name in ("", OWN) else name
+        instead = (
+            f"write {f'{name}/{key}'!r}, once an admin has written "
+            f"mesh.add_destination({name!r}, {root!r}), or: paramd exports --add-destination "
+            f"{shlex.quote(f'{name}={root}')}"
+        )
     raise UsageError(
-        f"destination: {given!r} is a path; write {f'{name}/{key}'!r}, once an admin has written "
-        f"mesh.add_destination({name!r}, {root or '/'!r}), or: paramd exports --add-destination "
-        f"{name}={root or '/'}. mesh.download('FILE.safetensors') writes a file on this host"
+        f"destination: {given!r} is {'an address' if '://' in given else 'a path'}; {instead}. "
+        "mesh.download('FILE.safetensors') writes a file on this host"
     )
 
 
@@ -266,8 +278,9 @@ def located(given: str | None, known: Sequence[str]) -> str:
     home = OWN if OWN in known else known[0] if len(known) == 1 else None
     if home is None and given not in known:
         raise UsageError(
-            f"destination: {given!r}; expected NAME/KEY, with a NAME of: "
-            f"{', '.join(known) or 'none'}. An admin adds one: "
+            f"destination: there are several, {', '.join(known)}; write NAME/{given or BY_STEP}"
+            if known
+            else "destination: there is none; an admin adds one: "
             "mesh.add_destination('data', '/data')"
         )
     return f"{given}/{BY_STEP}" if given in known else f"{home}/{given or BY_STEP}"

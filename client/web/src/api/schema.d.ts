@@ -39,7 +39,7 @@ export interface paths {
         put?: never;
         /**
          * Add Destination
-         * @description Add a destination, or give one that was added another root; all of them. Idempotent.
+         * @description Add a destination, whose root then stays; all of them. Idempotent.
          */
         post: operations["add_destination"];
         delete?: never;

@@ -29,18 +29,19 @@ from paramd.mesh.exports.calls import (
     ExportFile,
     ExportInfo,
 )
+from paramd.state_files import read_toml
 from paramd.v1 import export_pb2
 from paramd_service.admission import CALLER, Shares, Who
-from paramd_service.control.base.config import table_of_file
+from paramd_service.control.base.config import table_of_file, table_of_text
 from paramd_service.control.store.exports import ExportRow, File, ScheduleRow
 from paramd_service.destinations.destinations import (
     ENVIRONMENT,
     Destination,
     check_file_name,
-    destinations_of,
     parse_destinations,
 )
 
+ADDED: Final = "destinations.json"
 MAX_MISSING = 1000
 """Names of missing contents in one export's document."""
 MAX_OWNERS: Final = 64
@@ -162,9 +163,9 @@ def check_asset_name(name: str) -> str:
 
 def load_destinations(
     files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], own: Path | None = None
-) -> dict[str, Destination]:
+) -> dict[str, Destination] | None:
     """Destinations by name: of the user's own paramd.toml, overridden by the environment. Where
-    none is configured, the folder `own`, which is made.
+    neither has a table, the folder `own`, which is made; None where their tables are empty.
 
     Args:
         files: (path, is_own) of paramd.toml files. One that is not the user's own may come with a
@@ -174,6 +175,7 @@ def load_destinations(
         UsageError: a source is unreadable, invalid or not the user's own.
     """
     found: dict[str, Destination] = {}
+    given = ENVIRONMENT in environment
     for path, trusted in files:
         table = table_of_file(path, "destinations")
         if table and not trusted:
@@ -181,14 +183,26 @@ def load_destinations(
                 f"{path}: destinations in the working directory are not trusted; set them in the "
                 f"user's own paramd.toml or in {ENVIRONMENT}"
             )
+        given |= trusted and "destinations" in read_toml(path)
         found |= parse_destinations(table)
-    found |= destinations_of(environment.get(ENVIRONMENT, ""))
-    # Even an empty table is the operator's word.
-    if own is None or found or ENVIRONMENT in environment:
-        return found
+    text = environment.get(ENVIRONMENT, "").strip()
+    found |= parse_destinations(table_of_text(text, ENVIRONMENT))
+    if given:
+        return found or None
+    if own is None:
+        return {}
     with suppress(OSError):  # an export says so, too
         own.mkdir(mode=0o700)
     return parse_destinations({OWN: str(own)})
+
+
+def load_added(file: Path) -> dict[str, Destination]:
+    """Destinations that admins added, by name; none without the file. Raises UsageError."""
+    try:
+        text = file.read_text() if file.exists() else "{}"
+        return parse_destinations(table_of_text(text or "damaged", file.name))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: mend or remove it: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,13 +13,14 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from paramd import clock
-from paramd.errors import ConflictError, ExhaustedError, ExistsError, ParamdError
+from paramd.errors import ConflictError, DeniedError, ExhaustedError, ExistsError, ParamdError
 from paramd.layout.edits.ops import EditState
 from paramd.mesh.exports.calls import ExportInfo
 from paramd.state_files import replace
 from paramd.v1 import export_pb2
 from paramd_service.aio import kept
 from paramd_service.control.exports.documents import (
+    ADDED,
     Assets,
     export_document,
     named_at,
@@ -40,10 +41,10 @@ from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
 from paramd_service.destinations.destinations import (
+    ENVIRONMENT,
     Destination,
     DestinationKind,
     locate,
-    parse_destinations,
 )
 
 FORGET_S: Final = 90 * 86_400.0
@@ -60,13 +61,18 @@ class ExportService:
     """`start` before jobs open, `close` before the records stop. Use on one event loop."""
 
     def __init__(
-        self, records: Records, destinations: Mapping[str, Destination], *, publish: Publish
+        self,
+        records: Records,
+        destinations: Mapping[str, Destination] | None,
+        added: Mapping[str, Destination],
+        *,
+        publish: Publish,
     ) -> None:
-        self._added_file = records.directory / "destinations.json"
-        added = json.loads(self._added_file.read_text()) if self._added_file.exists() else {}
-        self._added = {name: root for name, root in added.items() if name not in destinations}
-        """Roots of the destinations that admins added, by name."""
-        self.destinations = {**parse_destinations(self._added), **destinations}
+        """`added` are those of `load_added`; without `destinations` the operator allows none."""
+        self._allows_any = destinations is not None
+        self._added = {name: one.root for name, one in added.items()}
+        self._adding = asyncio.Lock()
+        self.destinations = {} if destinations is None else {**added, **destinations}
         self.store = ExportStore(records.store)
         self.assets = Assets(records.directory)
         self.ended_counts: Counter[tuple[str, str]] = Counter()
@@ -93,16 +99,27 @@ class ExportService:
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    async def add_destination(self, name: str, root: str) -> None:
-        """Add a destination, for good, or give one that was added another root. Raises UsageError
-        for an invalid name or root, ExistsError if the operator has configured the name."""
-        found = parse_destinations({name: root})
-        if name in self.destinations and name not in self._added:
-            raise ExistsError(f"a destination {name!r} is configured; use another name")
-        added = {**self._added, name: root}
-        await asyncio.to_thread(replace, self._added_file, json.dumps(added))
-        self._added = added
-        self.destinations |= found
+    async def add_destination(self, wanted: Destination) -> None:
+        """Add a destination, for good. Idempotent. Raises DeniedError if the operator allows none,
+        ExistsError if the name has another root: exports and retention rely on it."""
+        if not self._allows_any:
+            raise DeniedError(
+                f"the operator allows no destinations: {ENVIRONMENT}, or [destinations] of the "
+                "control plane's paramd.toml, is empty"
+            )
+        async with self._adding:
+            there = self.destinations.get(wanted.name, wanted)
+            if there.root != wanted.root:
+                raise ExistsError(
+                    f"the destination {wanted.name!r} has the root {there.root!r}, for good; use "
+                    "another name"
+                )
+            if there is wanted:
+                added = {**self._added, wanted.name: wanted.root}
+                file = self._records.directory / ADDED
+                await asyncio.to_thread(replace, file, json.dumps(added))
+                self._added = added
+                self.destinations[wanted.name] = wanted
 
     def running(self) -> list[ExportJob]:
         return [job for queue in self._queues.values() for job in queue.runs.values()]

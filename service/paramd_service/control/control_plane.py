@@ -131,23 +131,21 @@ class ControlPlane:
             trouble=lambda: history.problem,
             expires_s=lambda: files.expires_s if files is not None else None,
         )
-        has_own, folder = not jobs.is_site and self._past is None, self._records.directory
-        nothing: dict[str, Destination] | None = {}
+        has_own, records = not jobs.is_site and self._past is None, self._records
+        none: dict[str, Destination] | None = {}
         destinations = loaded(
-            partial(load_destinations, own=folder / OWN if has_own else None),
+            partial(load_destinations, own=records.directory / OWN if has_own else None),
             strict=jobs.is_site,
-            otherwise=nothing,
+            otherwise=none,
             told="exports are disabled, the destinations are invalid",
         )
         added = loaded(
-            lambda *given: load_added(folder / ADDED),
+            lambda *given: load_added(records.directory / ADDED),
             strict=jobs.is_site,
             otherwise=dict[str, Destination](),
             told="without the destinations that admins added",
         )
-        self._exports = ExportService(
-            self._records, destinations, added, publish=self._events.publish
-        )
+        self._exports = ExportService(records, destinations, added, publish=self._events.publish)
         # 3. Serve gRPC, unless there are only records.
         if self._past is None:
             await self._start_grpc(jobs, self._records)

@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paramd.errors import (
-    ConflictError,
-    DeniedError,
-    ExhaustedError,
-    ExistsError,
-    NotFoundError,
-    UsageError,
-)
+from paramd.errors import ConflictError, DeniedError, ExhaustedError, NotFoundError, UsageError
+from paramd.mesh.exports.calls import located
 from paramd_service.control.exports import documents as assets_module
 from paramd_service.control.exports.documents import ADDED, Assets, load_added, load_destinations
 from paramd_service.control.exports.service import ExportService
@@ -44,23 +38,24 @@ def test_destinations_are_the_operators_or_the_jobs_own(tmp_path: Path) -> None:
         load_destinations([(file, False)], {}, own)
 
 
+def test_where_none_is_meant_the_error_says_so() -> None:
+    with pytest.raises(UsageError, match="destination: none; an admin"):
+        located(None, [])
+
+
 async def test_admins_add_destinations_for_good(tmp_path: Path) -> None:
     def service(given: dict[str, Destination] | None) -> ExportService:
-        records, added = Records("", tmp_path, chain="run"), load_added(file)
-        return ExportService(records, given, added, publish=EventBus().publish)
+        records = Records("", tmp_path, chain="run")
+        return ExportService(records, given, load_added(file), publish=EventBus().publish)
 
     file = tmp_path / ADDED
     exports = service({})
     wanted = parse_destinations({name: f"/{name}" for name in "abcd"})
     await asyncio.gather(*map(exports.add_destination, [*wanted.values(), wanted["a"]]))
-    assert service({}).destinations == exports.destinations == wanted
-    (other,) = parse_destinations({"a": "/other"}).values()
-    with pytest.raises(ExistsError, match="'/a'"):
-        await exports.add_destination(other)
-    assert load_added(file) == exports.destinations == wanted
+    assert service({}).destinations == exports.destinations == load_added(file) == wanted
     assert not service(None).destinations
     with pytest.raises(DeniedError, match="PARAMD_DESTINATIONS"):
-        await service(None).add_destination(other)
+        await service(None).add_destination(wanted["a"])
     for damaged in ("", "[]", '{"x": "rel"}'):
         file.write_text(damaged)
         with pytest.raises(UsageError, match=str(file)):

@@ -247,17 +247,13 @@ class ExportCalls:
 
 def check_no_path(given: str | None) -> None:
     """Raise UsageError, with what to write instead, for a path or an address."""
-    is_file = given is not None and given.endswith((".safetensors", ".pt")) and "/" not in given
-    if given is None or not (is_file or given.startswith(("/", ".", "~")) or "://" in given):
+    if not re.match(r"[/.~]|.*://|[^/]*\.(safetensors|pt)\Z", given or "", re.DOTALL):
         return
-    given = re.sub("://.*@", "://", given, flags=re.DOTALL)  # an address may hold a secret
-    instead = (
-        "write 'NAME/KEY', once an admin has given NAME, with mesh.add_destination, an absolute "
-        "path of the job's hosts, or s3://bucket/prefix"
-    )
+    given = re.sub("://.*@", "://", str(given), flags=re.DOTALL)  # an address may hold a secret
+    instead = "write NAME/KEY; an admin names an absolute path of the job's hosts, or s3://"
     # A folder or a prefix, and a key in it; nobody is told to open "/" to all exporters.
-    split = re.fullmatch(r"((?:s3:/|file://)?/[^/].*?)/+([\w.=+-]+)/*", given, re.ASCII)
-    if split is not None and ".." not in given:
+    split = re.fullmatch(r"(?!.*\.\.)((?:s3:/|file://)?/[^/].*?)/+([\w.=+-]+)/*", given, re.ASCII)
+    if split is not None:
         root, key = split.groups()
         name = re.sub(r"[^a-z0-9]+", "-", root.rpartition("/")[2].lower())[:64].strip("-")
         name = "data" if name in ("", OWN) else name
@@ -267,8 +263,7 @@ def check_no_path(given: str | None) -> None:
             f"{shlex.quote(f'{name}={root}')}"
         )
     raise UsageError(
-        f"destination: {given!r} is {'an address' if '://' in given else 'a path'}; {instead}. "
-        "mesh.download('FILE.safetensors') writes a file on this host"
+        f"destination: {given!r}; {instead}. mesh.download('FILE.safetensors') writes a file here"
     )
 
 
@@ -280,8 +275,7 @@ def located(given: str | None, known: Sequence[str]) -> str:
         raise UsageError(
             f"destination: there are several, {', '.join(known)}; write NAME/{given or BY_STEP}"
             if known
-            else "destination: there is none; an admin adds one: "
-            "mesh.add_destination('data', '/data')"
+            else "destination: none; an admin adds one: mesh.add_destination('data', '/data')"
         )
     return f"{given}/{BY_STEP}" if given in known else f"{home}/{given or BY_STEP}"
 

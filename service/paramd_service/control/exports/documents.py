@@ -185,12 +185,9 @@ def load_destinations(
             )
         given |= trusted and "destinations" in read_toml(path)
         found |= parse_destinations(table)
-    text = environment.get(ENVIRONMENT, "").strip()
-    found |= parse_destinations(table_of_text(text, ENVIRONMENT))
-    if given:
-        return found or None
-    if own is None:
-        return {}
+    found |= parse_destinations(table_of_text(environment.get(ENVIRONMENT, ""), ENVIRONMENT))
+    if given or own is None:
+        return found or (None if given else {})
     with suppress(OSError):  # an export says so, too
         own.mkdir(mode=0o700)
     return parse_destinations({OWN: str(own)})

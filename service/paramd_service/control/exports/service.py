@@ -54,6 +54,8 @@ WHOLE_COUNT: Final = 8
 TELL_EVERY_S: Final = 1.0
 """Least time between two events of an export in which only byte counts changed."""
 
+Named = Mapping[str, Destination]
+
 log = logging.getLogger("paramd.control.exports")
 
 
@@ -61,12 +63,7 @@ class ExportService:
     """`start` before jobs open, `close` before the records stop. Use on one event loop."""
 
     def __init__(
-        self,
-        records: Records,
-        destinations: Mapping[str, Destination] | None,
-        added: Mapping[str, Destination],
-        *,
-        publish: Publish,
+        self, records: Records, destinations: Named | None, added: Named, *, publish: Publish
     ) -> None:
         """`added` are those of `load_added`; without `destinations` the operator allows none."""
         self._allows_any = destinations is not None
@@ -103,21 +100,14 @@ class ExportService:
         """Add a destination, for good. Idempotent. Raises DeniedError if the operator allows none,
         ExistsError if the name has another root: exports and retention rely on it."""
         if not self._allows_any:
-            raise DeniedError(
-                f"the operator allows no destinations: {ENVIRONMENT}, or [destinations] of the "
-                "control plane's paramd.toml, is empty"
-            )
+            raise DeniedError(f"the operator's empty {ENVIRONMENT}, or [destinations], allows none")
         async with self._adding:
             there = self.destinations.get(wanted.name, wanted)
             if there.root != wanted.root:
-                raise ExistsError(
-                    f"the destination {wanted.name!r} has the root {there.root!r}, for good; use "
-                    "another name"
-                )
+                raise ExistsError(f"{wanted.name!r} is {there.root!r} for good; use another name")
             if there is wanted:
                 added = {**self._added, wanted.name: wanted.root}
-                file = self._records.directory / ADDED
-                await asyncio.to_thread(replace, file, json.dumps(added))
+                await asyncio.to_thread(replace, self._records.directory / ADDED, json.dumps(added))
                 self._added = added
                 self.destinations[wanted.name] = wanted
 

@@ -132,6 +132,8 @@ async def test_a_lost_mark_is_told_until_it_is_dropped_or_another_sidecar_has_it
     served: Any = pause.mesh
     marks = Marks(served, pause, pause.records, lambda *_: None)
     other = report(1, peer=common_pb2.Peer(rank=1, address="127.0.0.2:9001"))  # with the same pid
+    ranks.marked, served.registry.view = {0, 1}, lambda: mesh(0, 1)
+    await marks.all()
     for marked, now, told in (
         ({0}, mesh(0, 1), ["a"]),
         ({0, 1}, view(report(0), other), []),

@@ -70,18 +70,19 @@ class Marks:
         await asyncio.gather(*(ask(report.rank, report.address) for report in view.joined))
         if not found or (of_all and failure is not None):
             raise failure if failure is not None else UnreachableError("no rank is joined")
-        return merged(found, self.mesh.bootstrap.world_size)
+        states = merged(found, self.mesh.bootstrap.world_size)
+        self._named |= {one.name: one for one in states if one.name and one.whole}
+        return states
 
     async def lost(self) -> Sequence[KeptState]:
-        """Marks that some rank has no longer, as last known: ranks are asked when sidecars or marks
-        are others than they were. Raises as `all`."""
+        """Marks, of those met here, that some rank has no longer, as last known: ranks are asked
+        when sidecars or marks are others than they were. Raises as `all`."""
         joined = self.mesh.registry.view().joined
         sidecars = [(one.state.sidecar_pid, one.address) for one in joined]
         whole = len(sidecars) == self.mesh.bootstrap.world_size
-        if whole and sidecars != self._sidecars and not self._making.locked():
+        if self._named and whole and sidecars != self._sidecars and not self._making.locked():
             async with self._making:  # while one is made, some ranks have it and others do not
                 states = {one.name: one for one in await self.all(of_all=True) if one.name}
-                self._named |= {name: one for name, one in states.items() if one.whole}
                 gone = [
                     replace(self._named[name], reason=_GONE) for name in self._named.keys() - states
                 ]

@@ -50,8 +50,6 @@ HALF = 1 << 20
 """Each rank holds a half, at the same place of its arena: only its values tell whose it is."""
 
 OTHER_EDIT = "f" * 32
-"""Never staged by anybody."""
-
 SWAPS = ("addresses", "sockets", "both")
 
 

@@ -66,9 +66,8 @@ def test_a_job_of_a_site_is_read_by_its_name_and_restarts_in_a_higher_incarnatio
         with trainer(control, "one", tmp_path / "b") as said:
             assert said["incarnation"] == 2
         listed = control.ask("GET", "/jobs/one/incarnations").json()["incarnations"]
-        reasons = [incarnation["reason"] for incarnation in listed]
-        assert len(reasons) == 2
-        assert all("all 1 ranks have detached" in reason for reason in reasons[:1])
+        first, _second = (incarnation["reason"] for incarnation in listed)
+        assert "all 1 ranks have detached" in first
 
 
 def test_two_jobs_of_a_site_are_compared(tmp_path: Path) -> None:

@@ -595,6 +595,8 @@ class AsyncMesh:
                     copying = self._transfer.read(reading, chosen.plan, targets)
                     differ, _ = await all_ended([compared(sidecars, pins, samples), copying])
                 state, rests = pins.state, pins.unsettled
+            if not differ and self._reach.costs():
+                differ = None  # nothing is known of ranks that lately did not respond
             return Summoned(
                 targets.results(),
                 job=sidecars.document.job,

@@ -125,16 +125,12 @@ class Pins:
         current history).
 
         Equal requests share one copy. `unsettled` also accepts parameters changed after their
-        update, while training has not continued; such a copy is never shared.
-
-        Raises:
-            TornError: the trainer ended inside an update, and no equal snapshot is left.
-            ExhaustedError: the snapshot budget or the machine has no room.
-            AbortedError: no copy fitted between two updates in time; or `at_step` has passed, or
-                belongs to a history that was rolled back.
-            ConflictError: the arena is a mirror, whose bytes are of an earlier step, or the
-                trainer cannot serve its parameters; the message says why.
-        """
+        update, while training has not continued; such a copy is never shared. Raises TornError: the
+        trainer ended inside an update, and no equal snapshot is left. ExhaustedError: the snapshot
+        budget or the machine has no room. AbortedError: no copy fitted between two updates in time;
+        or `at_step` has passed, or belongs to a history that was rolled back. ConflictError: the
+        arena is a mirror, whose bytes are of an earlier step, or the trainer cannot serve its
+        parameters; the message says why."""
         self.sweep()
         if is_mirror(self._attached.page.words):
             if self.ownership is not Ownership.OWNED:

@@ -32,7 +32,7 @@ export function Pause(): ReactNode {
     (live.changes["pause"] ?? 0) + (summary?.pause === "running" ? 0 : 1),
   );
   const path = { job };
-  const body = { lease_s: Number(lease), holder: MINE };
+  const body = { id: "", lease_s: Number(lease), holder: MINE };
   const { busy, problem, send } = useSending();
   const act = (sent: Promise<PauseState>): void => send(sent.finally(pause.refresh));
   const found = pause.data;

@@ -63,15 +63,11 @@ class EditService:
     _creating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def create(self, by: Principal, spec: EditSpec, edit_id: str | None) -> EditRow:
-        """Create an edit. Idempotent: the same id and content return the existing row.
-
-        Raises:
-            UsageError, NotFoundError: the ops do not fit the layout, or the manifest is too large.
-            ConflictError: the edit changes more of the model than max_share.
-            DeniedError: only an admin may write NaN and infinities.
-            ExistsError: the id is taken by an edit with different content.
-            ExhaustedError: too many edits per minute.
-        """
+        """Create an edit. Idempotent: the same id and content return the existing row. Raises
+        UsageError, NotFoundError: the ops do not fit the layout, or the manifest is too large.
+        ConflictError: the edit changes more of the model than max_share. DeniedError: only an admin
+        may write NaN and infinities. ExistsError: the id is taken by an edit with different
+        content. ExhaustedError: too many edits per minute."""
         self.mesh.check()
         if spec.allow_nonfinite and by.role is not UserRole.ADMIN:
             raise DeniedError("allow_nonfinite: only an admin may write NaN and infinities")

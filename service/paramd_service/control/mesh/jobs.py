@@ -335,14 +335,10 @@ class Jobs:
         self, job: str, *, world_size: int, incarnation_floor: int = 0, owner: str | None = None
     ) -> Incarnation:
         """Begin an attaching job's new incarnation, above `incarnation_floor` and all earlier ones.
-
-        Raises:
-            UsageError: the name or the world size is out of range.
-            ConflictError: the job is already training, or this control plane serves no site.
-            DeniedError: another token owns the job, which has not ended.
-            ExhaustedError: too many jobs.
-            UnreachableError: the store of tokens cannot be read.
-        """
+        Raises UsageError: the name or the world size is out of range. ConflictError: the job is
+        already training, or this control plane serves no site. DeniedError: another token owns the
+        job, which has not ended. ExhaustedError: too many jobs. UnreachableError: the store of
+        tokens cannot be read."""
         site = self._site_of_all()
         places.check_job_name(job)
         if not 1 <= world_size <= MAX_WORLD_SIZE:

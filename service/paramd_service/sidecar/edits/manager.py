@@ -278,14 +278,10 @@ class Edits:
         self._timer = self._loop.call_later(self._sweep_s, self._timed)
 
     async def begin(self, manifest: pb.EditManifest) -> Entry:
-        """Open the edit of a manifest and reserve its memory. Idempotent by id and manifest.
-
-        Raises:
-            ExistsError: the id has another manifest.
-            DeniedError: another token stages it.
-            UsageError, NotFoundError: the edit does not fit the layout.
-            ExhaustedError: no room. ConflictError: it cannot undo what it names.
-        """
+        """Open the edit of a manifest and reserve its memory. Idempotent by id and manifest. Raises
+        ExistsError: the id has another manifest. DeniedError: another token stages it. UsageError,
+        NotFoundError: the edit does not fit the layout. ExhaustedError: no room. ConflictError: it
+        cannot undo what it names."""
         if _ID.fullmatch(manifest.edit_id) is None:
             raise UsageError(f"edit_id: {manifest.edit_id[:64]!r}; expected 32 hexadecimal digits")
         digest = manifest_digest(manifest)
@@ -397,13 +393,9 @@ class Edits:
         Idempotent for the same request. The edit's memory is kept until `request_ended` and the
         page show that it can no longer be applied.
 
-        Returns:
-            Word.ARGUMENT: offset of its program in the edits' memory.
-
-        Raises:
-            NotFoundError: the edit is unknown.
-            ConflictError: it is incomplete, already applied, or in doubt for another request.
-        """
+        Returns: Word.ARGUMENT: offset of its program in the edits' memory. Raises NotFoundError:
+        the edit is unknown. ConflictError: it is incomplete, already applied, or in doubt for
+        another request."""
         entry = self.get(edit_id)
         if entry.phase in (Phase.READY, Phase.APPLIED):
             if (entry.boundary, entry.token) == (boundary, token):

@@ -269,14 +269,10 @@ class Gradients:
 
     async def capture(self, history: int, step: int, spans: Spans, work: Work) -> tuple[Any, Notes]:
         """Run `work` on the gradients that update `step` consumes; return its result and notes.
-        Cancellation withdraws the request, but waits for a `work` in progress.
-
-        Raises:
-            AbortedError: the update has begun already, or left its gradients out; or the training
-                was rolled back, so that the update is no longer of `history`.
-            ExhaustedError: no memory, too many spans, or too many requests.
-            EndedError: the training has detached. ConflictError: it has ended.
-        """
+        Cancellation withdraws the request, but waits for a `work` in progress. Raises AbortedError:
+        the update has begun already, or left its gradients out; or the training was rolled back, so
+        that the update is no longer of `history`. ExhaustedError: no memory, too many spans, or too
+        many requests. EndedError: the training has detached. ConflictError: it has ended."""
         self._check(history, step, spans)
         want = Want(spans, work, self._loop.create_future())
         moment = in_time(step, rewound=history)

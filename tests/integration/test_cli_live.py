@@ -319,7 +319,6 @@ HABITS = (
     ("$ edit x --mul", "see: paramd edit --help"),
     ("$ export --overwrite", "checkpoints/step-"),
     ("$ exports --add-destination here=/tmp", "here .*directory"),
-    ("$ undo last", "undo "),
     ("$ pause --lease 1m", "LEASE"),
     ("$ resume", "running"),
 )

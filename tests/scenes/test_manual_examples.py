@@ -105,7 +105,7 @@ def wait_until_trained(ranks: Ranks) -> None:
         status = [sys.executable, "-m", "paramd.cli", "status"]
         return subprocess.run(status, capture_output=True, check=False).returncode == 0
 
-    wait_for(trains, "a healthy training")
+    wait_for(trains, "a healthy training", timeout_s=180)
 
 
 @pytest.mark.timeout(240)

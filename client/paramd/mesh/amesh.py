@@ -585,7 +585,7 @@ class AsyncMesh:
                 if live is not None:
                     state, differ = live
                     if differ is None:
-                        differ = await compared(sidecars, Pinned(state, {}), samples)
+                        differ = await compared(self._reach, sidecars, Pinned(state, {}), samples)
             if state is None:
                 async with pinned(
                     self._reach, sidecars, chosen, deadline_s, unsettled=unsettled, samples=samples
@@ -593,7 +593,8 @@ class AsyncMesh:
                     landed.begin(chosen.plan.size_bytes)
                     reading = Reading(sidecars, pins, deadline_s, transport, landed)
                     copying = self._transfer.read(reading, chosen.plan, targets)
-                    differ, _ = await all_ended([compared(sidecars, pins, samples), copying])
+                    comparing = compared(self._reach, sidecars, pins, samples)
+                    differ, _ = await all_ended([comparing, copying])
                 state, rests = pins.state, pins.unsettled
             if not differ and self._reach.costs():
                 differ = None  # nothing is known of ranks that lately did not respond

@@ -129,14 +129,10 @@ def plan_export(
     extra: ExtraState | None = None,
 ) -> ExportPlan:
     """Plan an export of everything that `settings` includes; `optimizer` None omits its state, and
-    `extra` None what modules have beside their tensors.
-
-    Raises:
-        UsageError: a dtype that the format lacks, a pattern that is malformed or of a part of a
-            tensor, a name rule that matches nothing, or extra state that is malformed.
-        ConflictError: two tensors would have the same name.
-        NotFoundError: nothing is included, or a pattern matches nothing.
-    """
+    `extra` None what modules have beside their tensors. Raises UsageError: a dtype that the format
+    lacks, a pattern that is malformed or of a part of a tensor, a name rule that matches nothing,
+    or extra state that is malformed. ConflictError: two tensors would have the same name.
+    NotFoundError: nothing is included, or a pattern matches nothing."""
     laid_out = FORMATS[settings.format]
     if laid_out.keeps_tied:
         # Names share the bytes, and loaders expect all of them.

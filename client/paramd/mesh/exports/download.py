@@ -493,7 +493,7 @@ class Download:
             spans_of(sidecars, chosen.plan), deadline_s=deadline_s, with_buffers=chosen.at_boundary
         )
         await _renewed(sidecars, pinned)
-        self._differ = await compared(sidecars, pinned, samples)
+        self._differ = await compared(self.reach, sidecars, pinned, samples)
         layout = file_layout(wanted, pinned)
         await asyncio.to_thread(self.file.begin, layout.header, layout.size_bytes)
         self._resumed_bytes = 0

@@ -197,7 +197,8 @@ async def pin_with_optimizer(
     # Buffers of other ranks have not been copied at that boundary.
     params = [one for one in plan.exported if one.kind is TensorKind.PARAMETER]
     samples = samples_for(reach, sidecars, params)
-    return PinnedExport(whole, held.pinned, named, await compared(sidecars, held.pinned, samples))
+    differ = await compared(reach, sidecars, held.pinned, samples)
+    return PinnedExport(whole, held.pinned, named, differ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +414,7 @@ async def pin_parameters(
         for pin in extras.values():
             sidecars.release(pin)
     named = [_named(pin, "") for pin in model.values()]
-    return PinnedExport(plan, pinned, named, await compared(sidecars, pinned, samples))
+    return PinnedExport(plan, pinned, named, await compared(reach, sidecars, pinned, samples))
 
 
 async def _tables(

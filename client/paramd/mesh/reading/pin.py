@@ -292,9 +292,10 @@ def samples_for(
 
 
 async def compared(
-    sidecars: Sidecars, pinned: Pinned, samples: Sequence[Sample]
+    reach: SidecarFinder, sidecars: Sidecars, pinned: Pinned, samples: Sequence[Sample]
 ) -> tuple[str, ...] | None:
-    """The tensors that differ between replicas at the pinned state; None: not compared.
+    """The tensors that differ between replicas at the pinned state; None: not compared, or alike
+    where one did not respond lately.
 
     Without samples `beside` it pins those that are there at once. Never fails: no answer depends
     on it.
@@ -326,7 +327,9 @@ async def compared(
     finally:
         for one in beside.values():
             sidecars.release(one)
-    return differing(samples, seen) if len(seen) > 1 or not samples else None
+    if len(seen) < 2 and samples:
+        return None
+    return differing(samples, seen) or (None if reach.costs() else ())
 
 
 @asynccontextmanager

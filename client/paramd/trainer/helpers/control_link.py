@@ -75,14 +75,10 @@ def register(
 ) -> TakenIncarnation:
     """Have the control plane begin a new incarnation, above `incarnation_floor`. Not idempotent.
 
-    `hosts` is the address of each rank, for ranks on several hosts.
-
-    Raises:
-        UnreachableError: no answer, or it cannot serve now.
-        DeniedError: the token is missing, wrong, or may not register jobs.
-        ConflictError: the job is already training, or the control plane belongs to another job.
-        UsageError: invalid URL, or one that would send the token unencrypted to another host.
-    """
+    `hosts` is the address of each rank, for ranks on several hosts. Raises UnreachableError: no
+    answer, or it cannot serve now. DeniedError: the token is missing, wrong, or may not register
+    jobs. ConflictError: the job is already training, or the control plane belongs to another job.
+    UsageError: invalid URL, or one that would send the token unencrypted to another host."""
     import httpx2  # here, because most jobs have no site
 
     url = settings.control.rstrip("/")

@@ -47,7 +47,7 @@ class Marks:
 
     def __post_init__(self) -> None:
         self._making = asyncio.Lock()
-        self._named: dict[str, KeptState] = {}
+        self._met, self._named = False, dict[str, KeptState]()
         self._sidecars: list[tuple[int, str]] = []
         self._lost: list[KeptState] = []
 
@@ -71,18 +71,19 @@ class Marks:
         if not found or (of_all and failure is not None):
             raise failure if failure is not None else UnreachableError("no rank is joined")
         states = merged(found, self.mesh.bootstrap.world_size)
-        self._named |= {one.name: one for one in states if one.name and one.whole}
+        self._met |= any(one.name for one in states)
         return states
 
     async def lost(self) -> Sequence[KeptState]:
-        """Marks, of those met here, that some rank has no longer, as last known: ranks are asked
+        """Marks that some rank has no longer, as last known: once one was met here, ranks are asked
         when sidecars or marks are others than they were. Raises as `all`."""
         joined = self.mesh.registry.view().joined
         sidecars = [(one.state.sidecar_pid, one.address) for one in joined]
-        whole = len(sidecars) == self.mesh.bootstrap.world_size
-        if self._named and whole and sidecars != self._sidecars and not self._making.locked():
+        asks = (self._met or self._named) and len(sidecars) == self.mesh.bootstrap.world_size
+        if asks and sidecars != self._sidecars and not self._making.locked():
             async with self._making:  # while one is made, some ranks have it and others do not
                 states = {one.name: one for one in await self.all(of_all=True) if one.name}
+                self._named |= {name: one for name, one in states.items() if one.whole}
                 gone = [
                     replace(self._named[name], reason=_GONE) for name in self._named.keys() - states
                 ]

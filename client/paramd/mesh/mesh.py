@@ -11,7 +11,7 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from types import AsyncGeneratorType
@@ -90,6 +90,7 @@ def _iterating(
     @_as(method)
     def each(mesh: Mesh, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Result]:
         frames = _called(method, mesh, *args, **kwargs)
+        mesh._iterated.add(frames)
         try:
             while True:
                 try:
@@ -98,11 +99,7 @@ def _iterating(
                     return
                 yield frame
         finally:
-            # Leaving the loop ends the subscription; closing the mesh has already done so.
-            # An interrupted frame that could not end in time still runs, and ends with the mesh.
-            ours = mesh._end.alive and not mesh._thread.is_parents
-            if ours and isinstance(frames, AsyncGeneratorType) and not frames.ag_running:
-                mesh._run(_ended(frames))
+            mesh._leave(frames)
 
     return each
 
@@ -139,10 +136,6 @@ async def _next(frames: AsyncIterator[Result]) -> Result:
     return await anext(frames)
 
 
-async def _ended(frames: AsyncGenerator[Any, None]) -> None:
-    await frames.aclose()
-
-
 @gone.tells
 class Mesh:
     """A running job, accessed from outside. Made by `paramd.connect`, ended by `close`.
@@ -162,6 +155,7 @@ class Mesh:
         self._thread = thread
         # A mesh that is dropped without `close` must not leak connections or threads.
         self._end = weakref.finalize(self, _close, thread, self._mesh)
+        self._iterated = weakref.WeakSet[AsyncIterator[Any]]()
 
     def __enter__(self) -> Mesh:
         return self
@@ -175,7 +169,19 @@ class Mesh:
 
     def close(self) -> None:
         """Release leases, connections and threads. Idempotent."""
-        self._end()
+        try:
+            # An exception keeps loops that it left. Their generators end before those within them.
+            for frames in [*self._iterated]:
+                self._leave(frames)
+        finally:
+            self._end()
+
+    def _leave(self, frames: AsyncIterator[Any]) -> None:
+        """End an iteration, and so its subscription; an interrupted one that could not end in time
+        ends with the mesh."""
+        ours = self._end.alive and not self._thread.is_parents
+        if ours and isinstance(frames, AsyncGeneratorType) and not frames.ag_running:
+            self._run(_awaited(frames.aclose()))
 
     @property
     def job(self) -> str:

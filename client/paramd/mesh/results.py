@@ -289,7 +289,7 @@ class StatsTable(Table[TensorStats]):
 
     @property
     def whole(self) -> bool:
-        """Whether `total` is of these rows: not of `table[:3]`, nor where terms left some out."""
+        """Whether `total` is of these rows, not of a part of the table or of other terms."""
         return sum(row.summary.count for row in self) == self.total.summary.count
 
     def cells(self) -> list[list[str]]:

@@ -20,11 +20,11 @@ from paramd.layout.edits.ops import EditState
 from paramd.mesh.mesh import Mesh
 from tests.hosts import wait_until as wait_on_hosts
 from tests.integration.control_process import site_plane, site_token
-from tests.integration.test_hosts import training
 from tests.multiprocess.frozen import edit_to, frozen
 from tests.multiprocess.striking import allowed_s, end_well, helper
 from tests.multiprocess.truth import connect_to, wait_until
 from tests.postgres import postgres
+from tests.scenes.test_hosts import training
 
 BACK_S = 10.0
 """Within this time all ranks are told again."""

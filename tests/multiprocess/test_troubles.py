@@ -26,7 +26,7 @@ from tests.web.training import JOB
 WORKER = "tests.multiprocess.workers.troubled"
 TOLD_S = 30.0
 """Within this time the cause is told."""
-WATCH = {"watch": True, "gradients_every_s": 2.0, "digests_every_s": 5.0}
+WATCH = {"watch": True, "stats_every_s": 2.0, "gradients_every_s": 2.0, "digests_every_s": 5.0}
 LEAST_NORMS = 8
 """A baseline of gradients, and as many samples of what the ranks are doing."""
 LIMITLESS = resource.RLIM_INFINITY

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.screenshot import navigation
 from tests.web.door import Door, Tab, wait_for
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 NAME = "still.bias"
 """Does not learn, so that its numbers are those of the edits alone."""
+PICTURE = Path(__file__).parents[2] / "docs/dashboard.png"
+CUT_OFF = """[...document.querySelectorAll('main table, main .rows, main button')].filter(one => {
+    for (let up = one; up; up = up.parentElement) {
+        const how = getComputedStyle(up).overflowX;
+        if (how === 'auto' || how === 'scroll') return false;
+    }
+    return one.getBoundingClientRect().right > innerWidth + 1;
+}).map(one => one.outerHTML.slice(0, 120))"""
+"""What is wider than the window, and cannot be scrolled to."""
+SMALL = """[...document.querySelectorAll('button, select, summary, nav a, input')].filter(one => {
+    const {width, height} = (one.closest('label') ?? one).getBoundingClientRect();
+    return one.checkVisibility() && width > 1 && (width < 24 || height < 24);
+}).map(one => one.outerHTML.slice(0, 120))"""
+"""What a finger misses: controls of less than 24 pixels."""
+VIEWS = ("overview", "runs", "mesh", "params", "grads", "edits", "exports", "alerts", "system")
 
 
 def norm(door: Door, name: str = NAME) -> float:
@@ -101,3 +125,30 @@ def test_exports_are_scheduled_and_a_schedule_removed(tab: Tab, door: Door) -> N
     page.get_by_text("every 1,000,000 steps, the last 3 are kept").wait_for()
     page.get_by_role("button", name="Remove", exact=True).click()
     wait_for("the schedule's end", lambda: door.get("export-schedules")["schedules"] == [])
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1400), ("dark", 390)])
+def test_every_view_fits_says_where_it_is_from_and_stays_quiet(
+    browser: Browser, door: Door, theme: str, width: int
+) -> None:
+    with Tab(browser, door, theme=theme) as tab:
+        tab.page.set_viewport_size({"width": width, "height": 844})
+        tab.sign_in(door.token)
+        assert tab.page.get_attribute("html", "data-theme") == theme
+        for view in VIEWS:
+            tab.open(view)
+            tab.page.wait_for_selector(".source")
+            tab.page.wait_for_timeout(300)  # what comes late must not widen the page either
+            over = "document.documentElement.scrollWidth - window.innerWidth"
+            assert tab.page.evaluate(over) <= 0, view
+            assert tab.page.locator("main .trouble").all_inner_texts() == [], view
+            assert tab.violations() == [], view
+            if width < 400:
+                assert tab.page.evaluate(CUT_OFF) == [], view
+                assert tab.page.evaluate(SMALL) == [], view
+        assert navigation(tab.page).encode() in PICTURE.read_bytes(), "make screenshot"
+        for part in ("", "heat", "where", "compare"):
+            tab.open("params", name="still.weight", part=part)
+            tab.see("1,920", within=".detail")
+            assert tab.page.evaluate(over) <= 0, part
+        tab.check_quiet()

@@ -76,7 +76,8 @@ def train(folder: Path) -> None:
         for parameter in layers[2].parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(1e4 if "explode" in now else 1e-5 if "vanish" in now else 1.0)
-        optimizer.step()
+        if loss.isfinite():  # else one NaN is in all parameters after a step, and heals no more
+            optimizer.step()
         attachment.log(loss=loss)
         told = [{one.name for one in folder.iterdir()}]
         dist.broadcast_object_list(told)

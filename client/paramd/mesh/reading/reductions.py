@@ -5,8 +5,10 @@ results are merged here. No torch.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.heatmaps import (
@@ -22,13 +24,14 @@ from paramd.layout.heatmaps import (
 )
 from paramd.layout.plan import ReadPlan
 from paramd.layout.stats import (
-    EMPTY,
-    Stats,
+    COLUMNS,
+    Columns,
+    Part,
+    Runs,
     StatsItem,
-    merge,
+    by_dtype,
     merge_all,
     stats_items,
-    stats_of,
     summarize,
 )
 from paramd.mesh.peers.sidecars import Pinned
@@ -36,7 +39,7 @@ from paramd.mesh.reading.stream import Reading, read_bytes
 from paramd.mesh.results import StatsTable, TensorStats
 from paramd.v1 import sidecar_pb2 as pb
 
-ITEMS_PER_CALL = 2_000
+ITEMS_PER_CALL, RUNS_PER_CALL = 2_000, 20_000
 """Keeps messages far below gRPC's size limit."""
 
 MAX_VALUES = 16_384
@@ -66,10 +69,16 @@ async def compute_stats(
     `edges` (finite, rising) add counts of the elements between them. With `before`, pins of the
     same plan, the statistics are those of the differences.
     """
-    asked = pb.ComputeStatsRequest(with_exponents=with_exponents, edges=edges)
-    merged = [EMPTY] * len(plan.tensors)
-    for item, stats in await compute_parts(reading, stats_items(plan), asked, before):
-        merged[item.tensor] = merge(merged[item.tensor], stats)
+    items = stats_items(plan)
+    if with_exponents or edges or before is not None:
+        asked = pb.ComputeStatsRequest(with_exponents=with_exponents, edges=edges)
+        of_tensor: list[list[Part]] = [[] for _ in plan.tensors]
+        for item, part in await compute_parts(reading, items, asked, before):
+            of_tensor[item.tensor].append(part)
+        merged = [merge_all(parts) for parts in of_tensor]
+    else:
+        runs = {rank: by_dtype(of) for rank, of in items.items()}
+        merged = list(await compute_columns(reading, runs, len(plan.tensors)))
     rows = [
         TensorStats(
             name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, summary=summarize(stats)
@@ -98,16 +107,57 @@ async def compute_stats(
     )
 
 
+async def compute_columns(
+    reading: Reading, runs: Mapping[int, Mapping[str, Runs]], count: int
+) -> Columns:
+    """The statistics of `count` tensors, reduced by each rank's sidecar as runs by dtype."""
+
+    async def of(rank: int) -> list[tuple[array[int], list[Sequence[float]]]]:
+        found = []
+        for dtype, (tensors, begins, numels) in runs[rank].items():
+            for begin in range(0, len(tensors), RUNS_PER_CALL):
+                some = slice(begin, begin + RUNS_PER_CALL)
+                asked = pb.StatsRuns(dtype=dtype, begin_bytes=begins[some], numels=numels[some])
+                columns = await _columns(reading, rank, asked)
+                counts = columns[0] if len(set(map(len, columns))) == 1 else ()
+                _check_counts(reading, rank, counts, numels[some])
+                found.append((tensors[some], columns))
+        return found
+
+    parts = await asyncio.gather(*map(of, runs))
+
+    def merged() -> Columns:
+        result = Columns(count)
+        for tensors, columns in chain(*parts):
+            result.add(tensors, columns)
+        return result
+
+    return await asyncio.to_thread(merged)
+
+
+async def _columns(reading: Reading, rank: int, asked: pb.StatsRuns) -> list[Sequence[float]]:
+    request = pb.ComputeStatsRequest(runs=asked)
+    answer = await reading.ask(rank, request, pb.ComputeStatsResponse)
+    if answer.HasField("columns"):
+        return [getattr(answer.columns, name) for name in COLUMNS]
+    # An older sidecar, which knows no runs.
+    rows = zip(asked.begin_bytes, asked.numels, strict=True)
+    items = (pb.StatsItem(begin_bytes=at, numel=numel, dtype=asked.dtype) for at, numel in rows)
+    request = pb.ComputeStatsRequest(items=items)
+    stats = (await reading.ask(rank, request, pb.ComputeStatsResponse)).stats
+    return [[getattr(one, name) for one in stats] for name in COLUMNS]
+
+
 async def compute_parts(
     reading: Reading,
     items: Mapping[int, Sequence[StatsItem]],
     asked: pb.ComputeStatsRequest,
     before: Pinned | None = None,
-) -> list[tuple[StatsItem, Stats]]:
+) -> list[tuple[StatsItem, Part]]:
     """Reduce each rank's items on its sidecar, as `asked` says; `before` as in `compute_stats`."""
 
-    async def of(rank: int) -> list[tuple[StatsItem, Stats]]:
-        found: list[tuple[StatsItem, Stats]] = []
+    async def of(rank: int) -> list[tuple[StatsItem, Part]]:
+        found: list[tuple[StatsItem, Part]] = []
         for begin in range(0, len(items[rank]), ITEMS_PER_CALL):
             batch = items[rank][begin : begin + ITEMS_PER_CALL]
             request = pb.ComputeStatsRequest(
@@ -117,17 +167,22 @@ async def compute_parts(
             request.MergeFrom(asked)
             answer = await reading.ask(rank, request, pb.ComputeStatsResponse)
             counts = [stats.count for stats in answer.stats]
-            if counts != [item.numel for item in batch]:
-                raise ConflictError(
-                    f"{reading.sidecars.who(rank)} returned {len(counts)} statistics of "
-                    f"{sum(counts):,} elements; expected {len(batch)} of "
-                    f"{sum(item.numel for item in batch):,}; try again"
-                )
-            found.extend(zip(batch, map(stats_of, answer.stats), strict=True))
+            _check_counts(reading, rank, counts, [item.numel for item in batch])
+            found.extend(zip(batch, answer.stats, strict=True))
         return found
 
     found = await asyncio.gather(*(of(rank) for rank in items if items[rank]))
     return [one for of_rank in found for one in of_rank]
+
+
+def _check_counts(
+    reading: Reading, rank: int, counts: Sequence[float], numels: Sequence[int]
+) -> None:
+    if [*counts] != [*numels]:
+        raise ConflictError(
+            f"{reading.sidecars.who(rank)} returned {len(counts)} statistics of {sum(counts):,} "
+            f"elements; expected {len(numels)} of {sum(numels):,}; try again"
+        )
 
 
 def stats_message(item: StatsItem) -> pb.StatsItem:

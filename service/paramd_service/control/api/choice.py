@@ -116,7 +116,7 @@ def split(
     A tensor is missing when some region of it is held only by ranks without a sidecar or
     with a torn trainer.
     """
-    absent = _absent(view)
+    absent = absent_ranks(view)
     if not absent:
         return list(chosen), []
     present: list[SelectedTensor] = []
@@ -158,7 +158,7 @@ def check_large(name: str, numel: int) -> None:
         raise DeniedError(f"{name}: {_SMALL}'s token")
 
 
-def _absent(view: MeshView) -> dict[int, str]:
+def absent_ranks(view: MeshView) -> dict[int, str]:
     """Unavailable ranks, with the reason."""
     found = {rank.rank: rank.reason for rank in view.absent}
     for report in view.joined:

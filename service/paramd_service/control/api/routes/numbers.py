@@ -80,7 +80,7 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         chosen, small = without_small(
             choose(index, found_filter, with_buffers=buffers), may_read=may_read(request)
         )
-        present, missing = available(mesh, chosen, few=not found_filter.statistics)
+        present, missing = available(mesh.registry.view(), chosen, few=not found_filter.statistics)
         missing += small
         table = await mesh.statistics.get(
             [item.pattern for item in present], with_buffers=buffers, with_histogram=histogram

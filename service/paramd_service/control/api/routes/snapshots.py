@@ -88,7 +88,7 @@ def _add_pinning(routes: APIRouter, services: Services) -> None:
         chosen = choose(index, wanted, with_buffers=request.buffers)
         patterns = list(wanted.patterns)
         if wanted.facts:
-            available(mesh, chosen)
+            available(mesh.registry.view(), chosen)
             patterns = [item.pattern for item in chosen]
         held = await mesh.statistics.pin(
             patterns,

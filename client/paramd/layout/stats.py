@@ -30,6 +30,9 @@ from paramd.layout.types import Layout, TensorLayout, joined, offsets_in
 if TYPE_CHECKING:
     from paramd.v1 import sidecar_pb2
 
+MOST_RUNS = 20_000
+"""In one message: far below gRPC's size limit."""
+
 MAX_RUNS = 100_000
 """Most runs of memory in one plan, not counting whole pieces: listing more of them would cost
 more than reading the elements."""
@@ -224,29 +227,16 @@ def summarize(stats: Stats) -> Summary:
     return _finished(*stats)
 
 
-def _finished(
-    count: int,
-    zeros: int,
-    nans: int,
-    infs: int,
-    mean: float,
-    m2: float,
-    squares: float,
-    low: float,
-    high: float,
-    exponents: Sequence[int] = (),
-    begin: int = 0,
-    edges: tuple[int, ...] = (),
-) -> Summary:
-    used = [at for at, count in enumerate(exponents) if count] if exponents else ()
+def _finished(*stats: Any) -> Summary:
+    count, zeros, nans, infs, mean, m2, squares, low, high, *rest = stats
+    exponents, begin, edges = rest or ((), 0, ())
+    used = [at for at, many in enumerate(exponents) if many]
     bins = tuple((begin + at, exponents[at]) for at in range(used[0], used[-1] + 1)) if used else ()
-    norm = math.sqrt(squares)
-    finite = count - nans - infs
+    finite, norm, std = count - nans - infs, math.sqrt(squares), math.nan
     if not finite:
-        none = math.nan
-        norm = none if count else norm
-        return Summary(count, zeros, nans, infs, norm, none, none, none, none, bins, edges)
-    std = math.sqrt(max(m2, 0.0) / (finite - 1)) if finite > 1 else math.nan
+        norm, mean, low, high = norm if not count else math.nan, math.nan, math.nan, math.nan
+    elif finite > 1:
+        std = math.sqrt(max(m2, 0.0) / (finite - 1))
     return Summary(count, zeros, nans, infs, norm, mean, std, low, high, bins, edges)
 
 
@@ -321,8 +311,9 @@ def stats_items(plan: ReadPlan) -> dict[int, tuple[StatsItem, ...]]:
 
 
 class Runs(NamedTuple):
-    """Items of one dtype, by column."""
+    """Items of one dtype, at most `MOST_RUNS`, by column."""
 
+    dtype: str
     tensors: array[int]
     begin_bytes: array[int]
     numels: array[int]
@@ -332,8 +323,8 @@ class Runs(NamedTuple):
 class StatsPlan(ReadPlan):
     """A plan of statistics alone, without landings: 24 bytes a run."""
 
-    runs: Mapping[int, Mapping[str, Runs]]
-    """By rank, then by dtype."""
+    runs: Mapping[int, Sequence[Runs]]
+    """By rank."""
 
 
 def plan_stats(
@@ -367,17 +358,17 @@ def _plan_whole(tensors: Sequence[TensorLayout], replica: Replica) -> StatsPlan:
     return StatsPlan(tensors=(), ranks=tuple(ranks), replica=replica.rank, runs=runs)
 
 
-def by_dtype(items: Iterable[tuple[str, int, int, int]]) -> dict[str, Runs]:
+def by_dtype(items: Iterable[tuple[str, int, int, int]]) -> list[Runs]:
     """Items by column."""
-    found: dict[str, Runs] = {}
+    found: dict[str, list[Runs]] = {}
     for dtype, tensor, begin_bytes, numel in items:
-        runs = found.get(dtype)
-        if runs is None:
-            runs = found[dtype] = Runs(array("q"), array("q"), array("q"))
-        runs.tensors.append(tensor)
-        runs.begin_bytes.append(begin_bytes)
-        runs.numels.append(numel)
-    return found
+        of = found.setdefault(dtype, [])
+        if not of or len(of[-1].tensors) == MOST_RUNS:
+            of.append(Runs(dtype, array("q"), array("q"), array("q")))
+        of[-1].tensors.append(tensor)
+        of[-1].begin_bytes.append(begin_bytes)
+        of[-1].numels.append(numel)
+    return [runs for of in found.values() for runs in of]
 
 
 def _shape_of_runs(landing: Landing) -> tuple[int, list[tuple[int, int]]]:

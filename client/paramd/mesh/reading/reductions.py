@@ -5,10 +5,9 @@ results are merged here. No torch.
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.heatmaps import (
@@ -39,7 +38,7 @@ from paramd.mesh.reading.stream import Reading, read_bytes
 from paramd.mesh.results import StatsTable, TensorStats
 from paramd.v1 import sidecar_pb2 as pb
 
-ITEMS_PER_CALL, RUNS_PER_CALL = 2_000, 20_000
+ITEMS_PER_CALL = 2_000
 """Keeps messages far below gRPC's size limit."""
 
 MAX_VALUES = 16_384
@@ -108,44 +107,37 @@ async def compute_stats(
 
 
 async def compute_columns(
-    reading: Reading, runs: Mapping[int, Mapping[str, Runs]], count: int
+    reading: Reading, runs: Mapping[int, Sequence[Runs]], count: int
 ) -> Columns:
-    """The statistics of `count` tensors, reduced by each rank's sidecar as runs by dtype."""
+    """The statistics of `count` tensors, of which each rank's sidecar reduces runs."""
 
-    async def of(rank: int) -> list[tuple[array[int], list[Sequence[float]]]]:
-        found = []
-        for dtype, (tensors, begins, numels) in runs[rank].items():
-            for begin in range(0, len(tensors), RUNS_PER_CALL):
-                some = slice(begin, begin + RUNS_PER_CALL)
-                asked = pb.StatsRuns(dtype=dtype, begin_bytes=begins[some], numels=numels[some])
-                columns = await _columns(reading, rank, asked)
-                counts = columns[0] if len(set(map(len, columns))) == 1 else ()
-                _check_counts(reading, rank, counts, numels[some])
-                found.append((tensors[some], columns))
-        return found
+    async def of(rank: int) -> list[list[Sequence[float]]]:
+        return [await _columns(reading, rank, one) for one in runs[rank]]
 
-    parts = await asyncio.gather(*map(of, runs))
+    found = await asyncio.gather(*map(of, runs))
 
     def merged() -> Columns:
         result = Columns(count)
-        for tensors, columns in chain(*parts):
-            result.add(tensors, columns)
+        for one, columns in zip(chain(*runs.values()), chain(*found), strict=True):
+            result.add(one.tensors, columns)
         return result
 
     return await asyncio.to_thread(merged)
 
 
-async def _columns(reading: Reading, rank: int, asked: pb.StatsRuns) -> list[Sequence[float]]:
+async def _columns(reading: Reading, rank: int, runs: Runs) -> list[Sequence[float]]:
+    dtype, _, begins, numels = runs
+    asked = pb.StatsRuns(dtype=dtype, begin_bytes=begins, numels=numels)
     request = pb.ComputeStatsRequest(runs=asked)
     answer = await reading.ask(rank, request, pb.ComputeStatsResponse)
-    if answer.HasField("columns"):
-        return [getattr(answer.columns, name) for name in COLUMNS]
-    # An older sidecar, which knows no runs.
-    rows = zip(asked.begin_bytes, asked.numels, strict=True)
-    items = (pb.StatsItem(begin_bytes=at, numel=numel, dtype=asked.dtype) for at, numel in rows)
-    request = pb.ComputeStatsRequest(items=items)
-    stats = (await reading.ask(rank, request, pb.ComputeStatsResponse)).stats
-    return [[getattr(one, name) for one in stats] for name in COLUMNS]
+    columns = [getattr(answer.columns, name) for name in COLUMNS]
+    if not answer.HasField("columns"):  # an older sidecar, which knows no runs
+        items = map(stats_message, map(StatsItem, repeat(dtype), repeat(0), begins, numels))
+        request = pb.ComputeStatsRequest(items=items)
+        answer = await reading.ask(rank, request, pb.ComputeStatsResponse)
+        columns = [[getattr(one, name) for one in answer.stats] for name in COLUMNS]
+    _check_counts(reading, rank, columns[0] if len(set(map(len, columns))) == 1 else (), numels)
+    return columns
 
 
 async def compute_parts(

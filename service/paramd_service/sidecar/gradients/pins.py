@@ -214,7 +214,7 @@ def _load_torch() -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _placed(spans: tuple[tuple[int, int], ...], reduction: bytes) -> tuple[dict[str, Runs], bool]:
+def _placed(spans: tuple[tuple[int, int], ...], reduction: bytes) -> tuple[list[Runs], bool]:
     """The items of a `Reduction` by arena byte, and whether it wants exponents. Cached: a reader
     requests the same in every update. Raises UsageError if an item is not within a span."""
     from paramd_service.sidecar.statistics.reduce import item_bytes

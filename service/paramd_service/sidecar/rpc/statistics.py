@@ -112,9 +112,39 @@ async def compute_stats(
             f"same spans, {snapshot.size_bytes} bytes"
         )
     data, subtracted = snapshot.view(), before.view() if before is not None else None
-    return await on_stats_thread(
-        rank, lambda stop: _reduce_all(rank, data, subtracted, request, stop)
-    )
+
+    def work(stop: Sequence[bool]) -> pb.ComputeStatsResponse:
+        from paramd_service.sidecar.statistics import reduce
+
+        reduce.set_up()
+        rank.faults.at("stats-item")
+        found = reduce.reduce_runs(
+            data,
+            _runs_of(request),
+            with_exponents=request.with_exponents,
+            edges=reduce.make_edges(request.edges),
+            before=subtracted,
+            stop=stop,
+        )
+        if request.HasField("runs"):
+            return pb.ComputeStatsResponse(columns=found.columns())
+        return pb.ComputeStatsResponse(stats=found.messages())
+
+    return await on_stats_thread(rank, work)
+
+
+def _runs_of(request: pb.ComputeStatsRequest) -> list[Runs]:
+    items, asked = enumerate(request.items), request.runs
+    if not request.HasField("runs"):
+        return by_dtype((one.dtype, at, one.begin_bytes, one.numel) for at, one in items)
+    count = len(asked.begin_bytes)
+    if request.items or request.with_exponents or request.edges or count != len(asked.numels):
+        raise UsageError(
+            f"runs: {count:,} first bytes, {len(asked.numels):,} lengths; expected as many, and "
+            "neither items nor exponents or edges beside them"
+        )
+    columns = range(count), asked.begin_bytes, asked.numels
+    return [Runs(asked.dtype, *(array("q", one) for one in columns))]
 
 
 async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
@@ -122,43 +152,6 @@ async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], An
     stop: list[bool] = []
     running = asyncio.get_running_loop().run_in_executor(rank.stats_executor, work, stop)
     return await uncancelled(running, lambda: stop.append(True))
-
-
-def _reduce_all(
-    rank: RankSidecar,
-    data: memoryview,
-    before: memoryview | None,
-    request: pb.ComputeStatsRequest,
-    stop: Sequence[bool],
-) -> pb.ComputeStatsResponse:
-    from paramd_service.sidecar.statistics import reduce
-
-    reduce.set_up()
-    runs = by_dtype(
-        (one.dtype, n, one.begin_bytes, one.numel) for n, one in enumerate(request.items)
-    )
-    by_column, asked = request.HasField("runs"), request.runs
-    if by_column:
-        count = len(asked.begin_bytes)
-        if runs or request.with_exponents or request.edges or count != len(asked.numels):
-            raise UsageError(
-                f"runs: {count:,} first bytes, {len(asked.numels):,} lengths; expected as many, "
-                "and neither items nor exponents or edges beside them"
-            )
-        columns = range(count), asked.begin_bytes, asked.numels
-        runs = {asked.dtype: Runs(*(array("q", one) for one in columns))}
-    rank.faults.at("stats-item")
-    found = reduce.reduce_runs(
-        data,
-        runs,
-        with_exponents=request.with_exponents,
-        edges=reduce.make_edges(request.edges),
-        before=before,
-        stop=stop,
-    )
-    if by_column:
-        return pb.ComputeStatsResponse(columns=found.columns())
-    return pb.ComputeStatsResponse(stats=found.messages())
 
 
 def pool(

@@ -10,7 +10,7 @@ length are reduced together, since they cost calls, not bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -341,20 +341,20 @@ class Answers:
 
 def reduce_runs(
     data: memoryview,
-    runs: Mapping[str, Runs],
+    runs: Sequence[Runs],
     *,
     with_exponents: bool,
     edges: torch.Tensor | None = None,
     before: memoryview | None = None,
     stop: Sequence[bool] = (),
 ) -> Answers:
-    """Answers by the runs' numbers; unfinished once `stop` is not empty. As `reduce_run`; raises
-    UsageError if a run leaves `data`, too."""
-    placed = {dtype: [np.array(one, np.int64) for one in of] for dtype, of in runs.items()}
-    for dtype, (_, begins, numels) in placed.items():
-        _check(dtype, begins, numels, len(data))
-    found = Answers(sum(len(numbers) for numbers, *_ in placed.values()))
-    for dtype, (numbers, begins, numels) in placed.items():
+    """Answers by what the runs call tensors; unfinished once `stop` is not empty. As `reduce_run`;
+    raises UsageError if a run leaves `data`, too."""
+    placed = [[np.array(column, np.int64) for column in one[1:]] for one in runs]
+    for one, (_, begins, numels) in zip(runs, placed, strict=True):
+        _check(one.dtype, begins, numels, len(data))
+    found = Answers(sum(len(one.tensors) for one in runs))
+    for (dtype, *_), (numbers, begins, numels) in zip(runs, placed, strict=True):
         single = np.ones(len(numbers), bool)
         for rows in _alike(numels) if edges is None and before is None else ():
             if not stop:

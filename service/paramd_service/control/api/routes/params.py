@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.filters import MAX_FILTER_BYTES, STATISTIC_KEYS, Filter, parse_filter, statistic
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.select import SelectedTensor
+from paramd.layout.select import NameIndex, SelectedTensor
 from paramd.layout.types import Box, Piece, TensorLayout
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.api.choice import (
@@ -206,11 +206,8 @@ async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) ->
     absent = tuple(sorted(absent_ranks(view).items()))
     choice = (digest, wanted.patterns, wanted.facts, reads, absent)
 
-    def pick() -> tuple[list[SelectedTensor], list[MissingDocument]]:
-        chosen = choose(index, wanted, with_buffers=False)
-        chosen, small = without_small(chosen, may_read=reads)
-        present, missing = available(view, chosen, few=False)
-        return present, [*missing, *small]
+    def pick() -> Picked:
+        return picked(view, index, wanted, reads=reads)
 
     if not _needs_statistics(wanted, sort):
 
@@ -262,9 +259,10 @@ def check_few(chosen: Sequence[object], most: int = MAX_STATS) -> None:
         )
 
 
-def available(
-    view: MeshView, chosen: list[SelectedTensor], *, few: bool = True
-) -> tuple[list[SelectedTensor], list[MissingDocument]]:
+Picked: TypeAlias = tuple[list[SelectedTensor], list[MissingDocument]]
+
+
+def available(view: MeshView, chosen: list[SelectedTensor], *, few: bool = True) -> Picked:
     """Split tensors into those available from the sidecars now and missing ones. Raises UsageError:
     too many tensors. UnreachableError: none is available."""
     check_few(chosen, MAX_STATS if few else MAX_ORDERED)
@@ -275,6 +273,21 @@ def available(
             f"{missing[0].reason}; try again in a few seconds"
         )
     return present, missing
+
+
+def picked(
+    view: MeshView,
+    index: NameIndex,
+    wanted: Filter,
+    *,
+    reads: bool,
+    buffers: bool = False,
+    few: bool = False,
+) -> Picked:
+    """What a filter selects and may be read now, and what is missing. Raises as `available`."""
+    chosen, small = without_small(choose(index, wanted, with_buffers=buffers), may_read=reads)
+    present, missing = available(view, chosen, few=few)
+    return present, [*missing, *small]
 
 
 _SAME = ("aliases", "dtype", "shape", "numel", "placement", "trainable")

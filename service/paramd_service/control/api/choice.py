@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from paramd.clock import now_s
-from paramd.errors import DeniedError, NotFoundError, UsageError
+from paramd.errors import DeniedError, NotFoundError, UnreachableError, UsageError
 from paramd.filters import Facts, Filter
 from paramd.layout.select import NameIndex, SelectedTensor, select
 from paramd.layout.types import TensorLayout
@@ -27,6 +27,11 @@ PERIOD_S = 1.0
 MAX_SERIES = 200
 """Gradients sampled from one frame, besides the total."""
 
+MAX_STATS = 1000
+MAX_ORDERED = 100_000
+"""Tensors that statistics choose or order, without being sent."""
+
+Picked: TypeAlias = tuple[list[SelectedTensor], list[MissingDocument]]
 Offer = Callable[[Iterable[Sample]], None]
 
 
@@ -156,6 +161,43 @@ def check_large(name: str, numel: int) -> None:
     """Raise DeniedError when there are so few elements that statistics reveal their values."""
     if numel < SMALL_NUMEL:
         raise DeniedError(f"{name}: {_SMALL}'s token")
+
+
+def check_few(chosen: Sequence[object], most: int = MAX_STATS) -> None:
+    """Raise UsageError if these are more than one answer may take."""
+    if len(chosen) > most:
+        raise UsageError(
+            f"filter: {len(chosen):,} tensors match; statistics of at most {most:,} at once, "
+            "narrow it with globs or terms about facts"
+        )
+
+
+def available(view: MeshView, chosen: list[SelectedTensor], *, few: bool = True) -> Picked:
+    """Split tensors into those available from the sidecars now and missing ones. Raises UsageError:
+    too many tensors. UnreachableError: none is available."""
+    check_few(chosen, MAX_STATS if few else MAX_ORDERED)
+    present, missing = split(chosen, view)
+    if not present:
+        raise UnreachableError(
+            f"none of {len(missing)} tensors is available now; {missing[0].name}: "
+            f"{missing[0].reason}; try again in a few seconds"
+        )
+    return present, missing
+
+
+def picked(
+    view: MeshView,
+    index: NameIndex,
+    wanted: Filter,
+    *,
+    reads: bool,
+    buffers: bool = False,
+    few: bool = False,
+) -> Picked:
+    """What a filter selects and may be read now, and what is missing. Raises as `available`."""
+    chosen, small = without_small(choose(index, wanted, with_buffers=buffers), may_read=reads)
+    present, missing = available(view, chosen, few=few)
+    return present, [*missing, *small]
 
 
 def absent_ranks(view: MeshView) -> dict[int, str]:

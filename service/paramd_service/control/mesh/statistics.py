@@ -187,8 +187,8 @@ async def _until_over(held: LeasedSnapshot) -> None:
 class Ready(NamedTuple):
     """How to read the statistics of many tensors of a layout: in any state of it."""
 
-    choice: object
-    """What chose the tensors, and for whom, and which ranks cost something."""
+    choice: Sequence[object]
+    """What chose the tensors, and for whom; then ranks that cost something."""
     tensors: Sequence[TensorLayout]
     missing: Sequence[Any]
     """What `Pick` says is missing."""
@@ -198,7 +198,6 @@ class Ready(NamedTuple):
 class Rows(NamedTuple):
     """Statistics of many tensors."""
 
-    choice: object
     ready: Ready
     columns: Columns
     state: tuple[StateName, bool]
@@ -257,7 +256,7 @@ class StatsSource:
             columns = await compute_columns(reading, ready.plan.runs, len(ready.tensors))
             pinned = reading.pinned
             state = pinned.state, pinned.unsettled
-            return Rows(choice, ready, columns, state, [*pinned.pins])
+            return Rows(ready, columns, state, [*pinned.pins])
 
         found = await self._reading(choosing, work)
         # What rests may be changed by its script under the same name: read again each time.
@@ -296,7 +295,7 @@ class StatsSource:
         from paramd.mesh.reading.pin import Pinner
 
         found = self._kept
-        if found is None or found.choice != choice:
+        if found is None or found.ready.choice[0] != choice:
             return None
 
         async def look(sidecars: Sidecars) -> Rows | None:

@@ -14,7 +14,7 @@ from paramd.filters import parse_filter
 from paramd.layout.select import SelectedTensor
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN
-from paramd_service.control.api.choice import choose_one, split, without_small
+from paramd_service.control.api.choice import check_few, choose_one, picked, split, without_small
 from paramd_service.control.api.models import (
     HeatmapDocument,
     HistogramDocument,
@@ -22,7 +22,7 @@ from paramd_service.control.api.models import (
     StatsList,
     ValuesDocument,
 )
-from paramd_service.control.api.routes.params import Buffers, Name, Wanted, check_few, picked
+from paramd_service.control.api.routes.params import Buffers, Name, Wanted
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
 

@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
-from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.errors import ConflictError
 from paramd.filters import MAX_FILTER_BYTES, STATISTIC_KEYS, Filter, parse_filter, statistic
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.select import NameIndex, SelectedTensor
 from paramd.layout.types import Box, Piece, TensorLayout
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.api.choice import (
+    MAX_ORDERED,
     absent_ranks,
-    choose,
     choose_one,
     choose_whole,
-    split,
-    without_small,
+    picked,
 )
 from paramd_service.control.api.models import (
     MissingDocument,
@@ -37,13 +35,9 @@ from paramd_service.control.api.models import (
 from paramd_service.control.api.routes.paging import Pages, make_token, read_token
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.registry import MeshView
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
-MAX_STATS = 1000
-MAX_ORDERED = 100_000
-"""Tensors that statistics choose or order, without being sent."""
 MAX_PIECES = 4096
 
 # Above this many tensors, filtering by facts would block the event loop for too long.
@@ -206,9 +200,7 @@ async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) ->
     absent = tuple(sorted(absent_ranks(view).items()))
     choice = (digest, wanted.patterns, wanted.facts, reads, absent)
 
-    def pick() -> Picked:
-        return picked(view, index, wanted, reads=reads)
-
+    pick = partial(picked, view, index, wanted, reads=reads)
     if not _needs_statistics(wanted, sort):
 
         def listed() -> tuple[TensorLayout, ...]:
@@ -248,46 +240,6 @@ def _in_order(rows: Iterable[tuple[TensorLayout, Any]], sort: str) -> tuple[Tens
         known.sort(key=itemgetter(1), reverse=sort != key)
         rows = [*known, *(pair for pair in pairs if math.isnan(pair[1]))]
     return tuple(tensor for tensor, _ in rows)
-
-
-def check_few(chosen: Sequence[object], most: int = MAX_STATS) -> None:
-    """Raise UsageError if these are more than one answer may take."""
-    if len(chosen) > most:
-        raise UsageError(
-            f"filter: {len(chosen):,} tensors match; statistics of at most {most:,} at once, "
-            "narrow it with globs or terms about facts"
-        )
-
-
-Picked: TypeAlias = tuple[list[SelectedTensor], list[MissingDocument]]
-
-
-def available(view: MeshView, chosen: list[SelectedTensor], *, few: bool = True) -> Picked:
-    """Split tensors into those available from the sidecars now and missing ones. Raises UsageError:
-    too many tensors. UnreachableError: none is available."""
-    check_few(chosen, MAX_STATS if few else MAX_ORDERED)
-    present, missing = split(chosen, view)
-    if not present:
-        raise UnreachableError(
-            f"none of {len(missing)} tensors is available now; {missing[0].name}: "
-            f"{missing[0].reason}; try again in a few seconds"
-        )
-    return present, missing
-
-
-def picked(
-    view: MeshView,
-    index: NameIndex,
-    wanted: Filter,
-    *,
-    reads: bool,
-    buffers: bool = False,
-    few: bool = False,
-) -> Picked:
-    """What a filter selects and may be read now, and what is missing. Raises as `available`."""
-    chosen, small = without_small(choose(index, wanted, with_buffers=buffers), may_read=reads)
-    present, missing = available(view, chosen, few=few)
-    return present, [*missing, *small]
 
 
 _SAME = ("aliases", "dtype", "shape", "numel", "placement", "trainable")

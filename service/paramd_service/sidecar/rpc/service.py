@@ -411,19 +411,13 @@ class SidecarServicer:
         self._rank.pins.sweep()
         return pb.ReleaseSnapshotResponse(header=messages.header(self._rank))
 
-    async def _stats(self, request: pb.ComputeStatsRequest, timeout_s: float) -> Message:
-        count = len(request.items) + len(request.runs.begin_bytes)
-        if count > auth.MAX_STATS_ITEMS:
-            raise UsageError(f"items: {count:,}; expected at most {auth.MAX_STATS_ITEMS:,}")
+    async def _stats(self, request: pb.ComputeStatsRequest, timeout_s: float) -> Any:
         async with AsyncExitStack() as stack:
-            snapshot = await stack.enter_async_context(self._held(request.snapshot_id, timeout_s))
             before = None
             if request.before_snapshot_id:
                 held = self._held(request.before_snapshot_id, timeout_s)
-                before = await stack.enter_async_context(held)
-            answer = await compute_stats(self._rank, snapshot, request, before)
-        answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
-        return answer
+                before = (await stack.enter_async_context(held)).view()
+            return await self._on_thread(partial(compute_stats, before), request, timeout_s)
 
     async def _on_thread(self, work: SnapshotWork, request: Any, timeout_s: float) -> Any:
         """The answer that `work` computes from a snapshot's bytes, with the header added."""

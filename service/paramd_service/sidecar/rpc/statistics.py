@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paramd_service.sidecar.statistics import pooling
 
 
-MAX_RANGES = 100_000
+MAX_RANGES = MAX_STATS_ITEMS = 100_000
 BLOCK_BYTES = 8 << 20
 """Bytes hashed at a time; a cancelled call ends between two blocks."""
 
@@ -93,51 +93,50 @@ _MODES = {
 Answer = TypeVar("Answer")
 
 
-async def compute_stats(
+async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
+    """Run `work` off the event loop; it should end early once its argument is not empty."""
+    stop: list[bool] = []
+    running = asyncio.get_running_loop().run_in_executor(rank.stats_executor, work, stop)
+    return await uncancelled(running, lambda: stop.append(True))
+
+
+def compute_stats(
+    before: memoryview | None,
     rank: RankSidecar,
-    snapshot: Snapshot,
+    data: memoryview,
     request: pb.ComputeStatsRequest,
-    before: Snapshot | None = None,
+    stop: Sequence[bool],
 ) -> pb.ComputeStatsResponse:
-    """One answer per item or run, in order; with `before`, of the differences to that snapshot. The
-    caller must hold the snapshots until it returns.
+    """One answer per item or run; with `before`, of the differences to those bytes."""
+    from paramd_service.sidecar.statistics import reduce
 
-    Cancellation takes effect between two items and waits for the thread, which reads the snapshot's
-    memory. Raises UsageError if an item leaves the snapshot, its dtype has no statistics, or the
-    snapshots have different sizes.
-    """
-    if before is not None and before.size_bytes != snapshot.size_bytes:
+    if before is not None and len(before) != len(data):
         raise UsageError(
-            f"before_snapshot_id: a snapshot of {before.size_bytes} bytes; expected one of the "
-            f"same spans, {snapshot.size_bytes} bytes"
+            f"before_snapshot_id: a snapshot of {len(before)} bytes; expected one of the same "
+            f"spans, {len(data)} bytes"
         )
-    data, subtracted = snapshot.view(), before.view() if before is not None else None
-
-    def work(stop: Sequence[bool]) -> pb.ComputeStatsResponse:
-        from paramd_service.sidecar.statistics import reduce
-
-        reduce.set_up()
-        rank.faults.at("stats-item")
-        found = reduce.reduce_runs(
-            data,
-            _runs_of(request),
-            with_exponents=request.with_exponents,
-            edges=reduce.make_edges(request.edges),
-            before=subtracted,
-            stop=stop,
-        )
-        if request.HasField("runs"):
-            return pb.ComputeStatsResponse(columns=found.columns())
-        return pb.ComputeStatsResponse(stats=found.messages())
-
-    return await on_stats_thread(rank, work)
+    reduce.set_up()
+    rank.faults.at("stats-item")
+    found = reduce.reduce_runs(
+        data,
+        _runs_of(request),
+        with_exponents=request.with_exponents,
+        edges=reduce.make_edges(request.edges),
+        before=before,
+        stop=stop,
+    )
+    if request.HasField("runs"):
+        return pb.ComputeStatsResponse(columns=found.columns())
+    return pb.ComputeStatsResponse(stats=found.messages())
 
 
 def _runs_of(request: pb.ComputeStatsRequest) -> list[Runs]:
     items, asked = enumerate(request.items), request.runs
+    count = len(request.items) + len(asked.begin_bytes)
+    if count > MAX_STATS_ITEMS:
+        raise UsageError(f"items: {count:,}; expected at most {MAX_STATS_ITEMS:,}")
     if not request.HasField("runs"):
         return by_dtype((one.dtype, at, one.begin_bytes, one.numel) for at, one in items)
-    count = len(asked.begin_bytes)
     if request.items or request.with_exponents or request.edges or count != len(asked.numels):
         raise UsageError(
             f"runs: {count:,} first bytes, {len(asked.numels):,} lengths; expected as many, and "
@@ -145,13 +144,6 @@ def _runs_of(request: pb.ComputeStatsRequest) -> list[Runs]:
         )
     columns = range(count), asked.begin_bytes, asked.numels
     return [Runs(asked.dtype, *(array("q", one) for one in columns))]
-
-
-async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
-    """Run `work` off the event loop; it should end early once its argument is not empty."""
-    stop: list[bool] = []
-    running = asyncio.get_running_loop().run_in_executor(rank.stats_executor, work, stop)
-    return await uncancelled(running, lambda: stop.append(True))
 
 
 def pool(

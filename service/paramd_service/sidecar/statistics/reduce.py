@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES
-from paramd.layout.stats import COLUMNS, EMPTY, FIELDS, Runs
+from paramd.layout.stats import COLUMNS, EMPTY, Runs
 from paramd.v1 import sidecar_pb2 as pb
 
 Column: TypeAlias = NDArray[np.int64]
@@ -120,7 +120,6 @@ class Reduced:
     sum_squares: float = 0.0
     min: float = math.inf
     max: float = -math.inf
-    exponent_begin: int = EXPONENT_BEGIN
     exponents: torch.Tensor | None = None
     between: torch.Tensor | None = None
     """Counts below, between and above edges; see `paramd.v1.Stats.edge_counts`."""
@@ -139,9 +138,6 @@ class Reduced:
     @property
     def finite_count(self) -> int:
         return self.count - self.nan_count - self.inf_count
-
-
-_NUMBERS = [one.name for one in fields(Reduced) if one.name in FIELDS]
 
 
 def set_up() -> None:
@@ -297,12 +293,15 @@ def _sum_squares(values: torch.Tensor) -> float:
 
 
 def stats_message(reduced: Reduced) -> pb.Stats:
-    return pb.Stats(**{name: getattr(reduced, name) for name in _NUMBERS}, **_counts(reduced))
+    return pb.Stats(**{name: getattr(reduced, name) for name in COLUMNS}, **_counts(reduced))
+
+
+_NO_COUNTS: dict[str, Any] = {"exponent_begin": EXPONENT_BEGIN}
 
 
 def _counts(reduced: Reduced) -> dict[str, Any]:
     between = reduced.between.tolist() if reduced.between is not None else ()
-    return {"exponent_counts": exponent_counts(reduced), "edge_counts": between}
+    return _NO_COUNTS | {"exponent_counts": exponent_counts(reduced), "edge_counts": between}
 
 
 SMALL_NUMEL = 8192
@@ -330,11 +329,7 @@ class Answers:
         """One for each run, in order."""
         rows = zip(*(one.tolist() for one in self._columns.values()), strict=True)
         return [
-            pb.Stats(
-                **dict(zip(COLUMNS, row, strict=True)),
-                exponent_begin=EXPONENT_BEGIN,
-                **self.counts.get(number, {}),
-            )
+            pb.Stats(**dict(zip(COLUMNS, row, strict=True)), **self.counts.get(number, _NO_COUNTS))
             for number, row in enumerate(rows)
         ]
 
@@ -430,7 +425,7 @@ def _reduce_rows(
     )
     if with_exponents:
         for number, counts in zip(numbers.tolist(), count_biased_rows(rows), strict=True):
-            answers.counts[number] = {"exponent_counts": folded(counts)}
+            answers.counts[number] = _NO_COUNTS | {"exponent_counts": folded(counts)}
     return ~finite.numpy()
 
 

@@ -224,20 +224,24 @@ STATISTICS = (
 
 def summarize(stats: Stats) -> Summary:
     """The numbers shown to users."""
-    return _finished(*stats)
+    found = _finished(*stats[:9])
+    *_, counts, begin, edges = stats
+    if not (counts or edges):
+        return found
+    used = [at for at, count in enumerate(counts) if count]
+    bins = ((begin + at, counts[at]) for at in range(used[0], used[-1] + 1)) if used else ()
+    return found._replace(exponents=tuple(bins), edge_counts=edges)
 
 
 def _finished(*stats: Any) -> Summary:
-    count, zeros, nans, infs, mean, m2, squares, low, high, *rest = stats
-    exponents, begin, edges = rest or ((), 0, ())
-    used = [at for at, many in enumerate(exponents) if many]
-    bins = tuple((begin + at, exponents[at]) for at in range(used[0], used[-1] + 1)) if used else ()
-    finite, norm, std = count - nans - infs, math.sqrt(squares), math.nan
+    count, zeros, nans, infs, mean, m2, squares, low, high = stats
+    norm, std, none = math.sqrt(squares), math.nan, math.nan
+    finite = count - nans - infs
     if not finite:
-        norm, mean, low, high = norm if not count else math.nan, math.nan, math.nan, math.nan
+        norm, mean, low, high = none if count else norm, none, none, none
     elif finite > 1:
         std = math.sqrt(max(m2, 0.0) / (finite - 1))
-    return Summary(count, zeros, nans, infs, norm, mean, std, low, high, bins, edges)
+    return Summary(count, zeros, nans, infs, norm, mean, std, low, high, ())
 
 
 class Columns:

@@ -241,8 +241,9 @@ class StatsSource:
         from paramd.mesh.reading.reductions import compute_columns
         from paramd.mesh.reading.transfer import Chosen
 
+        reach = await self._reaching()
         # Before the attempts: what cannot be chosen is no outage.
-        ready, reach = await self._planned(choice, layout, pick), await self._reaching()
+        ready = await self._planned(choice, layout, pick, reach.costs())
 
         async def choosing(sidecars: Sidecars) -> Chosen:
             if sidecars.document.layout_digest != digest:

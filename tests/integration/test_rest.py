@@ -349,15 +349,15 @@ def of_each_state(job: Any, asked: Rest) -> None:
     for rank in job.ranks:
         rank.gate.begin_update()
         clear(rank, 4)
-        rank.gate.rest(4, 0, digest=0)
         rank.page[Word.REST_SEEN_NS] = 1 << 62
+        rank.gate.rest(4, 0, digest=0)
     for count in (0, usual):
         found = asked.get("/params", filter="* norm>0", sort="-norm")
         assert (found["step"], found["total_count"]) == (4, count)
         write_arenas(job)
     job.update()
-    sliced = asked.get("/params", filter="rows[1:3] columns[:, 1:] norm>0", sort="-norm")
-    assert [one["name"] for one in sliced["params"]] == ["columns", "rows"]
+    found = asked.get("/params", filter="rows[1:3] columns[:, 1:] norm>0", sort="-norm")
+    assert [one["name"] for one in found["params"]] == ["columns", "rows"]
 
 
 def test_a_lost_rank_is_named_and_the_rest_is_answered(private_state_dir: Any) -> None:

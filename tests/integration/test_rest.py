@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.memory.control_page import Word
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN, SMALL_NUMEL
 from paramd_service.control.mesh.statistics import MAX_HELD
 from tests.integration.client_job import Job, running_job, wait_for
@@ -344,6 +345,19 @@ def of_each_state(job: Any, asked: Rest) -> None:
         for sort in ("-norm", "mean"):
             found = asked.get("/params", filter="* norm>0", sort=sort)
             assert (found["step"], found["total_count"]) == (step, usual * (step % 2))
+    # At rest the script may still change what has the same name.
+    for rank in job.ranks:
+        rank.gate.begin_update()
+        clear(rank, 4)
+        rank.page[Word.REST_SEEN_NS] = 1 << 62
+        rank.gate.rest(4, 0, digest=0)
+    for count in (0, usual):
+        found = asked.get("/params", filter="* norm>0", sort="-norm")
+        assert (found["step"], found["total_count"]) == (4, count)
+        write_arenas(job)
+    job.update()
+    found = asked.get("/params", filter="rows[1:3] columns[:, 1:] norm>0", sort="-norm")
+    assert [one["name"] for one in found["params"]] == ["columns", "rows"]
 
 
 def test_a_lost_rank_is_named_and_the_rest_is_answered(private_state_dir: Any) -> None:

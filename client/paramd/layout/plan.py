@@ -9,11 +9,11 @@ snapshot.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from paramd.errors import UnreachableError, UsageError
 from paramd.layout.dtypes import item_bytes
@@ -278,6 +278,9 @@ class ReadPlan:
         return ReadPlan(tensors=tensors, ranks=tuple(ranks), replica=self.replica)
 
 
+Plan = TypeVar("Plan", bound=ReadPlan)
+
+
 class Replica:
     """One of several sets of ranks that each hold all tensors, named by any rank of it.
 
@@ -300,6 +303,8 @@ class Replica:
 
     def pieces(self, tensor: TensorLayout) -> list[Piece]:
         """One piece for every region that is not empty."""
+        if len(tensor.pieces) == 1:
+            return [piece for piece in tensor.pieces if piece.region.numel]
         holders = holders_of(tensor.pieces)
         if not self.rank or all(len(one) == 1 for one in holders):
             return [one[0] for one in holders]
@@ -348,10 +353,15 @@ def plan_read(
         own = Replica(layout, replica)
         made = {rank: Replica(layout, rank) for rank in {*others.values()}}
         return _plan(items, own, {fqn: made[rank] for fqn, rank in others.items()})
-    found = _plan(items, Replica(layout))
+    return cheapest(layout, partial(_plan, items), costs)
+
+
+def cheapest(layout: Layout, plan: Callable[[Replica], Plan], costs: Costs | None) -> Plan:
+    """The plan of the replica that costs least. Raises UnreachableError: as `plan_read`."""
+    found = plan(Replica(layout))
     least = _cost(found, costs)
     for rank in range(1, layout.world_size) if least else ():
-        other = _plan(items, Replica(layout, rank))
+        other = plan(Replica(layout, rank))
         if (cost := _cost(other, costs)) < least:
             found, least = other, cost
         if not least:

@@ -542,7 +542,7 @@ class Selection(Sequence[SelectedTensor]):
     def _item(self, positions: list[int]) -> SelectedTensor:
         number = self._index.owners[positions[0]]
         tensor = self._index.layout.tensors[number]
-        names = tuple(self._index.names[at] for at in positions)
+        names = tuple(map(self._index.names.__getitem__, positions))
         slices = self._slices[number] if number in self._slices else self._slices[-1]
         box = full_box(tensor.shape) if slices is None else slices.box(tensor.shape, names[0])
         return SelectedTensor(tensor=tensor, name=names[0], box=box, names=names)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 from math import prod
+from operator import sub
 from typing import TypeAlias
 
 
@@ -31,11 +32,11 @@ class Box:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(e - b for b, e in zip(self.begin, self.end, strict=True))
+        return tuple(map(sub, self.end, self.begin))
 
     @property
     def numel(self) -> int:
-        return prod(self.sizes)
+        return prod(map(sub, self.end, self.begin))
 
 
 @dataclass(frozen=True, slots=True)

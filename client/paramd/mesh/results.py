@@ -285,7 +285,7 @@ class StatsTable(Table[TensorStats]):
     @classmethod
     def _names(cls) -> Sequence[str]:
         """As `Table._names`, with each number of the summary by its own name."""
-        return ["name", "shape", "dtype", *(one.name for one in fields(Summary))]
+        return ["name", "shape", "dtype", *Summary._fields]
 
     @property
     def whole(self) -> bool:

@@ -1547,6 +1547,29 @@ class StatsItem(google.protobuf.message.Message):
 global___StatsItem = StatsItem
 
 @typing.final
+class StatsRuns(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: builtins.int
+    BEGIN_BYTES_FIELD_NUMBER: builtins.int
+    NUMELS_FIELD_NUMBER: builtins.int
+    dtype: builtins.str
+    @property
+    def begin_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def numels(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        dtype: builtins.str = ...,
+        begin_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        numels: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begin_bytes", b"begin_bytes", "dtype", b"dtype", "numels", b"numels"]) -> None: ...
+
+global___StatsRuns = StatsRuns
+
+@typing.final
 class ComputeStatsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1555,6 +1578,7 @@ class ComputeStatsRequest(google.protobuf.message.Message):
     WITH_EXPONENTS_FIELD_NUMBER: builtins.int
     EDGES_FIELD_NUMBER: builtins.int
     BEFORE_SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    RUNS_FIELD_NUMBER: builtins.int
     snapshot_id: builtins.str
     with_exponents: builtins.bool
     before_snapshot_id: builtins.str
@@ -1562,6 +1586,8 @@ class ComputeStatsRequest(google.protobuf.message.Message):
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StatsItem]: ...
     @property
     def edges(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def runs(self) -> global___StatsRuns: ...
     def __init__(
         self,
         *,
@@ -1570,8 +1596,10 @@ class ComputeStatsRequest(google.protobuf.message.Message):
         with_exponents: builtins.bool = ...,
         edges: collections.abc.Iterable[builtins.float] | None = ...,
         before_snapshot_id: builtins.str = ...,
+        runs: global___StatsRuns | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["before_snapshot_id", b"before_snapshot_id", "edges", b"edges", "items", b"items", "snapshot_id", b"snapshot_id", "with_exponents", b"with_exponents"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["runs", b"runs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["before_snapshot_id", b"before_snapshot_id", "edges", b"edges", "items", b"items", "runs", b"runs", "snapshot_id", b"snapshot_id", "with_exponents", b"with_exponents"]) -> None: ...
 
 global___ComputeStatsRequest = ComputeStatsRequest
 
@@ -1626,23 +1654,75 @@ class Stats(google.protobuf.message.Message):
 global___Stats = Stats
 
 @typing.final
+class StatsColumns(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: builtins.int
+    ZERO_COUNT_FIELD_NUMBER: builtins.int
+    NAN_COUNT_FIELD_NUMBER: builtins.int
+    INF_COUNT_FIELD_NUMBER: builtins.int
+    MEAN_FIELD_NUMBER: builtins.int
+    M2_FIELD_NUMBER: builtins.int
+    SUM_SQUARES_FIELD_NUMBER: builtins.int
+    MIN_FIELD_NUMBER: builtins.int
+    MAX_FIELD_NUMBER: builtins.int
+    @property
+    def count(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def zero_count(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def nan_count(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def inf_count(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def mean(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def m2(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def sum_squares(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def min(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def max(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        count: collections.abc.Iterable[builtins.int] | None = ...,
+        zero_count: collections.abc.Iterable[builtins.int] | None = ...,
+        nan_count: collections.abc.Iterable[builtins.int] | None = ...,
+        inf_count: collections.abc.Iterable[builtins.int] | None = ...,
+        mean: collections.abc.Iterable[builtins.float] | None = ...,
+        m2: collections.abc.Iterable[builtins.float] | None = ...,
+        sum_squares: collections.abc.Iterable[builtins.float] | None = ...,
+        min: collections.abc.Iterable[builtins.float] | None = ...,
+        max: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "inf_count", b"inf_count", "m2", b"m2", "max", b"max", "mean", b"mean", "min", b"min", "nan_count", b"nan_count", "sum_squares", b"sum_squares", "zero_count", b"zero_count"]) -> None: ...
+
+global___StatsColumns = StatsColumns
+
+@typing.final
 class ComputeStatsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
     STATS_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> paramd.v1.common_pb2.Header: ...
     @property
     def stats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Stats]: ...
+    @property
+    def columns(self) -> global___StatsColumns: ...
     def __init__(
         self,
         *,
         header: paramd.v1.common_pb2.Header | None = ...,
         stats: collections.abc.Iterable[global___Stats] | None = ...,
+        columns: global___StatsColumns | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "stats", b"stats"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["columns", b"columns", "header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "header", b"header", "stats", b"stats"]) -> None: ...
 
 global___ComputeStatsResponse = ComputeStatsResponse
 

@@ -17,7 +17,7 @@ from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.replicas import MOST_COMPARED, differing, samples_of
 from paramd.layout.select import NameIndex, SelectedTensor, select
-from paramd.layout.stats import stats_items
+from paramd.layout.stats import by_dtype, plan_stats, stats_items
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout, full_box, row_major
 from tests.unit.layout.simulate import BOXES, Held, Spec, World, build, cut, element, fsdp1, gather
 
@@ -71,6 +71,12 @@ def check_any_slice(world: World, tensor: TensorLayout, data: st.DataObject) -> 
     assert gather(plan, snapshots) == world.expected(plan)
     assert gather(plan, snapshots, max_block_bytes=limit) == world.expected(plan)
     check_stats_items(plan, world)
+    whole = [SelectedTensor(tensor, "w", full_box(tensor.shape), ())]
+    plain, quick = plan_read(world.layout, whole), plan_stats(world.layout, whole)
+    assert [(one.rank, one.spans) for one in quick.ranks] == [
+        (one.rank, one.spans) for one in plain.ranks
+    ]
+    assert quick.runs == {rank: by_dtype(items) for rank, items in stats_items(plain).items()}
     return plan
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramd.layout.stats import EMPTY, Stats, merge, merge_all, summarize
+from paramd.layout.stats import COLUMNS, EMPTY, Columns, Stats, merge_all, summarize
 
 
 def stats_of(values: list[float], begin: int = -8, bins: int = 16) -> Stats:
@@ -47,12 +47,17 @@ values = st.lists(
 @given(parts=st.lists(values, max_size=5))
 def test_parts_merge_to_the_whole(parts: list[list[float]]) -> None:
     whole = [value for part in parts for value in part]
-    merged = merge_all(map(stats_of, parts))
-    assert_close(merge(merged, stats_of([])), stats_of(whole))
+    merged = merge_all(map(stats_of, [*parts, []]))
+    assert_close(merged, stats_of(whole))
+    columns = Columns(2)
+    for part in map(stats_of, parts):
+        columns.add([1], [[getattr(part, name)] for name in COLUMNS])
+    assert list(columns) == [EMPTY, merged._replace(exponent_counts=(), exponent_begin=0)]
 
 
 def test_histograms_with_other_bins_keep_their_exponents() -> None:
-    merged = merge(stats_of([1.0, 2.0], begin=0, bins=3), stats_of([0.25, 2.0], begin=-3, bins=5))
+    parts = stats_of([1.0, 2.0], begin=0, bins=3), stats_of([0.25, 2.0], begin=-3, bins=5)
+    merged = merge_all(parts)
     assert merged.exponent_begin == -3
     assert merged.exponent_counts == (0, 1, 0, 1, 2, 0)
 
@@ -60,7 +65,7 @@ def test_histograms_with_other_bins_keep_their_exponents() -> None:
 @given(part=st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=30))
 def test_summaries_are_what_torch_says(part: list[float]) -> None:
     tensor = torch.tensor(part, dtype=torch.float64)
-    summary = summarize(merge(stats_of(part[:1]), stats_of(part[1:])))
+    summary = summarize(merge_all((stats_of(part[:1]), stats_of(part[1:]))))
     assert summary.norm == pytest.approx(tensor.norm().item(), rel=1e-9)
     assert summary.mean == pytest.approx(tensor.mean().item(), rel=1e-9, abs=1e-9)
     assert summary.std == pytest.approx(tensor.std().item(), rel=1e-6, abs=1e-6)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from google.protobuf.message import Message
 
+from paramd.errors import UsageError
+from paramd.layout.stats import COLUMNS, by_dtype, merge_all
+from paramd.mesh.reading.reductions import compute_columns
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.statistics import reduce
 from paramd_service.sidecar.statistics.reduce import EXPONENT_BEGIN, EXPONENT_BINS
@@ -105,26 +111,29 @@ def test_hard_values_keep_their_digits(of: str) -> None:
     check(HARD[of](), "float32")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int16", "bool"])
 @pytest.mark.parametrize("with_exponents", [False, True])
 def test_small_items_reduced_together_are_as_each_by_itself(
     dtype: str, with_exponents: bool
 ) -> None:
     torch.manual_seed(2)
-    values = torch.randn(9, 500).to(getattr(torch, dtype))
-    values[0], values[1, ::3], values[2, 7], values[3, 1] = 0.0, -0.0, math.nan, -math.inf
-    values[4] *= 1e-30
-    data = bytes_of(values)
-    size_bytes = len(data) // len(values)
-    items = [
-        (size_bytes * row, pb.StatsItem(begin_bytes=size_bytes * row, numel=500, dtype=dtype))
-        for row in range(len(values))
-    ]
-    found = reduce.reduce_items(
-        lambda begin, end: data[begin:end], items, with_exponents=with_exponents
-    )
-    for message, (begin, _) in zip(found, items, strict=True):
-        run = data[begin : begin + size_bytes]
+    numbers = torch.randn(9, 500)
+    numbers[0], numbers[1, ::3], numbers[2, 7], numbers[3, 1] = 0.0, -0.0, math.nan, -math.inf
+    numbers[4] *= 1e-30
+    kind = getattr(torch, dtype)
+    values = (numbers if kind.is_floating_point else 9 * torch.randn(9, 500)).to(kind)
+    # From an odd byte on, and with nothing at the end.
+    data = memoryview(bytearray(b"x" + bytes(bytes_of(values))))
+    size_bytes = (len(data) - 1) // len(values)
+    begins = [1 + size_bytes * row for row in range(len(values))] + [len(data)]
+    numels = [500] * len(values) + [0]
+    runs = by_dtype((dtype, *of) for of in zip(itertools.count(), begins, numels))
+    answers = reduce.reduce_runs(data, runs, with_exponents=with_exponents)
+    found, columns = answers.messages(), answers.columns()
+    for name in COLUMNS:
+        assert list(getattr(columns, name)) == [getattr(one, name) for one in found], name
+    for message, begin, numel in zip(found, begins, numels, strict=True):
+        run = data[begin : begin + numel * size_bytes // 500]
         one = reduce.reduce_run(run, dtype, with_exponents=with_exponents)
         alone = reduce.stats_message(one)
         for name in ("count", "zero_count", "nan_count", "inf_count", "min", "max"):
@@ -135,14 +144,27 @@ def test_small_items_reduced_together_are_as_each_by_itself(
         assert message.sum_squares == pytest.approx(alone.sum_squares, rel=2e-6)
         assert list(message.exponent_counts) == list(alone.exponent_counts)
         assert bool(message.exponent_counts) == with_exponents
+    for begin, numel in ((-1, 1), (0, -1), (len(data), 1), (0, len(data) + 1), (1, 1 << 62)):
+        with pytest.raises(UsageError, match="leave the snapshot"):
+            reduce.reduce_runs(data, by_dtype([(dtype, 0, begin, numel)]), with_exponents=False)
 
 
-def test_runs_at_odd_addresses_are_read() -> None:
-    values = torch.randn(1000)
-    shifted = memoryview(bytearray(b"x" + bytes(bytes_of(values))))[1:]
-    assert reduce.reduce_run(shifted, "float32", with_exponents=False).sum_squares == pytest.approx(
-        float(values.double().square().sum()), rel=1e-6
-    )
+async def test_a_sidecar_that_knows_no_runs_is_asked_for_items() -> None:
+    data = bytes_of(torch.randn(100))
+    runs = {0: by_dtype([("float32", 1, 4, 40), ("int32", 0, 8, 3), ("float32", 1, 200, 8)])}
+    found: list[pb.Stats] = []
+
+    class Older:
+        async def ask(self, _: int, request: pb.ComputeStatsRequest, __: type) -> Message:
+            items = ((of.dtype, n, of.begin_bytes, of.numel) for n, of in enumerate(request.items))
+            answers = reduce.reduce_runs(data, by_dtype(items), with_exponents=False).messages()
+            found.extend(answers)
+            return pb.ComputeStatsResponse(stats=answers)
+
+    columns = await compute_columns(cast("Any", Older()), runs, 2)
+    whole = merge_all(found[:2])
+    assert [one.count for one in found] == [40, 8, 3]
+    assert list(columns) == [merge_all(found[2:]), whole]
 
 
 def _numbers(reduced: reduce.Reduced) -> dict[str, object]:

@@ -356,21 +356,24 @@ async def pinned(
 
 async def while_pinned(
     reach: SidecarFinder,
-    patterns: Sequence[Pattern],
+    patterns: Sequence[Pattern] | Callable[[Sidecars], Awaitable[Chosen]],
     work: Work[Result],
     deadline_s: float,
     *,
     buffers: bool = False,
     unsettled: bool = False,
 ) -> Result:
-    """Run `work` while the tensors that match are pinned at one step.
+    """Run `work` while the tensors that match, or that a function chooses, are pinned at one step.
 
     Runs it again, with new pins, if a sidecar is lost meanwhile. Raises as `AsyncMesh.summon`, and
     as `work`.
     """
 
     async def attempt(sidecars: Sidecars) -> Result:
-        chosen = await choose(reach, sidecars, patterns, buffers=buffers)
+        if callable(patterns):
+            chosen = await patterns(sidecars)
+        else:
+            chosen = await choose(reach, sidecars, patterns, buffers=buffers)
         async with pinned(reach, sidecars, chosen, deadline_s, unsettled=unsettled) as pins:
             return await work(Reading(sidecars, pins, deadline_s), chosen.plan)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.heatmaps import (
@@ -22,13 +23,14 @@ from paramd.layout.heatmaps import (
 )
 from paramd.layout.plan import ReadPlan
 from paramd.layout.stats import (
-    EMPTY,
-    Stats,
+    COLUMNS,
+    Columns,
+    Part,
+    Runs,
     StatsItem,
-    merge,
+    by_dtype,
     merge_all,
     stats_items,
-    stats_of,
     summarize,
 )
 from paramd.mesh.peers.sidecars import Pinned
@@ -66,10 +68,16 @@ async def compute_stats(
     `edges` (finite, rising) add counts of the elements between them. With `before`, pins of the
     same plan, the statistics are those of the differences.
     """
-    asked = pb.ComputeStatsRequest(with_exponents=with_exponents, edges=edges)
-    merged = [EMPTY] * len(plan.tensors)
-    for item, stats in await compute_parts(reading, stats_items(plan), asked, before):
-        merged[item.tensor] = merge(merged[item.tensor], stats)
+    items = stats_items(plan)
+    if with_exponents or edges or before is not None:
+        asked = pb.ComputeStatsRequest(with_exponents=with_exponents, edges=edges)
+        of_tensor: list[list[Part]] = [[] for _ in plan.tensors]
+        for item, part in await compute_parts(reading, items, asked, before):
+            of_tensor[item.tensor].append(part)
+        merged = [merge_all(parts) for parts in of_tensor]
+    else:
+        runs = {rank: by_dtype(of) for rank, of in items.items()}
+        merged = list(await compute_columns(reading, runs, len(plan.tensors)))
     rows = [
         TensorStats(
             name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, summary=summarize(stats)
@@ -98,16 +106,50 @@ async def compute_stats(
     )
 
 
+async def compute_columns(
+    reading: Reading, runs: Mapping[int, Sequence[Runs]], count: int
+) -> Columns:
+    """The statistics of `count` tensors, of which each rank's sidecar reduces runs."""
+
+    async def of(rank: int) -> list[list[Sequence[float]]]:
+        return [await _columns(reading, rank, one) for one in runs[rank]]
+
+    found = await asyncio.gather(*map(of, runs))
+
+    def merged() -> Columns:
+        result = Columns(count)
+        for one, columns in zip(chain(*runs.values()), chain(*found), strict=True):
+            result.add(one.tensors, columns)
+        return result
+
+    return await asyncio.to_thread(merged)
+
+
+async def _columns(reading: Reading, rank: int, runs: Runs) -> list[Sequence[float]]:
+    dtype, _, begins, numels = runs
+    asked = pb.StatsRuns(dtype=dtype, begin_bytes=begins, numels=numels)
+    request = pb.ComputeStatsRequest(runs=asked)
+    answer = await reading.ask(rank, request, pb.ComputeStatsResponse)
+    columns = [getattr(answer.columns, name) for name in COLUMNS]
+    if not answer.HasField("columns"):  # an older sidecar, which knows no runs
+        items = map(stats_message, map(StatsItem, repeat(dtype), repeat(0), begins, numels))
+        request = pb.ComputeStatsRequest(items=items)
+        answer = await reading.ask(rank, request, pb.ComputeStatsResponse)
+        columns = [[getattr(one, name) for one in answer.stats] for name in COLUMNS]
+    _check_counts(reading, rank, columns[0] if len(set(map(len, columns))) == 1 else (), numels)
+    return columns
+
+
 async def compute_parts(
     reading: Reading,
     items: Mapping[int, Sequence[StatsItem]],
     asked: pb.ComputeStatsRequest,
     before: Pinned | None = None,
-) -> list[tuple[StatsItem, Stats]]:
+) -> list[tuple[StatsItem, Part]]:
     """Reduce each rank's items on its sidecar, as `asked` says; `before` as in `compute_stats`."""
 
-    async def of(rank: int) -> list[tuple[StatsItem, Stats]]:
-        found: list[tuple[StatsItem, Stats]] = []
+    async def of(rank: int) -> list[tuple[StatsItem, Part]]:
+        found: list[tuple[StatsItem, Part]] = []
         for begin in range(0, len(items[rank]), ITEMS_PER_CALL):
             batch = items[rank][begin : begin + ITEMS_PER_CALL]
             request = pb.ComputeStatsRequest(
@@ -117,17 +159,22 @@ async def compute_parts(
             request.MergeFrom(asked)
             answer = await reading.ask(rank, request, pb.ComputeStatsResponse)
             counts = [stats.count for stats in answer.stats]
-            if counts != [item.numel for item in batch]:
-                raise ConflictError(
-                    f"{reading.sidecars.who(rank)} returned {len(counts)} statistics of "
-                    f"{sum(counts):,} elements; expected {len(batch)} of "
-                    f"{sum(item.numel for item in batch):,}; try again"
-                )
-            found.extend(zip(batch, map(stats_of, answer.stats), strict=True))
+            _check_counts(reading, rank, counts, [item.numel for item in batch])
+            found.extend(zip(batch, answer.stats, strict=True))
         return found
 
     found = await asyncio.gather(*(of(rank) for rank in items if items[rank]))
     return [one for of_rank in found for one in of_rank]
+
+
+def _check_counts(
+    reading: Reading, rank: int, counts: Sequence[float], numels: Sequence[int]
+) -> None:
+    if [*counts] != [*numels]:
+        raise ConflictError(
+            f"{reading.sidecars.who(rank)} returned {len(counts)} statistics of {sum(counts):,} "
+            f"elements; expected {len(numels)} of {sum(numels):,}; try again"
+        )
 
 
 def stats_message(item: StatsItem) -> pb.StatsItem:

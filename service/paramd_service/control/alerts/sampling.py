@@ -240,7 +240,9 @@ class MeshSampler:
 
     async def stats(self, tensors: Sequence[TensorLayout], *, timeout_s: float) -> StatsRound:
         from paramd.layout.plan import plan_read
+        from paramd.mesh.reading.pin import while_pinned
         from paramd.mesh.reading.reductions import compute_stats
+        from paramd.mesh.reading.transfer import Chosen
 
         reach, deadline_s = await self._reaching(), time.monotonic() + timeout_s
         chosen = [
@@ -249,21 +251,13 @@ class MeshSampler:
             if tensor.dtype not in NO_STATS
         ]
 
-        async def attempt(sidecars: Sidecars) -> StatsRound:
-            index = await reach.index(sidecars)
-            plan = plan_read(index.layout, chosen, costs=reach.costs())
-            if not plan.ranks:
-                return StatsRound(step=-1, tensors=())
-            spans: Spans = {read.rank: read.spans for read in plan.ranks}
-            pinner = Pinner(sidecars, backoff=reach.backoff)
-            async with pinner.pinned(
-                spans, deadline_s=deadline_s, with_buffers=index.layout.mirrored
-            ) as pinned:
-                table = await compute_stats(Reading(sidecars, pinned, deadline_s), plan)
-            rows = (TensorInput.of(row.name, row.summary.document()) for row in table)
-            return StatsRound(step=table.step, tensors=tuple(rows))
+        async def choosing(sidecars: Sidecars) -> Chosen:
+            layout = (await reach.index(sidecars)).layout
+            return Chosen((), plan_read(layout, chosen, costs=reach.costs()), layout.mirrored)
 
-        return await reach.attempts(attempt, deadline_s)
+        table = await while_pinned(reach, choosing, compute_stats, deadline_s)
+        rows = (TensorInput.of(row.name, row.summary.document()) for row in table)
+        return StatsRound(step=table.step if table else -1, tensors=tuple(rows))
 
     async def gradients(self, patterns: Sequence[str], *, timeout_s: float) -> StatsRound:
         """Statistics of the gradients that one of the next updates consumes; none if no update

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from paramd.clock import now_s
-from paramd.errors import DeniedError, NotFoundError, UsageError
+from paramd.errors import DeniedError, NotFoundError, UnreachableError, UsageError
 from paramd.filters import Facts, Filter
 from paramd.layout.select import NameIndex, SelectedTensor, select
 from paramd.layout.types import TensorLayout
@@ -27,6 +27,11 @@ PERIOD_S = 1.0
 MAX_SERIES = 200
 """Gradients sampled from one frame, besides the total."""
 
+MAX_STATS = 1000
+MAX_ORDERED = 100_000
+"""Tensors that statistics choose or order, without being sent."""
+
+Picked: TypeAlias = tuple[list[SelectedTensor], list[MissingDocument]]
 Offer = Callable[[Iterable[Sample]], None]
 
 
@@ -116,7 +121,7 @@ def split(
     A tensor is missing when some region of it is held only by ranks without a sidecar or
     with a torn trainer.
     """
-    absent = _absent(view)
+    absent = absent_ranks(view)
     if not absent:
         return list(chosen), []
     present: list[SelectedTensor] = []
@@ -158,7 +163,44 @@ def check_large(name: str, numel: int) -> None:
         raise DeniedError(f"{name}: {_SMALL}'s token")
 
 
-def _absent(view: MeshView) -> dict[int, str]:
+def check_few(chosen: Sequence[object], most: int = MAX_STATS) -> None:
+    """Raise UsageError if these are more than one answer may take."""
+    if len(chosen) > most:
+        raise UsageError(
+            f"filter: {len(chosen):,} tensors match; statistics of at most {most:,} at once, "
+            "narrow it with globs or terms about facts"
+        )
+
+
+def available(view: MeshView, chosen: list[SelectedTensor], *, few: bool = True) -> Picked:
+    """Split tensors into those available from the sidecars now and missing ones. Raises UsageError:
+    too many tensors. UnreachableError: none is available."""
+    check_few(chosen, MAX_STATS if few else MAX_ORDERED)
+    present, missing = split(chosen, view)
+    if not present:
+        raise UnreachableError(
+            f"none of {len(missing)} tensors is available now; {missing[0].name}: "
+            f"{missing[0].reason}; try again in a few seconds"
+        )
+    return present, missing
+
+
+def picked(
+    view: MeshView,
+    index: NameIndex,
+    wanted: Filter,
+    *,
+    reads: bool,
+    buffers: bool = False,
+    few: bool = False,
+) -> Picked:
+    """What a filter selects and may be read now, and what is missing. Raises as `available`."""
+    chosen, small = without_small(choose(index, wanted, with_buffers=buffers), may_read=reads)
+    present, missing = available(view, chosen, few=few)
+    return present, [*missing, *small]
+
+
+def absent_ranks(view: MeshView) -> dict[int, str]:
     """Unavailable ranks, with the reason."""
     found = {rank.rank: rank.reason for rank in view.absent}
     for report in view.joined:

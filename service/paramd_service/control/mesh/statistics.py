@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from paramd.errors import (
     ConflictError,
@@ -29,9 +29,10 @@ from paramd_service.admission import CALLER, Shares, Who
 from paramd_service.aio import kept, stopped
 
 if TYPE_CHECKING:
-    from paramd.layout.plan import ReadPlan
-    from paramd.layout.stats import Summary
-    from paramd.layout.types import TensorLayout
+    from paramd.layout.plan import Costs, ReadPlan
+    from paramd.layout.select import SelectedTensor
+    from paramd.layout.stats import Columns, StatsPlan
+    from paramd.layout.types import Layout, TensorLayout
     from paramd.mesh.frames.frames import GradFrame, Kind
     from paramd.mesh.insight.spectrum import Spectrum
     from paramd.mesh.insight.updates import Updates
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.sidecars import Pinned, Sidecars
     from paramd.mesh.reading.reductions import TensorHeatmap
     from paramd.mesh.reading.stream import Reading
+    from paramd.mesh.reading.transfer import Chosen
     from paramd.mesh.results import StatsTable
     from paramd.state import StateName
 
@@ -48,6 +50,7 @@ MAX_HELD = 16
 Result = TypeVar("Result")
 FindSidecars = Callable[[], Awaitable["SidecarFinder"]]
 """Returns the connections to the sidecars, opened on first use."""
+Choosing: TypeAlias = "Sequence[str] | Callable[[Sidecars], Awaitable[Chosen]]"
 Work = Callable[["Reading", "ReadPlan"], Awaitable[Result]]
 """A read of pinned tensors."""
 
@@ -181,16 +184,30 @@ async def _until_over(held: LeasedSnapshot) -> None:
             continue  # `renew` may have moved the expiry meanwhile: check it again
 
 
+class Ready(NamedTuple):
+    """How to read the statistics of many tensors of a layout: in any state of it."""
+
+    choice: Sequence[object]
+    """What chose the tensors, and for whom; then ranks that cost something."""
+    tensors: Sequence[TensorLayout]
+    missing: Sequence[Any]
+    """What `Pick` says is missing."""
+    plan: StatsPlan
+
+
 class Rows(NamedTuple):
     """Statistics of many tensors."""
 
-    choice: object
-    """What chose the tensors, and for whom."""
-    rows: Sequence[tuple[TensorLayout, Summary]]
+    ready: Ready
+    columns: Columns
     state: tuple[StateName, bool]
     """Its whole name, and whether it was unsettled."""
     ranks: Sequence[int]
     """Those that were read: of one replica."""
+
+
+Pick = Callable[[], tuple[Sequence["SelectedTensor"], Sequence[Any]]]
+"""Chooses tensors, of one layout each time alike, and says what is missing. On a thread."""
 
 
 class StatsSource:
@@ -202,6 +219,9 @@ class StatsSource:
         self._spectra = asyncio.Lock()
         self._streams = Shares(MAX_STREAMS, "gradient streams")
         self._kept: Rows | None = None
+        self._ready: Ready | None = None
+        self._planning = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.held = HeldSnapshots()
         """Snapshots leased by REST callers."""
 
@@ -216,21 +236,59 @@ class StatsSource:
         wanted = [patterns] if isinstance(patterns, str) else patterns
         return await self._reading(wanted or ["*"], work, buffers=with_buffers)
 
-    async def rows(
-        self, choice: object, patterns: Sequence[str], tensors: Sequence[TensorLayout], keep: bool
-    ) -> Rows:
-        """Statistics of parameters, of which `patterns` select one each. Raises as `get`."""
-        from paramd.mesh.reading.reductions import compute_stats
+    async def rows(self, choice: object, digest: str, layout: Layout, pick: Pick) -> Rows:
+        """Statistics of the parameters that are picked of a layout. Raises as `get` and `pick`."""
+        from paramd.mesh.reading.reductions import compute_columns
+        from paramd.mesh.reading.transfer import Chosen
 
-        async def work(reading: Reading, plan: ReadPlan) -> Rows:
-            table, pinned = await compute_stats(reading, plan), reading.pinned
-            rows = [(one, row.summary) for one, row in zip(tensors, table, strict=True)]
-            return Rows(choice, rows, (pinned.state, pinned.unsettled), [*pinned.pins])
+        reach = await self._reaching()
+        # Before the attempts: what cannot be chosen is no outage.
+        ready = await self._planned(choice, layout, pick, reach.costs())
 
-        found = await self._reading(patterns, work, buffers=False)
+        async def choosing(sidecars: Sidecars) -> Chosen:
+            if sidecars.document.layout_digest != digest:
+                raise ConflictError("the layout has changed; try again")
+            nonlocal ready
+            ready = await self._planned(choice, layout, pick, reach.costs())
+            sidecars.check_not_stopped(one.rank for one in ready.plan.ranks)
+            return Chosen((), ready.plan, layout.mirrored)
+
+        async def work(reading: Reading, _: object) -> Rows:
+            columns = await compute_columns(reading, ready.plan.runs, len(ready.tensors))
+            pinned = reading.pinned
+            state = pinned.state, pinned.unsettled
+            return Rows(ready, columns, state, [*pinned.pins])
+
+        found = await self._reading(choosing, work)
         # What rests may be changed by its script under the same name: read again each time.
-        self._kept = found if keep and not found.state[1] else None
+        self._kept = found if not found.state[1] else None
         return found
+
+    def prepare(self, choice: object, layout: Layout, pick: Pick) -> None:
+        """Plan in the background what `rows` is likely to read; one at a time."""
+
+        async def plan() -> None:
+            with suppress(ParamdError):
+                await self._planned(choice, layout, pick)
+
+        if not self._planning.locked():
+            kept(self._tasks, plan(), "paramd-stats-plan")
+
+    async def _planned(
+        self, choice: object, layout: Layout, pick: Pick, costs: Costs | None = None
+    ) -> Ready:
+        from paramd.layout.stats import plan_stats
+
+        def planned() -> Ready:
+            chosen, missing = pick()
+            plan = plan_stats(layout, chosen, costs)
+            return Ready(choosing, [one.tensor for one in chosen], missing, plan)
+
+        choosing = choice, *(costs or ())
+        async with self._planning:
+            if self._ready is None or self._ready.choice != choosing:
+                self._ready = await asyncio.to_thread(planned)
+            return self._ready
 
     async def kept(self, choice: object) -> Rows | None:
         """The last `rows`, if their ranks are still at that state: they prove it as for any read,
@@ -238,7 +296,7 @@ class StatsSource:
         from paramd.mesh.reading.pin import Pinner
 
         found = self._kept
-        if found is None or found.choice != choice:
+        if found is None or found.ready.choice[0] != choice:
             return None
 
         async def look(sidecars: Sidecars) -> Rows | None:
@@ -373,7 +431,9 @@ class StatsSource:
 
     async def close(self) -> None:
         """Release all held snapshots."""
+        await stopped(*self._tasks)
         await self.held.close()
+        self._kept = self._ready = None
 
     async def _stated(self, pattern: str, work: Work[Result]) -> tuple[int, int, Result]:
         """`work` on the one matching tensor, with the incarnation and step it ran at."""
@@ -386,7 +446,7 @@ class StatsSource:
         return await self._reading([pattern], stated)
 
     async def _reading(
-        self, patterns: Sequence[str], work: Work[Result], *, buffers: bool = True
+        self, patterns: Choosing, work: Work[Result], *, buffers: bool = True
     ) -> Result:
         """Run `work` on a pinned read of the matching tensors."""
         from paramd.mesh.reading.pin import while_pinned

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from paramd.errors import DeadlineError, UsageError
+from paramd.layout.stats import Runs, by_dtype
 from paramd.memory.gradient_program import Notes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import CALLER
@@ -195,13 +196,10 @@ class GradientPins:
         placed, with_exponents = _placed(key.spans, reduction)
 
         def work(memory: SlotMemory, slot: int) -> list[pb.Stats]:
-            from paramd_service.sidecar.statistics.reduce import reduce_items
+            from paramd_service.sidecar.statistics.reduce import reduce_runs
 
-            found = reduce_items(
-                lambda begin, end: memory.room(slot, begin, end),
-                placed,
-                with_exponents=with_exponents,
-            )
+            room = memory.room(slot, 0, key.spans[-1][1] if key.spans else 0)
+            found = reduce_runs(room, placed, with_exponents=with_exponents).messages()
             self._at_point("gradients-reduced")
             return found
 
@@ -216,15 +214,13 @@ def _load_torch() -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _placed(
-    spans: tuple[tuple[int, int], ...], reduction: bytes
-) -> tuple[list[tuple[int, pb.StatsItem]], bool]:
-    """(first arena byte, item) of each item of a `Reduction`, and whether it wants exponents.
-    Cached: a reader requests the same in every update. Raises UsageError if an item is not within
-    a span."""
+def _placed(spans: tuple[tuple[int, int], ...], reduction: bytes) -> tuple[list[Runs], bool]:
+    """The items of a `Reduction` by arena byte, and whether it wants exponents. Cached: a reader
+    requests the same in every update. Raises UsageError if an item is not within a span."""
     from paramd_service.sidecar.statistics.reduce import item_bytes
 
-    places, wanted, found = Places(spans), pb.Reduction.FromString(reduction), []
+    places, wanted = Places(spans), pb.Reduction.FromString(reduction)
+    found: list[tuple[str, int, int, int]] = []
     for item in wanted.items:
         size_bytes = item.numel * item_bytes(item.dtype)
         at = places.arena_byte(item.begin_bytes, size_bytes) if item.numel >= 0 else None
@@ -233,5 +229,5 @@ def _placed(
                 f"items: {item.numel} elements of {item.dtype} from byte {item.begin_bytes} on "
                 f"are not within one span of the {places.size_bytes} requested bytes"
             )
-        found.append((at, item))
-    return found, wanted.with_exponents
+        found.append((item.dtype, len(found), at, item.numel))
+    return by_dtype(found), wanted.with_exponents

@@ -33,7 +33,6 @@ from paramd_service.admission import OPEN_METHODS, Who
 from paramd_service.sidecar.orders import ReplayedError
 
 MAX_SPANS = 100_000
-MAX_STATS_ITEMS = 100_000
 MAX_SNAPSHOT_IDS = 1_024
 
 # Reserved from a caller's deadline, so that an error arrives in time.

@@ -411,26 +411,13 @@ class SidecarServicer:
         self._rank.pins.sweep()
         return pb.ReleaseSnapshotResponse(header=messages.header(self._rank))
 
-    async def _stats(self, request: pb.ComputeStatsRequest, timeout_s: float) -> Message:
-        if len(request.items) > auth.MAX_STATS_ITEMS:
-            raise UsageError(
-                f"items: {len(request.items):,}; expected at most {auth.MAX_STATS_ITEMS:,}"
-            )
+    async def _stats(self, request: pb.ComputeStatsRequest, timeout_s: float) -> Any:
         async with AsyncExitStack() as stack:
-            snapshot = await stack.enter_async_context(self._held(request.snapshot_id, timeout_s))
             before = None
             if request.before_snapshot_id:
                 held = self._held(request.before_snapshot_id, timeout_s)
-                before = await stack.enter_async_context(held)
-            found = await compute_stats(
-                self._rank,
-                snapshot,
-                request.items,
-                with_exponents=request.with_exponents,
-                edges=request.edges,
-                before=before,
-            )
-        return pb.ComputeStatsResponse(header=messages.header_of(self._rank, snapshot), stats=found)
+                before = (await stack.enter_async_context(held)).view()
+            return await self._on_thread(partial(compute_stats, before), request, timeout_s)
 
     async def _on_thread(self, work: SnapshotWork, request: Any, timeout_s: float) -> Any:
         """The answer that `work` computes from a snapshot's bytes, with the header added."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import xxhash
 
 from paramd.errors import AbortedError, UsageError
+from paramd.layout.stats import Runs, by_dtype
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import uncancelled
 from paramd_service.sidecar.rank import RankSidecar
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from paramd_service.sidecar.statistics import pooling
 
 
-MAX_RANGES = 100_000
+MAX_RANGES = MAX_STATS_ITEMS = 100_000
 BLOCK_BYTES = 8 << 20
 """Bytes hashed at a time; a cancelled call ends between two blocks."""
 
@@ -91,34 +93,6 @@ _MODES = {
 Answer = TypeVar("Answer")
 
 
-async def compute_stats(
-    rank: RankSidecar,
-    snapshot: Snapshot,
-    items: Sequence[pb.StatsItem],
-    *,
-    with_exponents: bool,
-    edges: Sequence[float] = (),
-    before: Snapshot | None = None,
-) -> list[pb.Stats]:
-    """One answer per item, in order; with `before`, of the differences to that snapshot. The caller
-    must hold the snapshots until it returns.
-
-    Cancellation takes effect between two items and waits for the thread, which reads the snapshot's
-    memory. Raises UsageError if an item leaves the snapshot, its dtype has no statistics, or the
-    snapshots have different sizes.
-    """
-    data = snapshot.view()
-    if before is not None and before.size_bytes != snapshot.size_bytes:
-        raise UsageError(
-            f"before_snapshot_id: a snapshot of {before.size_bytes} bytes; expected one of the "
-            f"same spans, {snapshot.size_bytes} bytes"
-        )
-    subtracted = before.view() if before is not None else None
-    return await on_stats_thread(
-        rank, lambda stop: _reduce_all(rank, data, subtracted, items, with_exponents, edges, stop)
-    )
-
-
 async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
     """Run `work` off the event loop; it should end early once its argument is not empty."""
     stop: list[bool] = []
@@ -126,41 +100,50 @@ async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], An
     return await uncancelled(running, lambda: stop.append(True))
 
 
-def _reduce_all(
+def compute_stats(
+    before: memoryview | None,
     rank: RankSidecar,
     data: memoryview,
-    before: memoryview | None,
-    items: Sequence[pb.StatsItem],
-    with_exponents: bool,
-    edges: Sequence[float],
+    request: pb.ComputeStatsRequest,
     stop: Sequence[bool],
-) -> list[pb.Stats]:
+) -> pb.ComputeStatsResponse:
+    """One answer per item or run; with `before`, of the differences to those bytes."""
     from paramd_service.sidecar.statistics import reduce
 
+    if before is not None and len(before) != len(data):
+        raise UsageError(
+            f"before_snapshot_id: a snapshot of {len(before)} bytes; expected one of the same "
+            f"spans, {len(data)} bytes"
+        )
     reduce.set_up()
-    between = reduce.make_edges(edges)
-    sizes = [reduce.item_bytes(item.dtype) for item in items]
-    runs = [_run_of(data, item, size) for item, size in zip(items, sizes, strict=True)]
-    if before is None and between is None:
-        rank.faults.at("stats-item")
-        placed = [(item.begin_bytes, item) for item in items]
-        return reduce.reduce_items(
-            lambda begin, end: data[begin:end], placed, with_exponents=with_exponents, stop=stop
+    rank.faults.at("stats-item")
+    found = reduce.reduce_runs(
+        data,
+        _runs_of(request),
+        with_exponents=request.with_exponents,
+        edges=reduce.make_edges(request.edges),
+        before=before,
+        stop=stop,
+    )
+    if request.HasField("runs"):
+        return pb.ComputeStatsResponse(columns=found.columns())
+    return pb.ComputeStatsResponse(stats=found.messages())
+
+
+def _runs_of(request: pb.ComputeStatsRequest) -> list[Runs]:
+    items, asked = enumerate(request.items), request.runs
+    count = len(request.items) + len(asked.begin_bytes)
+    if count > MAX_STATS_ITEMS:
+        raise UsageError(f"items: {count:,}; expected at most {MAX_STATS_ITEMS:,}")
+    if not request.HasField("runs"):
+        return by_dtype((one.dtype, at, one.begin_bytes, one.numel) for at, one in items)
+    if request.items or request.with_exponents or request.edges or count != len(asked.numels):
+        raise UsageError(
+            f"runs: {count:,} first bytes, {len(asked.numels):,} lengths; expected as many, and "
+            "neither items nor exponents or edges beside them"
         )
-    answers = []
-    for item, run, size in zip(items, runs, sizes, strict=True):
-        if stop:
-            break
-        reduced = reduce.reduce_run(
-            run,
-            item.dtype,
-            with_exponents=with_exponents,
-            edges=between,
-            before=_run_of(before, item, size) if before is not None else None,
-        )
-        answers.append(reduce.stats_message(reduced))
-        rank.faults.at("stats-item")
-    return answers
+    columns = range(count), asked.begin_bytes, asked.numels
+    return [Runs(asked.dtype, *(array("q", one) for one in columns))]
 
 
 def pool(
@@ -290,16 +273,6 @@ def multiply(
         transposed=request.transposed,
     )
     return pb.MultiplySnapshotResponse(begin=begin, product=product.numpy().tobytes())
-
-
-def _run_of(data: memoryview, item: pb.StatsItem, itemsize: int) -> memoryview:
-    size_bytes = item.numel * itemsize
-    if not (0 <= item.begin_bytes <= len(data) and 0 <= size_bytes <= len(data) - item.begin_bytes):
-        raise UsageError(
-            f"items: {item.numel} elements of {item.dtype} from byte {item.begin_bytes} on leave "
-            f"the snapshot of {len(data)} bytes"
-        )
-    return data[item.begin_bytes : item.begin_bytes + size_bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

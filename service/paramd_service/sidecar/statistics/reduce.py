@@ -9,19 +9,22 @@ length are reduced together, since they cost calls, not bytes.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES
-from paramd.layout.stats import FIELDS
+from paramd.layout.stats import COLUMNS, EMPTY, Runs
 from paramd.v1 import sidecar_pb2 as pb
+
+Column: TypeAlias = NDArray[np.int64]
 
 EXPONENT_BEGIN = -64
 EXPONENT_BINS = 128
@@ -117,7 +120,6 @@ class Reduced:
     sum_squares: float = 0.0
     min: float = math.inf
     max: float = -math.inf
-    exponent_begin: int = EXPONENT_BEGIN
     exponents: torch.Tensor | None = None
     between: torch.Tensor | None = None
     """Counts below, between and above edges; see `paramd.v1.Stats.edge_counts`."""
@@ -136,9 +138,6 @@ class Reduced:
     @property
     def finite_count(self) -> int:
         return self.count - self.nan_count - self.inf_count
-
-
-_NUMBERS = [one.name for one in fields(Reduced) if one.name in FIELDS]
 
 
 def set_up() -> None:
@@ -294,11 +293,15 @@ def _sum_squares(values: torch.Tensor) -> float:
 
 
 def stats_message(reduced: Reduced) -> pb.Stats:
-    return pb.Stats(
-        **{name: getattr(reduced, name) for name in _NUMBERS},
-        exponent_counts=exponent_counts(reduced),
-        edge_counts=reduced.between.tolist() if reduced.between is not None else (),
-    )
+    return pb.Stats(**{name: getattr(reduced, name) for name in COLUMNS}, **_counts(reduced))
+
+
+_NO_COUNTS: dict[str, Any] = {"exponent_begin": EXPONENT_BEGIN}
+
+
+def _counts(reduced: Reduced) -> dict[str, Any]:
+    between = reduced.between.tolist() if reduced.between is not None else ()
+    return _NO_COUNTS | {"exponent_counts": exponent_counts(reduced), "edge_counts": between}
 
 
 SMALL_NUMEL = 8192
@@ -306,82 +309,124 @@ SMALL_NUMEL = 8192
 
 _LEAST_ROWS, _MOST_ROWS = 4, 4096
 
-Read = Callable[[int, int], memoryview]
-"""Bytes [begin, end) of a room."""
 
-Items = Sequence[tuple[int, pb.StatsItem]]
-"""First byte and description of each item."""
+class Answers:
+    """Statistics of runs, a column for each number."""
+
+    def __init__(self, count: int) -> None:
+        self._columns = {name: np.zeros(count, type(getattr(EMPTY, name))) for name in COLUMNS}
+        self.counts: dict[int, dict[str, Any]] = {}
+        """Members of `pb.Stats` that are lists."""
+
+    def put(self, numbers: Column | int, **columns: object) -> None:
+        for name, column in columns.items():
+            self._columns[name][numbers] = column
+
+    def columns(self) -> pb.StatsColumns:
+        return pb.StatsColumns(**{name: one.tolist() for name, one in self._columns.items()})
+
+    def messages(self) -> list[pb.Stats]:
+        """One for each run, in order."""
+        rows = zip(*(one.tolist() for one in self._columns.values()), strict=True)
+        return [
+            pb.Stats(**dict(zip(COLUMNS, row, strict=True)), **self.counts.get(number, _NO_COUNTS))
+            for number, row in enumerate(rows)
+        ]
 
 
-def reduce_items(
-    read: Read, items: Items, *, with_exponents: bool, stop: Sequence[bool] = ()
-) -> list[pb.Stats]:
-    """One answer per item, in order; ends early once `stop` is not empty."""
-    found: dict[int, pb.Stats] = {}
-    for (_, numel), numbers in _alike(items).items():
-        most = min(max(PIECE_BYTES // 8 // numel, _LEAST_ROWS), _MOST_ROWS)
-        for begin in range(0, len(numbers) if not stop else 0, most):
-            some = numbers[begin : begin + most]
-            found |= _reduce_rows(read, items, some, with_exponents=with_exponents)
-    for number, (begin, item) in enumerate(items):
-        if number not in found and not stop:
-            run = read(begin, begin + item.numel * item_bytes(item.dtype))
-            reduced = reduce_run(run, item.dtype, with_exponents=with_exponents)
-            found[number] = stats_message(reduced)
-    return [found[number] for number in sorted(found)]
+def reduce_runs(
+    data: memoryview,
+    runs: Sequence[Runs],
+    *,
+    with_exponents: bool,
+    edges: torch.Tensor | None = None,
+    before: memoryview | None = None,
+    stop: Sequence[bool] = (),
+) -> Answers:
+    """Answers by what the runs call tensors; unfinished once `stop` is not empty. As `reduce_run`;
+    raises UsageError if a run leaves `data`, too."""
+    placed = [[np.array(column, np.int64) for column in one[1:]] for one in runs]
+    for one, (_, begins, numels) in zip(runs, placed, strict=True):
+        _check(one.dtype, begins, numels, len(data))
+    found = Answers(sum(len(one.tensors) for one in runs))
+    for (dtype, *_), (numbers, begins, numels) in zip(runs, placed, strict=True):
+        single = np.ones(len(numbers), bool)
+        for rows in _alike(numels) if edges is None and before is None else ():
+            if not stop:
+                some = numbers[rows], begins[rows], int(numels[rows[0]])
+                single[rows] = _reduce_rows(data, dtype, *some, found, with_exponents)
+        for at in np.flatnonzero(single):
+            if stop:
+                break
+            begin = int(begins[at])
+            run = slice(begin, begin + int(numels[at]) * item_bytes(dtype))
+            reduced = reduce_run(
+                data[run],
+                dtype,
+                with_exponents=with_exponents,
+                edges=edges,
+                before=before[run] if before is not None else None,
+            )
+            found.put(int(numbers[at]), **{name: getattr(reduced, name) for name in COLUMNS})
+            found.counts[int(numbers[at])] = _counts(reduced)
+    return found
 
 
-def _alike(items: Items) -> Mapping[tuple[str, int], list[int]]:
-    """Indices of small items by dtype and length, where there are enough of them."""
-    found: dict[tuple[str, int], list[int]] = {}
-    for number, (_, item) in enumerate(items):
-        if 1 <= item.numel <= SMALL_NUMEL:
-            found.setdefault((item.dtype, item.numel), []).append(number)
-    return {alike: numbers for alike, numbers in found.items() if len(numbers) >= _LEAST_ROWS}
+def _check(dtype: str, begins: Column, numels: Column, size_bytes: int) -> None:
+    fit = (begins >= 0) & (begins <= size_bytes) & (numels >= 0)
+    fit &= numels <= (size_bytes - begins) // item_bytes(dtype)
+    if not fit.all():
+        at = int(np.argmin(fit))
+        raise UsageError(
+            f"items: {numels[at]} elements of {dtype} from byte {begins[at]} on leave the "
+            f"snapshot of {size_bytes} bytes"
+        )
+
+
+def _alike(numels: Column) -> Iterator[Column]:
+    """Indices of small runs of one length, where there are enough of them, some at a time."""
+    small = np.flatnonzero((numels >= 1) & (numels <= SMALL_NUMEL))
+    small = small[np.argsort(numels[small], kind="stable")]
+    for alike in np.split(small, np.flatnonzero(np.diff(numels[small])) + 1):
+        if len(alike) >= _LEAST_ROWS:
+            most = min(max(PIECE_BYTES // 8 // int(numels[alike[0]]), _LEAST_ROWS), _MOST_ROWS)
+            yield from np.split(alike, range(most, len(alike), most))
 
 
 def _reduce_rows(
-    read: Read, items: Items, numbers: Sequence[int], *, with_exponents: bool
-) -> dict[int, pb.Stats]:
-    """Statistics by index of items of one length; items with non-finite elements are left out."""
-    first = items[numbers[0]][1]
-    kind, size_bytes = getattr(torch, first.dtype), item_bytes(first.dtype)
-    runs = [read(items[n][0], items[n][0] + first.numel * size_bytes) for n in numbers]
-    raw = torch.frombuffer(bytearray(b"".join(runs)), dtype=torch.uint8)
-    rows = raw.view(kind).view(len(runs), first.numel).double()
+    data: memoryview,
+    dtype: str,
+    numbers: Column,
+    begins: Column,
+    numel: int,
+    answers: Answers,
+    with_exponents: bool,
+) -> NDArray[np.bool_]:
+    """Answer runs of one length together; returns which have non-finite elements, and none yet."""
+    size_bytes = item_bytes(dtype) * numel
+    # Every place where a row may begin, at any alignment: taking some of them copies whole rows.
+    places = np.ndarray((len(data) - size_bytes + 1,), f"V{size_bytes}", data, strides=(1,))
+    raw = torch.from_numpy(places[begins].view(np.uint8))
+    rows = raw.view(getattr(torch, dtype)).view(len(begins), numel).double()
     low, high = torch.amin(rows, dim=1), torch.amax(rows, dim=1)
-    mean = rows.mean(dim=1)
     finite = torch.isfinite(low) & torch.isfinite(high)
-    biased: Iterable[torch.Tensor | None] = itertools.repeat(None, len(runs))
-    if with_exponents:
-        biased = count_biased_rows(torch.where(finite[:, None], rows, 0.0))
-    columns = zip(
+    if not finite.all():
+        numbers, rows, low, high = numbers[finite.numpy()], rows[finite], low[finite], high[finite]
+    mean = rows.mean(dim=1)
+    answers.put(
         numbers,
-        low.tolist(),
-        high.tolist(),
-        mean.tolist(),
-        (rows - mean[:, None]).square_().sum(dim=1).tolist(),
-        torch.linalg.vector_norm(rows, dim=1).square_().tolist(),
-        torch.count_nonzero(rows, dim=1).tolist(),
-        finite.tolist(),
-        biased,
-        strict=True,
+        count=numel,
+        zero_count=numel - torch.count_nonzero(rows, dim=1).numpy(),
+        mean=mean.numpy(),
+        m2=(rows - mean[:, None]).square_().sum(dim=1).numpy(),
+        sum_squares=torch.linalg.vector_norm(rows, dim=1).square_().numpy(),
+        min=low.numpy(),
+        max=high.numpy(),
     )
-    return {
-        number: pb.Stats(
-            count=first.numel,
-            zero_count=first.numel - nonzero,
-            mean=average,
-            m2=m2,
-            sum_squares=squares,
-            min=least,
-            max=most,
-            exponent_counts=folded(counts) if counts is not None else (),
-            exponent_begin=EXPONENT_BEGIN,
-        )
-        for number, least, most, average, m2, squares, nonzero, is_finite, counts in columns
-        if is_finite
-    }
+    if with_exponents:
+        for number, counts in zip(numbers.tolist(), count_biased_rows(rows), strict=True):
+            answers.counts[number] = _NO_COUNTS | {"exponent_counts": folded(counts)}
+    return ~finite.numpy()
 
 
 def warm_up() -> None:

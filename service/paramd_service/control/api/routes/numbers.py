@@ -14,7 +14,7 @@ from paramd.filters import parse_filter
 from paramd.layout.select import SelectedTensor
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN
-from paramd_service.control.api.choice import choose, choose_one, split, without_small
+from paramd_service.control.api.choice import check_few, choose_one, picked, split, without_small
 from paramd_service.control.api.models import (
     HeatmapDocument,
     HistogramDocument,
@@ -22,7 +22,7 @@ from paramd_service.control.api.models import (
     StatsList,
     ValuesDocument,
 )
-from paramd_service.control.api.routes.params import Buffers, Name, Wanted, available, check_few
+from paramd_service.control.api.routes.params import Buffers, Name, Wanted
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
 
@@ -76,12 +76,10 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         """
         mesh = services.jobs.get(job)
         found_filter = parse_filter(wanted)
-        _, index = await mesh.layouts.get(mesh.registry.view())
-        chosen, small = without_small(
-            choose(index, found_filter, with_buffers=buffers), may_read=may_read(request)
-        )
-        present, missing = available(mesh, chosen, few=not found_filter.statistics)
-        missing += small
+        view = mesh.registry.view()
+        _, index = await mesh.layouts.get(view)
+        reads, few = may_read(request), not found_filter.statistics
+        present, missing = picked(view, index, found_filter, reads=reads, buffers=buffers, few=few)
         table = await mesh.statistics.get(
             [item.pattern for item in present], with_buffers=buffers, with_histogram=histogram
         )

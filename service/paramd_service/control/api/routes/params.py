@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
-from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.errors import ConflictError
 from paramd.filters import MAX_FILTER_BYTES, STATISTIC_KEYS, Filter, parse_filter, statistic
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Box, Piece, TensorLayout
 from paramd_service.control.access.doorway import may_read
-from paramd_service.control.api.choice import choose, choose_one, choose_whole, split, without_small
+from paramd_service.control.api.choice import (
+    MAX_ORDERED,
+    absent_ranks,
+    choose_one,
+    choose_whole,
+    picked,
+)
 from paramd_service.control.api.models import (
     MissingDocument,
     ParamDetail,
@@ -33,9 +38,6 @@ from paramd_service.control.mesh.jobs import Incarnation
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
-MAX_STATS = 1000
-MAX_ORDERED = 100_000
-"""Tensors that statistics choose or order, without being sent."""
 MAX_PIECES = 4096
 
 # Above this many tensors, filtering by facts would block the event loop for too long.
@@ -194,30 +196,38 @@ def _needs_statistics(wanted: Filter, sort: str) -> bool:
 async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) -> Found:
     view = mesh.registry.view()
     digest, index = await mesh.layouts.get(view)
-    many = bool(wanted.facts or sort) and len(index.names) > _MANY
+    many, source = len(index.names) > _MANY, mesh.statistics
+    absent = tuple(sorted(absent_ranks(view).items()))
+    choice = (digest, wanted.patterns, wanted.facts, reads, absent)
+
+    pick = partial(picked, view, index, wanted, reads=reads)
     if not _needs_statistics(wanted, sort):
 
         def listed() -> tuple[TensorLayout, ...]:
             found = choose_whole(index, wanted)
-            return _in_order([(tensor, None) for tensor in found], sort) if sort else found
+            return _in_order(((tensor, None) for tensor in found), sort) if sort else found
 
-        return Found(await asyncio.to_thread(listed) if many else listed(), digest=digest)
-    source, choice = mesh.statistics, (digest, wanted.patterns, wanted.facts, reads)
-    kept, missing = await source.kept(choice), list[MissingDocument]()
-    if kept is None:
-        choosing = partial(choose, index, wanted, with_buffers=False)
-        chosen = await asyncio.to_thread(choosing) if many else choosing()
-        chosen, small = without_small(chosen, may_read=reads)
-        present, missing = available(mesh, chosen, few=False)
-        missing += small
-        patterns, tensors = zip(*((item.pattern, item.tensor) for item in present), strict=True)
-        kept = await source.rows(choice, patterns, tensors, not missing)
-    rows = [row for row in kept.rows if wanted.matches_numbers(row[1])]
-    run, _, step, *_ = kept.state[0]
-    return Found(_in_order(rows, sort), tuple(missing), run, step, digest)
+        slow = many and (wanted.facts or sort)
+        found = await asyncio.to_thread(listed) if slow else listed()
+        if _MANY < len(found) <= MAX_ORDERED:
+            # Whoever looks at so many orders them next.
+            source.prepare(choice, index.layout, pick)
+        return Found(found, digest=digest)
+    rows = await source.kept(choice)
+    if rows is None:
+        rows = await source.rows(choice, digest, index.layout, pick)
+    ready, state = rows.ready, rows.state[0]
+
+    def ordered() -> tuple[TensorLayout, ...]:
+        pairs = zip(ready.tensors, rows.columns.summaries(), strict=True)
+        right = (pair for pair in pairs if wanted.matches_numbers(pair[1]))
+        return _in_order(right if wanted.statistics else pairs, sort)
+
+    found = await asyncio.to_thread(ordered) if many else ordered()
+    return Found(found, tuple(ready.missing), state.incarnation, state.step, digest)
 
 
-def _in_order(rows: Sequence[tuple[TensorLayout, Any]], sort: str) -> tuple[TensorLayout, ...]:
+def _in_order(rows: Iterable[tuple[TensorLayout, Any]], sort: str) -> tuple[TensorLayout, ...]:
     """What has no such number comes last, either way."""
     key = sort.removeprefix("-")
     if fact := _FACTS.get(key):
@@ -225,36 +235,11 @@ def _in_order(rows: Sequence[tuple[TensorLayout, Any]], sort: str) -> tuple[Tens
         return tuple(found)
     if key:
         read = _ORDERS.get(key, partial(statistic, key))
-        numbers = [read(summary) for _, summary in rows]
-        known = [at for at, one in enumerate(numbers) if not math.isnan(one)]
-        known.sort(key=numbers.__getitem__, reverse=sort != key)
-        unknown = (row for row, one in zip(rows, numbers, strict=True) if math.isnan(one))
-        rows = [*(rows[at] for at in known), *unknown]
+        pairs = [(tensor, read(numbers)) for tensor, numbers in rows]
+        known = [pair for pair in pairs if not math.isnan(pair[1])]
+        known.sort(key=itemgetter(1), reverse=sort != key)
+        rows = [*known, *(pair for pair in pairs if math.isnan(pair[1]))]
     return tuple(tensor for tensor, _ in rows)
-
-
-def check_few(chosen: Sequence[object], most: int = MAX_STATS) -> None:
-    """Raise UsageError if these are more than one answer may take."""
-    if len(chosen) > most:
-        raise UsageError(
-            f"filter: {len(chosen):,} tensors match; statistics of at most {most:,} at once, "
-            "narrow it with globs or terms about facts"
-        )
-
-
-def available(
-    mesh: Incarnation, chosen: list[SelectedTensor], *, few: bool = True
-) -> tuple[list[SelectedTensor], list[MissingDocument]]:
-    """Split tensors into those available from the sidecars now and missing ones. Raises UsageError:
-    too many tensors. UnreachableError: none is available."""
-    check_few(chosen, MAX_STATS if few else MAX_ORDERED)
-    present, missing = split(chosen, mesh.registry.view())
-    if not present:
-        raise UnreachableError(
-            f"none of {len(missing)} tensors is available now; {missing[0].name}: "
-            f"{missing[0].reason}; try again in a few seconds"
-        )
-    return present, missing
 
 
 _SAME = ("aliases", "dtype", "shape", "numel", "placement", "trainable")

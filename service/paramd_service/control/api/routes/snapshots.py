@@ -12,7 +12,7 @@ from paramd.filters import parse_filter
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.access.roles import Action
-from paramd_service.control.api.choice import choose
+from paramd_service.control.api.choice import available, choose
 from paramd_service.control.api.models import (
     HeldDocument,
     LeaseDocument,
@@ -23,7 +23,7 @@ from paramd_service.control.api.models import (
     SnapshotRequest,
 )
 from paramd_service.control.api.routes.paging import begin_of, make_token
-from paramd_service.control.api.routes.params import PageToken, available
+from paramd_service.control.api.routes.params import PageToken
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import RankView
@@ -88,7 +88,7 @@ def _add_pinning(routes: APIRouter, services: Services) -> None:
         chosen = choose(index, wanted, with_buffers=request.buffers)
         patterns = list(wanted.patterns)
         if wanted.facts:
-            available(mesh, chosen)
+            available(mesh.registry.view(), chosen)
             patterns = [item.pattern for item in chosen]
         held = await mesh.statistics.pin(
             patterns,

@@ -155,31 +155,17 @@ class Doors:
         self._count = 0
         self._granted: tuple[float, Any] | None = None
         self.known: dict[str, list[Any]] = {
-            "job": [JOB],
-            "incarnation": [1],
-            "rank": [0],
-            "world_size": [1],
-            "layout_digest": [layout_digest(layout_of(ARENA_BYTES))],
-            "generation": [generation],
-            "token": [1, 2],
-            "lease_ms": [0, 1000],
-            "address": [servers.address, "127.0.0.1:1"],
-            "socket_path": ["/nowhere"],
-            "fqn": ["w"],
-            "names": ["w", "*"],
-            "patterns": ["w", "*", "w[0:4]", "nothing"],
-            "filter": ["w", "*", "numel>1"],
-            "edit_id": ["0" * 32, "1" * 32, "f" * 32],
-            "undo_of": ["0" * 32, ""],
-            "dtype": ["int64", "float32", ""],
-            "destination": ["here"],
-            "root": [str(servers.folder / "exports")],
-            "key": ["a", "a/b", "../a"],
-            "export_id": ["0" * 32, "1" * 32],
-            "begin": [0, 8, 4096, ARENA_BYTES],
-            "end": [0, 8, 4096, ARENA_BYTES],
-            "name": ["w", "model.safetensors"],
-        }
+            "job": [JOB], "incarnation": [1], "rank": [0], "world_size": [1],
+            "layout_digest": [layout_digest(layout_of(ARENA_BYTES))], "generation": [generation],
+            "token": [1, 2], "lease_ms": [0, 1000], "address": [servers.address, "127.0.0.1:1"],
+            "socket_path": ["/nowhere"], "fqn": ["w"], "names": ["w", "*"],
+            "patterns": ["w", "*", "w[0:4]", "nothing"], "filter": ["w", "*", "numel>1"],
+            "edit_id": ["0" * 32, "1" * 32, "f" * 32], "undo_of": ["0" * 32, ""],
+            "dtype": ["int64", "float32", ""], "destination": ["here"],
+            "root": [str(servers.folder / "exports")], "key": ["a", "a/b", "../a"],
+            "export_id": ["0" * 32, "1" * 32], "begin": [0, 8, 4096, ARENA_BYTES],
+            "end": [0, 8, 4096, ARENA_BYTES], "name": ["w", "model.safetensors"],
+        }  # fmt: skip
         self._look_again()
 
     def _look_again(self) -> None:

@@ -59,15 +59,11 @@ def _all_end(how: signal.Signals) -> Use:
 
 
 EVENTS: dict[str, Use] = {
-    "idle": _idle,
-    "sigterm": _all_end(signal.SIGTERM),
-    "sigkill": _all_end(signal.SIGKILL),
-    "sigstop": striking.sidecar_stopped,
-    "rollback": changing.rollback,
-    "reattach": striking.attach_again,
-    "incarnation": striking.restart,
+    "idle": _idle, "sigterm": _all_end(signal.SIGTERM), "sigkill": _all_end(signal.SIGKILL),
+    "sigstop": striking.sidecar_stopped, "rollback": changing.rollback,
+    "reattach": striking.attach_again, "incarnation": striking.restart,
     "control": striking.control_killed,
-}
+}  # fmt: skip
 
 
 def _lane(lane: str) -> Use:
@@ -103,27 +99,20 @@ def _export_ended(s: Session, rng: Random) -> str:
 
 
 CACHED: dict[str, tuple[Use, Use]] = {
-    "snapshot": (_lane("grpc"), _lane("grpc")),
-    "live": (_lane("same-host"), _lane("same-host")),
-    "view": (reading.view, reading.view),
-    "gradients": (_subscribed("grads"), _subscribed("grads")),
+    "snapshot": (_lane("grpc"), _lane("grpc")), "live": (_lane("same-host"), _lane("same-host")),
+    "view": (reading.view, reading.view), "gradients": (_subscribed("grads"), _subscribed("grads")),
     "gradient-stats": (_subscribed("grads", kind="stats"), _subscribed("grads")),
     "gradients-again": (_subscribed("grads"), reading.made_again),
     "deltas": (_subscribed("follow", deltas=True), _subscribed("follow", deltas=True)),
-    "followed": (reading.open_stream, reading.next_frames),
-    "stats": (reading.stats, reading.stats),
-    "moments": (reading.optimizer, reading.optimizer),
-    "buffers": (_buffers, _buffers),
-    "layout": (reading.listing, reading.listing),
-    "updates": (reading.updates, reading.updates),
-    "replay": (reading.replay, reading.replay),
-    "standing": (_idle, changing.rollback_standing),
-    "marks": (changing.mark, changing.rollback),
-    "undo": (changing.edit, changing.undo),
+    "followed": (reading.open_stream, reading.next_frames), "stats": (reading.stats, reading.stats),
+    "moments": (reading.optimizer, reading.optimizer), "buffers": (_buffers, _buffers),
+    "layout": (reading.listing, reading.listing), "updates": (reading.updates, reading.updates),
+    "replay": (reading.replay, reading.replay), "standing": (_idle, changing.rollback_standing),
+    "marks": (changing.mark, changing.rollback), "undo": (changing.edit, changing.undo),
     "hyperparameters": (changing.hyperparameters, changing.undo),
     "export": (_export_begun, _export_ended),
     "schedule": (changing.schedule, changing.schedule_end),
-}
+}  # fmt: skip
 CELLS = [f"{event}-{cached}" for event in EVENTS for cached in CACHED]
 
 

@@ -29,6 +29,10 @@ SMALL = """[...document.querySelectorAll('button, select, summary, nav a, input'
     return one.checkVisibility() && width > 1 && (width < 24 || height < 24);
 }).map(one => one.outerHTML.slice(0, 120))"""
 """What a finger misses: controls of less than 24 pixels."""
+SHIFTED = """new Promise(done => { let sum = 0; new PerformanceObserver(list => {
+    for (const one of list.getEntries()) sum += one.hadRecentInput ? 0 : one.value;
+}).observe({type: 'layout-shift', buffered: true}); setTimeout(() => done(sum), 3000); })"""
+"""How much of what was in sight moves until the page has been there for seconds."""
 VIEWS = ("overview", "runs", "mesh", "params", "grads", "edits", "exports", "alerts", "system")
 
 
@@ -146,6 +150,10 @@ def test_every_view_fits_says_where_it_is_from_and_stays_quiet(
             if width < 400:
                 assert tab.page.evaluate(CUT_OFF) == [], view
                 assert tab.page.evaluate(SMALL) == [], view
+        tab.open("overview")
+        tab.page.reload()
+        tab.page.wait_for_selector(".source")
+        assert tab.page.evaluate(SHIFTED) < 0.1
         assert navigation(tab.page).encode() in PICTURE.read_bytes(), "make screenshot"
         for part in ("", "heat", "where", "compare"):
             tab.open("params", name="still.weight", part=part)

@@ -154,13 +154,9 @@ def remove_endpoint(endpoint: Endpoint) -> bool:
 def read_endpoint(job: str | None = None) -> Endpoint:
     """The control plane of `job`, or of the only running job when none is named.
 
-    Endpoints whose process has ended are skipped.
-
-    Raises:
-        UsageError: not a job name, or several jobs are running and none was named.
-        NotFoundError: this host never had a job of that name.
-        StartingError: it is starting.
-        UnreachableError: the job has ended, or no job is running here.
+    Skips endpoints whose process has ended. Raises UsageError for no job name, or if several run
+    and none was named; NotFoundError: this host never had that job; StartingError: it is starting;
+    UnreachableError: it has ended, or no job is running here.
     """
     if job is not None:
         found = _load(state_dir() / check_job_name(job) / ENDPOINT_FILE)

@@ -285,13 +285,8 @@ class Following:
         patterns: Sequence[str],
         also: Collection[str] = (),
     ) -> None:
-        """
-        Args:
-            opened: Begins a run of this name and history; the one before has been closed.
-            also: Some of `ALSO`.
-
-        Raises:
-            UsageError: `also` has an unknown word.
+        """`opened` begins a run of this name and history; the one before has been closed. Raises
+        UsageError if `also` has a word that is none of `ALSO`.
         """
         for one in also:
             if one not in ALSO:

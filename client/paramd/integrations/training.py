@@ -99,11 +99,7 @@ class Callback:
     """The common part of trainers' callbacks, before the trainer's own class."""
 
     def __init__(self, *, job: str, **options: Any) -> None:
-        """
-        Args:
-            job: name of the job, see `paramd.attach`.
-            options: further arguments of `paramd.attach`: control, arena, settings.
-        """
+        """`job` and `options` (control, arena, settings) are as of `paramd.attach`."""
         self._training = Training(job, options)
 
     @property

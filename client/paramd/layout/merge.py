@@ -230,7 +230,8 @@ def _merge_tensor(tensors: dict[int, TensorLayout], arena_bytes: tuple[int, ...]
             f"of {len(arena_bytes)} hold pieces{told}; expected every element in exactly one region"
         )
     aliases = dict.fromkeys(alias for tensor in tensors.values() for alias in tensor.aliases)
-    trainable = _any_of([tensor.trainable for tensor in tensors.values()])
+    said = [one.trainable for one in tensors.values() if one.trainable is not None]
+    trainable = any(said) if said else None
     return replace(first, pieces=tuple(pieces), aliases=tuple(aliases), trainable=trainable)
 
 
@@ -259,11 +260,6 @@ def check_replicas(contents: Sequence[Mapping[str, int]]) -> None:
                     f"different contents. If it is the same parameter, make it equal on all ranks "
                     f"(broadcast it) before paramd.attach; {OTHER_NAMES}"
                 )
-
-
-def _any_of(said: Sequence[bool | None]) -> bool | None:
-    known = [one for one in said if one is not None]
-    return any(known) if known else None
 
 
 def _checked(piece: Piece, tensor: TensorLayout, rank: int, arena_bytes: int) -> Piece:

@@ -567,19 +567,12 @@ def each_pattern(patterns: Iterable[Pattern]) -> list[str]:
 def select(
     index: NameIndex, patterns: str | Iterable[Pattern], with_buffers: bool = False
 ) -> Selection:
-    """Select the union of what the patterns match.
+    """Select the union of what the patterns match, among buffers too if `with_buffers`.
 
-    Args:
-        index: the names to match.
-        patterns: whole names or globs (`*` matches anything, dots too; `?`; `[abc]`;
-            `[!abc]`), each of at most 1 KiB, each with an optional slice at its end
-            ("w[0:4, -3:]").
-        with_buffers: whether buffers may match.
-
-    Raises:
-        UsageError: a malformed or ambiguous pattern, a slice out of range, or two patterns that
-            select different parts of one tensor.
-        NotFoundError: a pattern matches nothing.
+    A pattern is a whole name or a glob (`*` matches anything, dots too; `?`; `[abc]`; `[!abc]`) of
+    at most 1 KiB, with an optional slice at its end ("w[0:4, -3:]"). Raises NotFoundError if one
+    matches nothing; UsageError if one is malformed or ambiguous, a slice is out of range, or two
+    select different parts of one tensor.
     """
     wanted = each_pattern(patterns)
     if not wanted:

@@ -91,12 +91,10 @@ class TrainerGate:
         order: Callable[[], None] | None = None,
         device: TrainerDevice | None = None,
     ) -> None:
-        """
-        Args:
-            device: what the training queues its work on, unless the arena is in host memory.
-            mirrored: updates do not touch the arena, so they wait for no copy of it.
-            order: called before a state is published: has the device's readers wait for the work
-                that makes it (device_arena.py). None: the arena is in host memory.
+        """`device`: what the training queues its work on, unless the arena is in host memory.
+        `mirrored`: updates do not touch the arena, so they wait for no copy of it. `order`: called
+        before a state is published: has the device's readers wait for the work that makes it
+        (device_arena.py); None: the arena is in host memory.
         """
         self._order = order
         self._device = device

@@ -82,14 +82,9 @@ class JobAuthority:
     ) -> Pems:
         """A certificate with a fresh key, for both ends of a connection.
 
-        Args:
-            name: The holder's name, for people.
-            hosts: Addresses and names that others connect to, beside those of loopback; a client
-                has none.
-            lifetime_s: How long from now on it is valid; a rank's as long as its ticket.
-
-        Raises:
-            UsageError: one of `hosts` is no name and no address.
+        `name` is the holder's, for people. `hosts`: addresses and names that others connect to,
+        beside those of loopback; a client has none. Raises UsageError if one of them is neither.
+        Valid for `lifetime_s` from now on; a rank's as long as its ticket.
         """
         names = [*hosts, *LOOPBACK_NAMES] if hosts else []
         purposes = _BOTH if hosts else _BOTH[:1]

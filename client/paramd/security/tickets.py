@@ -284,19 +284,13 @@ class Signer:
         told: str = "",
         now_s: float | None = None,
     ) -> str:
-        """Mint a ticket valid for `ttl_s` seconds from now.
+        """Mint a ticket valid for `ttl_s` seconds, above 0, from now.
 
-        Args:
-            ttl_s: Validity in seconds, above 0.
-            rank: As in `Claims`; required for the roles of `OF_RANKS`.
-            token_id: Id of the token it is issued for, so that it ends with it; never the token
-                itself.
-            keys: As in `Claims`; required for all other roles.
-            number, told: As in `Claims`; required for role `control`.
-            now_s: Seconds since the Unix epoch; the clock when None.
-
-        Raises:
-            UsageError: `ttl_s` is not a positive number, or nothing binds the ticket to a server.
+        `rank`, `keys`, `number` and `told` are as in `Claims`: the roles of `OF_RANKS` need `rank`,
+        all others `keys`; role `control` needs `number` and `told`. `token_id`: of the token it is
+        issued for, so that it ends with it; never the token itself. `now_s`: seconds since the Unix
+        epoch; the clock when None. Raises UsageError if `ttl_s` is not a positive number, or
+        nothing binds the ticket to a server.
         """
         if not (math.isfinite(ttl_s) and ttl_s > 0):
             raise UsageError(f"ttl_s: {ttl_s}; expected a finite number above 0")

@@ -195,14 +195,10 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """An asyncio channel to an address. No I/O except reading the files.
 
-    Args:
-        tls: None takes it from the environment. For mtls:// it must be the job's.
-        way: gRPC target to connect to instead of the address, such as "unix:...": bytes written
-            there arrive at the address.
-
-    Raises:
-        DeniedError: another host without TLS: the ticket would cross the network in the clear.
-        UsageError: a file cannot be read, or the address is invalid.
+    `tls`: None takes it from the environment; for mtls:// it must be the job's. `way`: gRPC target
+    to connect to instead, such as "unix:...": bytes written there arrive at the address. Raises
+    DeniedError for another host without TLS: the ticket would cross the network in the clear;
+    UsageError if a file cannot be read, or the address is invalid.
     """
     import grpc.aio
 

@@ -91,7 +91,9 @@ class TorchArchive:
         self._append(before, b"archive/byteorder", b"little")
         name = b"archive/data/0"
         begin = len(before)
-        extra = _padding(begin + _LOCAL.size + len(name))
+        size = -(begin + _LOCAL.size + len(name) + 4) % _ALIGNMENT_BYTES
+        # An extra field that aligns the data behind it.
+        extra = b"FB" + size.to_bytes(2, "little") + b"Z" * size
         before += _local(name, _STREAMED, 0, 0, len(extra)) + name + extra
         self._records.append(_Record(name, _STREAMED, 0, self.data_bytes, begin))
         self.before = bytes(before)
@@ -129,12 +131,6 @@ def _local(name: bytes, flags: int, checksum: int, size_bytes: int, extra_bytes:
     return _LOCAL.pack(
         b"PK\x03\x04", 20, flags, _DATE, checksum, size_bytes, size_bytes, len(name), extra_bytes
     )
-
-
-def _padding(begin_bytes: int) -> bytes:
-    """An extra field that aligns the data behind it."""
-    size = -(begin_bytes + 4) % _ALIGNMENT_BYTES
-    return b"FB" + size.to_bytes(2, "little") + b"Z" * size
 
 
 def _pickle(dtype: str, shape: tuple[int, ...]) -> bytes:

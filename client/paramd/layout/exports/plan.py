@@ -155,7 +155,8 @@ def plan_export(
             raise UsageError(f"extra state {min(own)!r} has the name of a parameter or buffer")
     constants = extra.constants if extra is not None else {}
     beside = sorted(extra.kept) if extra is not None else []
-    names = settings.names.apply([*_written_names(tensors, settings), *beside])
+    written = [n for t in tensors for n in (t.fqn, *(t.aliases if settings.keep_tied else ()))]
+    names = settings.names.apply([*written, *beside])
     names |= {name: renamed[name] for name in names if name in renamed}
     reads = replace(_reads(layout, tensors, settings.replica, optimizer), constants=constants)
     return ExportPlan(
@@ -183,11 +184,6 @@ def _chosen(layout: Layout, settings: ExportSettings) -> Collection[str]:
 def _is_renamed(tensor: TensorLayout) -> bool:
     """Whether transformers only has another name for it."""
     return [one.shape for one in tensor.hub] == [tensor.shape]
-
-
-def _written_names(tensors: Iterable[TensorLayout], settings: ExportSettings) -> list[str]:
-    aliases = settings.keep_tied
-    return [n for t in tensors for n in (t.fqn, *(t.aliases if aliases else ()))]
 
 
 def _all_names(tensors: Iterable[TensorLayout], names: Mapping[str, str]) -> dict[str, str]:

@@ -403,7 +403,8 @@ class EditCalls:
 
     async def begin(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Edit:
         """Create, or commit, an edit and wait a little for its end; `body` has a new one's id."""
-        return await self._again(path, {**body, "wait_s": _wait_s(deadline_s)}, deadline_s)
+        wait_s = round(min(_WAIT_S, max(deadline_s - time.monotonic(), 0.0)), 3)
+        return await self._again(path, {**body, "wait_s": wait_s}, deadline_s)
 
     async def abort(self, edit_id: str) -> Edit:
         """Abort an edit, unless the trainers may have agreed to it."""
@@ -458,10 +459,6 @@ class EditCalls:
 
     def _edit(self, found: Mapping[str, Any]) -> Edit:
         return self.rest.read(lambda: read_document(Edit, found))
-
-
-def _wait_s(deadline_s: float) -> float:
-    return round(min(_WAIT_S, max(deadline_s - time.monotonic(), 0.0)), 3)
 
 
 class Holder:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -232,17 +232,15 @@ async def pin_states(
 ) -> HeldState:
     """Pin spans of the ranks' parameters, and of their optimizers' state, at one state.
 
-    Args:
-        layout: the tensors to which the table is restricted.
-        replica: the replica whose state is read, where it has any.
-        with_buffers: the spans can only be copied at a boundary.
-        extra: the ranks of whose extra state is read, the preferred one first.
-
-    Raises:
-        ConflictError: a rank could not provide its optimizer's state, or ranks disagree.
-        ParamdError: as `Pinner.pin`.
+    `layout`: the tensors to which the table is restricted. `replica`: whose state is read, where
+    it has any. `with_buffers`: the spans can only be copied at a boundary. `extra`: the ranks of
+    whose extra state is read, the preferred one first. Raises as `Pinner.pin` does, and
+    ConflictError if a rank could not provide its optimizer's state, or ranks disagree.
     """
-    live = await _are_live(sidecars, spans, deadline_s)
+    left_s = max(deadline_s - time.monotonic(), 0.0)
+    states = await asyncio.gather(*(sidecars.state(rank, left_s) for rank in spans))
+    # Whether all sidecars have the optimizer's state in their own memory.
+    live = all(one.state.optimizer_live for one in states)
     pin = partial(_pinned, sidecars, layout, replica=replica, deadline_s=deadline_s)
     tables = sorted(spans)
     while True:
@@ -375,13 +373,6 @@ async def _soon_or_now(pinner: Pinner, spans: Spans, deadline_s: float) -> Pinne
                     break
             await asyncio.sleep(_AGAIN_S)
         patience_s = 2 * patience_s
-
-
-async def _are_live(sidecars: Sidecars, ranks: Iterable[int], deadline_s: float) -> bool:
-    """Whether all sidecars have the optimizer's state in their own memory."""
-    left_s = max(deadline_s - time.monotonic(), 0.0)
-    states = await asyncio.gather(*(sidecars.state(rank, left_s) for rank in ranks))
-    return all(one.state.optimizer_live for one in states)
 
 
 async def pin_parameters(

@@ -39,18 +39,14 @@ class TensorPool:
         """A tensor with undefined contents."""
         kept = self._kept[shape, dtype]
         for tensor in kept:
-            if _is_alone(tensor):
+            # 2: the tensor's reference, and that of the storage object made here.
+            if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2:
                 return tensor.detach()
         tensor = allocate(shape, dtype)
         if len(kept) >= _KEPT:
             kept.pop(0)
         kept.append(tensor)
         return tensor.detach()
-
-
-def _is_alone(tensor: torch.Tensor) -> bool:
-    # 2: the tensor's reference, and that of the storage object made here.
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
 
 
 class Sums:

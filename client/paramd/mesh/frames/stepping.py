@@ -121,11 +121,8 @@ class StepStream(Generic[Held, Result]):
         every: int,
         keep_all: bool = False,
     ) -> None:
-        """
-        Args:
-            read: makes a frame of (sidecars, at, dropped, held); None drops the step.
-            every: steps are multiples of this.
-            keep_all: yield outdated captures too, for readers that want every frame.
+        """`read` makes a frame of (sidecars, at, dropped, held); None drops the step. Steps are
+        multiples of `every`. `keep_all`: outdated captures, too, for readers that want every frame.
         """
         self._reach = reach
         self._steps = steps

@@ -283,10 +283,8 @@ class Channels:
     ) -> None:
         """No I/O. Raises UsageError if this process is a fork of one with open channels.
 
-        Args:
-            tls: For grpcs:// addresses; None reads it from the environment.
-            job_tls: The job's certificates, for mtls:// addresses.
-            relay: For addresses that cannot be reached from here.
+        `tls` is for grpcs:// addresses (None reads it from the environment), `job_tls`, the job's
+        certificates, for mtls://, and `relay` for addresses that cannot be reached from here.
         """
         if _parents:
             raise UsageError(

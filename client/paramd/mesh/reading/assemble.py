@@ -41,17 +41,11 @@ def dtype_of(given: torch.dtype | str) -> torch.dtype:
 
 
 class Targets:
-    """Destination tensors, one for each tensor of a plan.
+    """Destination tensors, one for each tensor of `plan`, the read; `names`: its matching names.
 
-    Args:
-        plan: the read.
-        names: the matching names of each tensor of the plan.
-        dtype: dtype of the results, cast while copying; None keeps each tensor's own.
-        device: device of the results; None means CPU.
-        into: tensors to fill, by any of their names; the others are allocated.
-
-    Raises:
-        UsageError: a tensor of `into` does not fit in shape, dtype or device.
+    Cast to `dtype` while copying (None keeps each tensor's own), on `device` (None means CPU).
+    `into`: tensors to fill, by any of their names; the others are allocated. Raises UsageError if
+    one of them does not fit in shape, dtype or device.
     """
 
     def __init__(

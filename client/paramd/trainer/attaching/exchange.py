@@ -186,7 +186,9 @@ class Exchange:
         """
         room, told, size = SHORT_BYTES, b"", -1
         while size < 0:
-            found = self._at_first(data, room)
+            # Sizes and the first `room` bytes of all ranks' data, on rank 0; empty on the others.
+            with self._call.names_who_is_missing():
+                found = self._gathered(_framed(len(data), data, room))
             if found:
                 longest = max(size for size, _ in found)
                 told = b"" if longest > room else answer([part for _, part in found])
@@ -199,11 +201,6 @@ class Exchange:
         # Ranks without the rest receive it.
         rest = bytearray(told[SHORT_BYTES:]) if told else bytearray(size - SHORT_BYTES)
         return begin + self._broadcast(torch.frombuffer(rest, dtype=torch.uint8))
-
-    def _at_first(self, data: bytes, room: int) -> list[tuple[int, bytes]]:
-        """Size and the first `room` bytes of all ranks' data, on rank 0; empty on the others."""
-        with self._call.names_who_is_missing():
-            return self._gathered(_framed(len(data), data, room))
 
     def _gathered(self, mine: torch.Tensor) -> list[tuple[int, bytes]]:
         first = self.rank == 0

@@ -107,11 +107,9 @@ class Agreement:
     """One rank's side. All ranks must call `passes` or `collect` at each boundary, then
     `launch` when a round is due, or `exchange` equally often.
 
-    Args:
-        group: a dedicated gloo group over all ranks; None for a world of one.
-        timeout_s: longest wait for the slowest rank when collecting.
-        edit_timeout_s: the same when this rank has promised an edit: if it gave up too early,
-            the others would apply the edit without it.
+    `group`: a dedicated gloo group over all ranks; None for a world of one. Collecting waits at
+    most `timeout_s` for the slowest rank, or `edit_timeout_s` when this rank has promised an edit:
+    if it gave up too early, the others would apply the edit without it.
     """
 
     def __init__(
@@ -207,17 +205,13 @@ class Agreement:
         expected: bool = False,
         quiet: bool = False,
     ) -> None:
-        """Launch a round, to be collected at the next boundary.
+        """Launch a round, to be collected at the next boundary; `request`: from `promise`.
 
-        Args:
-            request: the result of `promise`.
-            pending: this rank has a request that is not agreed yet.
-            stay: this rank wants training to stay paused.
-            iteration: backward passes this rank has seen. Ranks that differ are not at the same
-                point of training, whatever their step counts, and agree on nothing.
-            expected: this rank expects a request soon.
-            quiet: this rank has no clients. The shortest interval of all ranks counts, so one
-                rank with clients keeps rounds frequent on all.
+        `pending`: this rank has a request that is not agreed yet; `expected`: it expects one soon;
+        `stay`: it wants training to stay paused. `iteration`: backward passes it has seen; ranks
+        that differ are not at the same point of training, whatever their step counts, and agree on
+        nothing. `quiet`: it has no clients; the shortest interval of all ranks counts, so one rank
+        with clients keeps rounds frequent on all.
         """
         assert self._group is not None
         if expected:

@@ -117,12 +117,9 @@ class Boundary:
         always_strict: str = "",
         after_edit: Callable[[], None] = lambda: None,
     ) -> None:
-        """
-        Args:
-            order, device: as of `TrainerGate`.
-            settles: called with the step at every proven boundary, while SEQ is odd; must not
-                raise.
-            always_strict: the parts of the model that change parameters outside updates.
+        """`order`, `device`: as of `TrainerGate`. `settles`: called with the step at every proven
+        boundary, while SEQ is odd; must not raise. `always_strict`: the parts of the model that
+        change parameters outside updates.
         """
         self._page = page
         self._words = page.words

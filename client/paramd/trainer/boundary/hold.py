@@ -158,13 +158,11 @@ class BoundaryHandler:
         mirror: MirroredHome | None = None,
         after_edit: Callable[[], None] = lambda: None,
     ) -> None:
-        """
-        Args:
-            answer: wakes the sidecar if `announce`, or if it asked to be woken.
-            copy_state: copies what a request wants of optimizer state outside the arena.
-            note_extra: notes the model's extra state for the request of that number.
-            mirror: copies the parameters when they are not in the arena.
-            after_edit: called on every rank after an edit, applied there or not; may be collective.
+        """`answer` wakes the sidecar if `announce`, or if it asked to be woken; `copy_state` copies
+        what a request wants of optimizer state outside the arena; `note_extra` notes the model's
+        extra state for the request of that number; `mirror` copies the parameters when they are not
+        in the arena; `after_edit`, after an edit on every rank, applied there or not, may be
+        collective.
         """
         self._page = page
         self._words = page.words

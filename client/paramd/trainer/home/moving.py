@@ -251,19 +251,13 @@ def _said(shard: LocalShard) -> str:
 def bring_back(
     left: Sequence[Escaped], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
 ) -> None:
-    """Copy departed shards back and point their tensors there.
+    """Copy departed shards, `left`, back and point their tensors there.
 
-    Unknown tensors move too when their memory lies wholly within a departed shard.
-
-    Args:
-        left: what to bring back.
-        bases: the arena's storages, ordered by address.
-        shards: all of the model's current shards; their tensors are not evicted.
-
-    Raises:
-        ConflictError: departed shards newly share memory, one of their tensors does not fit its
-            old storage, or the memory they left is used by something that cannot be moved out
-            of the way, where writing would change what the training computes.
+    Unknown tensors move too when their memory lies wholly within a departed shard. `bases`: the
+    arena's storages, ordered by address. `shards`: all of the model's current ones; their tensors
+    are not evicted. Raises ConflictError if departed shards newly share memory, one of their
+    tensors does not fit its old storage, or the memory they left is used by something that cannot
+    be moved out of the way, where writing would change what the training computes.
     """
     if not left:
         return

@@ -217,15 +217,10 @@ class ParameterStorage:
 
         Only between steps, and once: a model that moved out needs a new object. All or nothing:
         on error no tensor has moved. Draws no random numbers; preserves gradients,
-        `requires_grad` and the identity of parameters.
-
-        Args:
-            arena: writable, page-aligned memory of at least `arena_bytes`. Referenced until
-                `move_out`, and for as long as any tensor in it is alive.
-
-        Raises:
-            UsageError: the arena is too small or read-only.
-            ConflictError: the model has changed since the constructor, or is already inside.
+        `requires_grad` and the identity of parameters. `arena`: writable, page-aligned memory of at
+        least `arena_bytes`, referenced until `move_out`, and for as long as any tensor in it is
+        alive. Raises UsageError if it is too small or read-only; ConflictError if the model has
+        changed since the constructor, or is already inside.
         """
         self._move(arena, filled=True)
 

@@ -43,18 +43,12 @@ def flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
 def unflatten(
     tensor: torch.Tensor, spec: DTensorSpec | None, *, stream: Stream | None = None
 ) -> torch.Tensor:
-    """The inverse of `flatten`: a DTensor over the memory of `tensor`.
+    """The inverse of `flatten`: a DTensor over `tensor`, this rank's, of the spec's local shape.
 
     Differentiable: the gradient reaches `tensor` as a plain tensor with the placements of
-    `tensor`, once its asynchronous collectives are done.
-
-    Args:
-        tensor: this rank's local tensor, of the spec's local shape.
-        spec: from `flatten`; None returns `tensor` itself.
-        stream: the stream on which to wait for the gradient; None is the current one.
-
-    Raises:
-        UsageError: `tensor` is already a DTensor, or does not have the local shape.
+    `tensor`, once its asynchronous collectives are done; `stream` is where to wait for it, None
+    the current one. Without `spec`, which is from `flatten`, returns `tensor` itself. Raises
+    UsageError if `tensor` is already a DTensor, or does not have the local shape.
     """
     if spec is None:
         return tensor

@@ -108,15 +108,11 @@ class Keeper:
         agreed: Callable[[int, int, int], tuple[int, int]],
         copies: Callable[[int, int], tuple[int, int]] | None = None,
     ) -> None:
-        """
-        Args:
-            every: keep a record at steps that are a multiple of it.
-            standing_every: the same for a standing snapshot; 0 makes none, None keeps their cost
-                below a hundredth of the training's time.
-            agreed: sends the other ranks this one's wanted steps between standing snapshots, and
-                its last one; returns the highest and the lowest of all ranks.
-            copies: progress of all ranks' copies on other hosts (Agreement.copies); None
-                without copies.
+        """Keeps a record at multiples of `every`, a standing snapshot at those of `standing_every`:
+        0 makes none, None keeps their cost below a hundredth of the training's time. `agreed` sends
+        the other ranks this one's wanted steps between standing snapshots, and its last one;
+        returns the highest and the lowest of all ranks. `copies`: progress of all ranks' copies on
+        other hosts (Agreement.copies); None without copies.
         """
         self.memory = memory
         """The memory of records and tables."""

@@ -404,12 +404,8 @@ def agreed_choice(
 ) -> Choice:
     """The newest state that all ranks have and that none found damaged.
 
-    Args:
-        together: runs a stage on all ranks and returns their messages.
-        group: all ranks, for copies that come back.
-
-    Raises:
-        ConflictError: on all ranks; see choice.py.
+    `together` runs a stage on all ranks and returns their messages. `group`: all ranks, for copies
+    that come back. Raises ConflictError on all ranks; see choice.py.
     """
     live: list[tuple[How, Mark]] = []
     damaged: set[copies.Damaged] = set()

@@ -194,15 +194,10 @@ class Rendezvous:
     def enter(self, question: str, refusal: str = "", *, timeout_s: float) -> int:
         """Wait until all ranks have arrived. Return the number of the call.
 
-        All or none: returns on all ranks, or raises on every rank that arrived.
-
-        Args:
-            question: must be the same on all ranks.
-            refusal: why this rank cannot proceed; then no rank does.
-
-        Raises:
-            DeadlineError: ranks missing after `timeout_s`; the message names them.
-            ConflictError: a rank refused, or ranks asked different questions.
+        All or none: returns on all ranks, or raises on every rank that arrived. `question` must be
+        the same on all. `refusal`: why this rank cannot proceed; then none does. Raises
+        DeadlineError if ranks are missing after `timeout_s` (it names them), ConflictError if one
+        refused, or they asked different questions.
         """
         if self._store is None:
             if refusal:

@@ -269,16 +269,9 @@ class GrpcServer:
         denied: Denied,
         tls: ServerTls | None,
     ) -> Address:
-        """Start serving; return the bound address.
-
-        Args:
-            address: Our gRPC target as sidecars are given it, once it is known.
-            ranks: Most sidecars admitted across all jobs.
-            denied: Called for each refused call.
-
-        Raises:
-            UnreachableError: as `bind_grpc`.
-        """
+        """Start serving; return the bound address. `address`: our target as sidecars are given it,
+        once it is known. `ranks`: most sidecars admitted across all jobs. `denied` is called for
+        each refused call. Raises as `bind_grpc`."""
         doors = Doors(
             counted=lambda method: method != JOIN, calls=Shares(CALLERS, "calls"), who=caller_token
         )

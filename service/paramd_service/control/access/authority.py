@@ -283,11 +283,9 @@ class Tokens:
         jobs: str | None = None,
     ) -> tuple[TokenRow, str]:
         """Create a token; return its row and the token, which is not kept and never shown again.
-
         `TokenRequest` has checked the arguments. Raises UsageError: the name is the owner's, or a
         token; or the patterns of jobs are invalid. ConflictError: the name has been used.
-        UnreachableError: the store or the audit cannot be written.
-        """
+        UnreachableError: the store or the audit cannot be written."""
         name = name if name is not None else f"{role}-{secrets.token_hex(4)}"
         if holds_token(name) or name == OWNER.name:
             raise UsageError(

@@ -219,11 +219,9 @@ class TokenGate:
 
 
 def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], Awaitable[None]]:
-    """FastAPI dependency of every route: the caller's role must permit the operation.
-
-    With `readonly`, callers may change only their own things: edits, exports, anything that
-    touches training, and administrative requests other than GET are refused.
-    """
+    """FastAPI dependency of every route: the caller's role must permit the operation. With
+    `readonly`, callers may change only their own things: edits, exports, anything that touches
+    training, and administrative requests other than GET are refused."""
 
     async def check_role(request: Request) -> None:
         operation = str(getattr(request.scope.get("route"), "name", ""))

@@ -1,7 +1,5 @@
-"""gRPC access: tickets, checked by role, job and rank; methods not listed are denied.
-
-Also maps errors to statuses and rate-limits addresses that keep failing.
-"""
+"""gRPC access: tickets, checked by role, job and rank; methods not listed are denied. Also maps
+errors to statuses and rate-limits addresses that keep failing."""
 
 from __future__ import annotations
 

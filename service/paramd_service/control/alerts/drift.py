@@ -1,7 +1,5 @@
-"""Replica drift: which pieces must be equal, which to compare now, and which ranks differ.
-
-Only digests are requested: alerts name the differing bits, never values.
-"""
+"""Replica drift: which pieces must be equal, which to compare now, and which ranks differ. Only
+digests are requested: alerts name the differing bits, never values."""
 
 from __future__ import annotations
 

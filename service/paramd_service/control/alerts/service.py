@@ -136,16 +136,10 @@ class Watchers:
 
 
 def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:
-    """The fields of AlertConfig set by a table, with types checked.
-
-    Args:
-        place: Origin of the table, for errors.
-        trusted: False for a file that may come with someone else's project: it may set
-            thresholds, but not the receivers of alerts.
-
-    Raises:
-        UsageError: an unknown key or a value of the wrong type.
-    """
+    """The fields of AlertConfig set by a table, with types checked; `place` is its origin, for
+    errors. One that is not `trusted` may come with someone else's project: it may set thresholds,
+    but not the receivers of alerts. Raises UsageError: an unknown key or a value of the wrong
+    type."""
     for key in ("webhooks", "pause"):
         if key in table and not trusted:
             raise UsageError(
@@ -158,15 +152,9 @@ def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) 
 def load_alerts(
     files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], *, watch: bool
 ) -> AlertConfig:
-    """The effective config: the environment's JSON, then the files' [alerts] in order.
-
-    Args:
-        files: paramd.toml files and whether each is the user's own; earlier ones win.
-        watch: False turns all sampling off, whatever is configured.
-
-    Raises:
-        UsageError: something cannot be read or is out of range.
-    """
+    """The effective config: the environment's JSON, then the [alerts] of `files` in order, each
+    with whether it is the user's own. Without `watch` nothing is sampled, whatever is configured.
+    Raises UsageError: something cannot be read or is out of range."""
     merged: dict[str, Any] = _stall_budget(environment)
     for path, trusted in reversed(files):
         merged |= parse_alerts(

@@ -116,11 +116,8 @@ def facts_of(tensor: TensorLayout) -> Facts:
 def split(
     chosen: Sequence[SelectedTensor], view: MeshView
 ) -> tuple[list[SelectedTensor], list[MissingDocument]]:
-    """Split tensors into available and missing ones.
-
-    A tensor is missing when some region of it is held only by ranks without a sidecar or
-    with a torn trainer.
-    """
+    """Split tensors into available and missing ones: some region is held only by ranks without a
+    sidecar or with a torn trainer."""
     absent = absent_ranks(view)
     if not absent:
         return list(chosen), []

@@ -91,10 +91,8 @@ class PageFile:
 
 
 def page_files(built: Path = BUILT) -> dict[str, PageFile]:
-    """The dashboard's files by URL path; if it was not built, one page that says how.
-
-    Reads every file once for its ETag; contents are read again when served.
-    """
+    """The dashboard's files by URL path; if it was not built, one page that says how. Reads every
+    file once for its ETag; contents are read again when served."""
     return _files(built, "", UNBUILT)
 
 
@@ -144,11 +142,8 @@ class Page:
 
 
 class Gone:
-    """ASGI middleware: a removed operation answers with its replacement.
-
-    Runs ahead of the routes, whose parameters could match such a path, and behind the token gate:
-    strangers learn nothing.
-    """
+    """ASGI middleware: a removed operation answers with its replacement. Runs ahead of the routes,
+    whose parameters could match such a path, and behind the token gate: strangers learn nothing."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

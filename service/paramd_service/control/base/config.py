@@ -264,11 +264,9 @@ def table_of_text(text: str, name: str) -> Mapping[str, Any]:
 
 
 def loaded(load: Callable[..., Loaded], *, strict: bool, otherwise: Loaded, told: str) -> Loaded:
-    """The result of `load` for the current files and environment.
-
-    With `strict`, an invalid source raises UsageError. A training's embedded control plane is not
-    strict: it logs `told` with the error, and continues with `otherwise`.
-    """
+    """The result of `load` for the current files and environment. With `strict`, an invalid source
+    raises UsageError. A training's embedded control plane is not strict: it logs `told` with the
+    error, and continues with `otherwise`."""
     try:
         return load(file_places(), os.environ)
     except UsageError as error:
@@ -281,15 +279,9 @@ def loaded(load: Callable[..., Loaded], *, strict: bool, otherwise: Loaded, told
 def settings_of(
     table: Mapping[str, Any], kind: type[Any], *, name: str, place: str
 ) -> dict[str, Any]:
-    """The fields of a config that a table sets, with types checked.
-
-    Args:
-        kind: The config's dataclass; every field has a default, which determines its type.
-        name, place: Of the table: its name and origin, for errors.
-
-    Raises:
-        UsageError: an unknown key or a value of the wrong type.
-    """
+    """The fields that a table sets of a config of this `kind`, whose defaults determine the types.
+    `name` and `place` are the table's, for errors. Raises UsageError: an unknown key or a value of
+    the wrong type."""
     defaults = {one.name: one.default for one in fields(kind)}
     for key in table:
         if key not in defaults:

@@ -138,8 +138,7 @@ def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
 
 
 def open_listener(wanted: Address) -> tuple[socket.socket, Address]:
-    """A listening socket on the wanted port or the next free one. Raises UnreachableError if none
-    of the ports tried is free."""
+    """A listening socket on the wanted port or the next free one. Raises as `bind_grpc`."""
     for port in _candidates(wanted.port):
         listener = _try_listen(Address(wanted.host, port))
         if listener is not None:

@@ -167,12 +167,9 @@ def read_token(path: str) -> str | None:
 
 
 def next_generation(directory: Path, *, now_s: float | None = None) -> int:
-    """A number above those of all earlier control planes of this directory. Raises UsageError when
-    the directory cannot be written.
-
-    It also follows the clock, so that of two control planes without a common directory the one
-    that started later has the higher number.
-    """
+    """A number above those of all earlier control planes of this directory. It also follows the
+    clock, so that of two control planes without a common directory the one that started later has
+    the higher number. Raises UsageError when the directory cannot be written."""
     now_ms = int((now_s if now_s is not None else clock.now_s()) * 1000)
     path = directory / places.GENERATION_FILE
     try:

@@ -116,18 +116,11 @@ class Pause:
         timeout_s: float | None = None,
         pause_id: str = "",
     ) -> PauseState:
-        """Pause all ranks at one boundary; return once they wait there.
-
-        Args:
-            holder: The holder returned by an earlier call, which makes a retry idempotent.
-            for_all: Anyone allowed to pause training may end this pause, and act within it.
-            timeout_s: Time for all ranks to agree; None: as long as for an edit.
-            pause_id: Chosen by the caller, for `end`.
-
-        Raises:
-            ConflictError: another paused training, the ranks were late, or `end` came first.
-            UnreachableError: not all ranks are joined.
-        """
+        """Pause all ranks at one boundary; return once they wait there. An earlier call's `holder`
+        makes a retry idempotent. With `for_all`, anyone allowed to pause training may end this
+        pause, and act within it. `timeout_s`: for all ranks to agree; None: as for an edit.
+        `pause_id`: the caller's, for `end`. Raises ConflictError: another paused training, the
+        ranks were late, or `end` came first. UnreachableError: not all ranks are joined."""
         # The pause of a request is over in a moment: wait for it instead of refusing the caller.
         async with self._acting:
             return await self._begin(by, lease_s, holder, for_all, timeout_s, pause_id)

@@ -60,10 +60,8 @@ else:
 
 
 class Assets:
-    """Asset files by owner, under the control plane's directory. Blocking: call in a thread.
-
-    An owner is the id of an export or schedule, which need not exist yet.
-    """
+    """Asset files by owner: the id of an export or schedule, which need not exist yet. They are
+    under the control plane's directory. Blocking: call in a thread."""
 
     def __init__(self, directory: Path) -> None:
         self._root = directory / "export-assets"
@@ -161,15 +159,10 @@ def load_destinations(
     files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], own: Path | None = None
 ) -> dict[str, Destination] | None:
     """Destinations by name: of the user's own paramd.toml, overridden by the environment. Where
-    neither has a table, the folder `own`, which is made; None where their tables are empty.
-
-    Args:
-        files: (path, is_own) of paramd.toml files. One that is not the user's own may come with a
-            cloned project and must not decide where checkpoints are sent.
-
-    Raises:
-        UsageError: a source is unreadable, invalid or not the user's own.
-    """
+    neither has a table, the folder `own`, which is made; None where their tables are empty. `files`
+    are (path, is_own): one that is not the user's own may come with a cloned project and must not
+    decide where checkpoints are sent. Raises UsageError: a source is unreadable, invalid or not the
+    user's own."""
     found: dict[str, Destination] = {}
     given = ENVIRONMENT in environment
     for path, trusted in files:

@@ -140,10 +140,7 @@ def cancelled(export: Export, reason: str) -> Export:
 
 def next_files(export: Export, ranks: Collection[int], *, per_rank: int) -> list[tuple[str, int]]:
     """(file, rank) to assign now, at most `per_rank` files at once to each healthy rank of `ranks`.
-
-    Each file goes to its planned rank if that is healthy, else to the rank with the fewest bytes
-    left to write.
-    """
+    Each goes to its planned rank if that is healthy, else to the one with the fewest bytes left."""
     if export.state is not ExportState.RUNNING or not ranks:
         return []
     busy = dict.fromkeys(ranks, 0)

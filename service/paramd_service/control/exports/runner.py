@@ -508,11 +508,9 @@ class ExportRun(ExportJob):
             self._work.cancel()
 
     async def run(self) -> None:
-        """Run it to its end; errors end it as FAILED.
-
-        Cancelling this call stops without ending the export, as if the process had died: leases
-        are kept, and the next control plane resumes it.
-        """
+        """Run it to its end; errors end it as FAILED. Cancelling this call stops without ending the
+        export, as if the process had died: leases are kept, and the next control plane resumes
+        it."""
         work = self._work = asyncio.create_task(
             self._timed(), name=f"paramd-export-{self.row.id[:8]}"
         )

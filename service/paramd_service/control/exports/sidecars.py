@@ -54,16 +54,10 @@ async def made(
     sources: Sequence[tuple[int, str]] = (),
     moved: Callable[[int], None] = lambda size_bytes: None,
 ) -> export_pb2.ExportedFile:
-    """Have a rank write one file, or read one back; return its actual size and checksum.
-
-    Args:
-        sources: (rank, address) pairs that it reads from.
-        moved: Called with the bytes written so far.
-
-    Raises:
-        RankUnreachableError: the rank or one of its sources does not answer.
-        UnreachableError: the call broke although all of them answer.
-    """
+    """Have a rank write one file, which it reads from `sources` (rank, address), or read one back;
+    return its actual size and checksum. `moved` is called with the bytes written so far. Raises
+    RankUnreachableError: the rank or one of its sources does not answer. UnreachableError: the call
+    broke although all of them answer."""
     last = "done" if isinstance(request, export_pb2.WriteExportFileRequest) else "found"
     asking = calls.stream(rank, address, request, timeout_s=timeout_s, sources=sources)
     async with asking as messages:
@@ -184,17 +178,10 @@ class SidecarGroup:
         wait: bool = True,
         lost: Callable[[int, str], None] = lambda rank, why: None,
     ) -> tuple[int, Answer]:
-        """Run `work` on the first healthy rank; return (rank, result).
-
-        Args:
-            first: Rank to try before the others.
-            wait: Wait up to JOIN_S while no rank is joined or answers: killed sidecars respawn.
-            lost: Called with each rank that does not answer, and the reason.
-
-        Raises:
-            UnreachableError: no rank answers.
-            ParamdError: `work` failed on the first rank that answers.
-        """
+        """Run `work` on the first healthy rank, beginning with `first`; return (rank, result).
+        `wait`: up to JOIN_S while no rank is joined or answers: killed sidecars respawn. `lost` is
+        called with each rank that does not answer, and the reason. Raises UnreachableError: no rank
+        answers. ParamdError: `work` failed on the first rank that answers."""
         deadline_s = time.monotonic() + JOIN_S
         while True:
             if wait and not self.ranks():

@@ -42,16 +42,10 @@ class Comparisons:
         jobs: Mapping[str, Any],
         heat: bool,
     ) -> dict[str, Any]:
-        """Labels of both states, and a row for each tensor.
-
-        Args:
-            a, b: {"job": NAME}, {"path": DIRECTORY, "label": its name for callers}, or
-                {"text": a state of `job`}.
-            jobs: Job documents with the caller's ticket, by name.
-
-        Raises:
-            ExhaustedError: other comparisons are running. ParamdError: as `AsyncMesh.diff`.
-        """
+        """Labels of both states, and a row for each tensor. `a`, `b`: {"job": NAME}, {"path":
+        DIRECTORY, "label": its name for callers}, or {"text": a state of `job`}. `jobs`: job
+        documents with the caller's ticket, by name. Raises ExhaustedError: other comparisons are
+        running. ParamdError: as `AsyncMesh.diff`."""
         asked = {
             "job": job, "a": a, "b": b, "patterns": list(patterns), "jobs": jobs, "heat": heat,
             "timeout_s": TIMEOUT_S,

@@ -130,12 +130,9 @@ _SAME = ("name", "group", "sequence", "done")
 async def tails_of(
     calls: SidecarCalls, job: str, rank: RankView, *, count: int
 ) -> tuple[list[LogTail], str]:
-    """(the ends of the rank's logs, why its sidecar does not send them). Raises ConflictError when
-    the job's directory is open to other users.
-
-    A sidecar that has ended left its log in the state dir of its host, which is this host, or
-    shares the directory, in some cases.
-    """
+    """(the ends of the rank's logs, why its sidecar does not send them). A sidecar that has ended
+    left its log in the state dir of its host, which is this host, or shares the directory, in some
+    cases. Raises ConflictError when the job's directory is open to other users."""
     why = rank.reason or "its sidecar has not joined"
     if rank.connected and rank.report is not None:
         request = pb.GetLogRequest(line_count=count)

@@ -233,15 +233,10 @@ class Jobs:
         publish: Publish = lambda kind, data, *, job: None,
         has_ended: Callable[[str | None], Awaitable[bool]] = _never_ends,
     ) -> None:
-        """No I/O.
-
-        Args:
-            has_ended: Whether the token of this id has ended; may raise UnreachableError.
-            site: With None, only jobs opened here are served and none may register.
-            empty_end_s: An incarnation ends after this long without a joined sidecar. Infinite for
-                a site: the network may be partitioned.
-            publish: Publishes a change to viewers: kind, data and the job.
-        """
+        """No I/O. `has_ended`: whether the token of this id has ended; may raise UnreachableError.
+        `site`: with None, only jobs opened here are served and none may register. An incarnation
+        ends after `empty_end_s` without a joined sidecar; infinite for a site: the network may be
+        partitioned. `publish` tells viewers of a change: kind, data and the job."""
         self.terms = terms
         """Settings shared by all jobs."""
         self._site = site

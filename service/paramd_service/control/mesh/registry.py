@@ -110,11 +110,8 @@ class Report:
 
 
 class RankView(NamedTuple):
-    """One rank, with a reason when something is wrong.
-
-    A frozen dataclass took four times as long to make, for all ranks every second and for every
-    page.
-    """
+    """One rank, with a reason when something is wrong. A frozen dataclass took four times as long
+    to make, for all ranks every second and for every page."""
 
     rank: int
     membership: Membership

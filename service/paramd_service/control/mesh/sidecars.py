@@ -67,9 +67,7 @@ Result = TypeVar("Result")
 
 class OwnDirectory:
     """A client `Directory` of one incarnation for our own reads: statistics, samples, export pins.
-
-    Its ticket has the role reader and no token; each call names its caller instead.
-    """
+    Its ticket has the role reader and no token; each call names its caller instead."""
 
     url = "this control plane"
 
@@ -237,14 +235,9 @@ class SidecarCalls:
         self, rank: int, address: str, request: Any, *, timeout_s: float = ASK_S, method: str = ""
     ) -> Any:
         """Call one rank's sidecar; an answer from any other rank or incarnation is refused.
-
-        Args:
-            request: A message, whose incarnation and generation are set here, or a list of them.
-            method: By default the method that the message is named after.
-
-        Raises:
-            ParamdError: of the class that the status stands for, naming the rank.
-        """
+        `request`: a message, whose incarnation and generation are set here, or a list of them.
+        `method`: by default the one that the message is named after. Raises ParamdError: of the
+        class that the status stands for, naming the rank."""
         asked = self._bootstrap.asked(rank, address)
         if isinstance(request, Message):
             ours = {"incarnation": self._bootstrap.incarnation, "generation": self._generation}
@@ -302,8 +295,7 @@ class SidecarCalls:
         snapshot_ids: Sequence[str],
         timeout_s: float,
     ) -> RankAnswer:
-        """Call ReachBoundary; a sidecar that stops answering is detected within seconds. Raises as
-        `ask`."""
+        """Call ReachBoundary; a stopped sidecar is detected within seconds. Raises as `ask`."""
         message = sidecar_pb2.ReachBoundaryRequest(
             boundary=request.number,
             snapshot_ids=snapshot_ids,

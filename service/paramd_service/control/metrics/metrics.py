@@ -1,7 +1,5 @@
-"""Prometheus metrics, computed from the mesh view on each scrape. The label set is fixed.
-
-Only the values of job and rank come from outside; all other labels have a handful of values.
-"""
+"""Prometheus metrics, computed from the mesh view on each scrape. The label set is fixed: only the
+values of job and rank come from outside; all other labels have a handful of values."""
 
 from __future__ import annotations
 

@@ -39,15 +39,10 @@ class Records:
     """The store with its audit, tokens, alerts, edits and history. Single event loop."""
 
     def __init__(self, store: str, directory: Path, *, chain: str, incarnation: int = 0) -> None:
-        """No I/O. Raises UsageError if `store` is not a supported URL.
-
-        Args:
-            store: URL of the store; empty for a file in `directory`.
-            directory: Of the job or the site; private, with mode 0700.
-            chain: Audit chain for the control plane's own actions: the job's when embedded,
-                empty for a site.
-            incarnation: The embedded control plane's incarnation.
-        """
+        """No I/O. `store`: its URL; empty for a file in `directory`, which is the job's or the
+        site's, with mode 0700. `chain`: of the control plane's own actions: the job's when
+        embedded, empty for a site. `incarnation`: the embedded one's. Raises UsageError if `store`
+        is not supported."""
         self.store = Store(parse_store(store, directory=directory))
         self.audit = Audit(self.store)
         self.directory = directory

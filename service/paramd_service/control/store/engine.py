@@ -104,8 +104,7 @@ def store_errors(address: StoreAddress) -> Iterator[None]:
 
 
 def make_engine(address: StoreAddress) -> Engine:
-    """Make an engine without connecting. Raises UsageError if the address is PostgreSQL's and its
-    driver is not installed."""
+    """Make an engine without connecting. Raises UsageError: PostgreSQL's driver is missing."""
     if address.path is not None:
         return _sqlite(address)
     try:

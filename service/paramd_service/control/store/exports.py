@@ -1,8 +1,5 @@
-"""Stored exports and their schedules.
-
-A control plane that takes over an export stamps it with its own generation, which fences out
-writers of lower generations.
-"""
+"""Stored exports and their schedules. A control plane that takes over an export stamps it with its
+own generation, which fences out writers of lower ones."""
 
 from __future__ import annotations
 

@@ -95,17 +95,9 @@ class Sample:
 def store_samples(
     connection: Connection, samples: Iterable[Sample], known: Mapping[SeriesKey, int]
 ) -> tuple[dict[SeriesKey, int], list[int]]:
-    """Add samples to their series.
-
-    A sample that is no newer than its series' newest is ignored: sidecars report again to a
-    restarted control plane.
-
-    Args:
-        known: Ids of series from earlier, committed calls; may be empty.
-
-    Returns:
-        Ids of the series missing from `known`, and ids of those that are full now.
-    """
+    """Add samples to their series; return ids of those missing from `known`, and ids of those that
+    are full now. `known`: ids from earlier, committed calls; may be empty. A sample that is no
+    newer than its series' newest is ignored: sidecars report again to a restarted control plane."""
     learned: dict[SeriesKey, int] = {}
     given: dict[int, list[Point]] = {}
     rows: list[dict[str, object]] = []
@@ -202,8 +194,7 @@ def _point(row: Row[Any]) -> Point:
 
 
 class MetricHistory:
-    """Buffered writer and reader of series. Single event loop; `start` to `stop` must lie within
-    the store's."""
+    """Buffers and reads series. Single event loop; `start` to `stop` lie within the store's."""
 
     def __init__(self, store: Store, *, clock: Callable[[], float] = now_s) -> None:
         self._store = store

@@ -152,9 +152,9 @@ def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) 
 def load_alerts(
     files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], *, watch: bool
 ) -> AlertConfig:
-    """The effective config: the environment's JSON, then the [alerts] of `files` in order, each
-    with whether it is the user's own. Without `watch` nothing is sampled, whatever is configured.
-    Raises UsageError: something cannot be read or is out of range."""
+    """The effective config: the environment's JSON, then the [alerts] of `files` (path, is_own);
+    earlier ones win. Without `watch` nothing is sampled, whatever is configured. Raises UsageError:
+    something cannot be read or is out of range."""
     merged: dict[str, Any] = _stall_budget(environment)
     for path, trusted in reversed(files):
         merged |= parse_alerts(

@@ -218,7 +218,9 @@ class EditMachine:
             return []
         match event:
             case IncarnationEnded(reason):
-                return self._incarnation_ended(reason)
+                if self.state is not EditState.COMMITTED:
+                    return self._abort(reason)
+                return self._lose(f"{reason}, before all ranks had said whether it was applied")
             case CallOff(reason):
                 return self._called_off(reason)
             case Staged():
@@ -319,11 +321,6 @@ class EditMachine:
         self.stop_ns = max(one.stop_ns for one in found)
         self.state, self.reason = EditState.APPLIED, ""
         return [Persist()]
-
-    def _incarnation_ended(self, reason: str) -> list[Action]:
-        if self.state is not EditState.COMMITTED:
-            return self._abort(reason)
-        return self._lose(f"{reason}, before all ranks had said whether it was applied")
 
     def _abort(self, reason: str) -> list[Action]:
         self.state, self.reason = EditState.ABORTED, reason

@@ -231,7 +231,9 @@ class EditService:
 
     async def preview(self, row: EditRow) -> EditRow:
         """Compute statistics before and after a staged edit without applying it."""
-        driver = self._driver_of(row)
+        driver = self.work.open.get(row.id)
+        if driver is None:
+            raise ConflictError(f"edit {row.id} is {row.state}; create a new one")
         index, ops = await self._verified(driver)
         view = self.mesh.coordinator.joined()
         driver.describe(**await preview_all(self.mesh.calls, view, row.id, index, ops))
@@ -286,12 +288,6 @@ class EditService:
         # joined() requires all ranks: an edit that a missing rank cannot take part in never starts.
         digest, index = await self.mesh.layouts.get(self.mesh.coordinator.joined())
         return index, digest
-
-    def _driver_of(self, row: EditRow) -> EditRun:
-        driver = self.work.open.get(row.id)
-        if driver is None:
-            raise ConflictError(f"edit {row.id} is {row.state}; create a new one")
-        return driver
 
 
 _NOTED = ("if_step", "dry_run", "with_data", "reset_moments", "allow_nonfinite")

@@ -168,9 +168,12 @@ class Writing:
         """Return when all files are written or the export has failed. Raises UnreachableError if no
         sidecar is left to write."""
         try:
-            await self._prepare()
+            # One rank prepares the destination and checks that the files fit.
+            job, size_bytes = self._job, self._job.export.size_bytes
+            request = export_pb2.BeginExportRequest(target=job.target, size_bytes=size_bytes)
+            await job.group.any(job.group.asking(request), lost=job.rank_lost)
             nobody_since_s = time.monotonic()
-            while self._job.export.state is ExportState.RUNNING:
+            while job.export.state is ExportState.RUNNING:
                 self._give()
                 if self._tasks:
                     nobody_since_s = time.monotonic()
@@ -179,12 +182,6 @@ class Writing:
                 await self._wait()
         finally:
             await self._cancel(list(self._tasks))
-
-    async def _prepare(self) -> None:
-        """Have one rank prepare the destination and check that the files fit."""
-        job = self._job
-        request = export_pb2.BeginExportRequest(target=job.target, size_bytes=job.export.size_bytes)
-        await job.group.any(job.group.asking(request), lost=job.rank_lost)
 
     def _give(self) -> None:
         job, joined = self._job, self._job.group.ranks()

@@ -67,7 +67,9 @@ class EditStore:
             used = select(edits.c.number).where(edits.c.id == row.id)
             if connection.execute(used).first() is not None:
                 raise ExistsError(f"edit {row.id}: the id is taken by another edit; use a new one")
-            statement = insert(edits).values(_values(row)).returning(edits.c.number)
+            values = columns_of(row, manifest=zlib.compress(row.manifest, 1))
+            del values["number"]  # the store's
+            statement = insert(edits).values(values).returning(edits.c.number)
             return int(connection.execute(statement).scalar_one())
 
         return await self._store.write(work)
@@ -126,12 +128,6 @@ def chosen_edits(
     if id_prefix is not None:
         chosen = chosen.where(edits.c.id.startswith(id_prefix, autoescape=True))
     return chosen
-
-
-def _values(row: EditRow) -> dict[str, object]:
-    values = columns_of(row, manifest=zlib.compress(row.manifest, 1))
-    del values["number"]  # the store's
-    return values
 
 
 def edit_of(row: Row[Any]) -> EditRow:

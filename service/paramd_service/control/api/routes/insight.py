@@ -258,7 +258,7 @@ def _row(found: Found, *, no_log: str) -> RankActivity:
         answer = pb.InspectTrainerResponse(state=state, age_ms=-1, **unknown)
     state = answer.state
     same: dict[str, Any] = {name: getattr(answer, name) for name in _AS_TOLD}
-    same |= {name: _count(getattr(answer, name)) for name in _COUNTS}
+    same |= {name: n if (n := getattr(answer, name)) >= 0 else None for name in _COUNTS}
     return RankActivity(
         rank=rank.rank,
         error=error,
@@ -289,7 +289,3 @@ def _thread(told: pb.TrainerThread) -> ThreadStack:
 
 def _known(value: int, units: float) -> float | None:
     return value / units if value >= 0 else None
-
-
-def _count(value: int) -> int | None:
-    return value if value >= 0 else None

@@ -145,7 +145,9 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         end = min(begin + limit, len(found.tensors))
         token = ""
         if end < len(found.tensors):
-            shared = "" if by_statistics else _shared_name(found, f"{sort} {wanted}")
+            # Without statistics a list depends on layout, filter and order alone.
+            facts = f"{found.digest} {sort} {wanted}".encode()
+            shared = "" if by_statistics else hashlib.sha256(facts).hexdigest()[:16]
             name = name or pages.keep(found, name=shared)
             token = make_token(end, name)
         return ParamPage(
@@ -182,11 +184,6 @@ def _add_detail(routes: APIRouter, services: Services) -> None:
             piece_count=len(tensor.pieces),
             pieces=[_piece(piece, tensor.dtype) for piece in tensor.pieces[:MAX_PIECES]],
         )
-
-
-def _shared_name(found: Found, text: str) -> str:
-    """Without statistics a list depends on layout, filter and order alone."""
-    return hashlib.sha256(f"{found.digest} {text}".encode()).hexdigest()[:16]
 
 
 def _needs_statistics(wanted: Filter, sort: str) -> bool:

@@ -146,8 +146,8 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         token = ""
         if end < len(found.tensors):
             # Without statistics a list depends on layout, filter and order alone.
-            facts = f"{found.digest} {sort} {wanted}".encode()
-            shared = "" if by_statistics else hashlib.sha256(facts).hexdigest()[:16]
+            facts = f"{found.digest} {sort} {wanted}"
+            shared = "" if by_statistics else hashlib.sha256(facts.encode()).hexdigest()[:16]
             name = name or pages.keep(found, name=shared)
             token = make_token(end, name)
         return ParamPage(

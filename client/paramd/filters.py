@@ -25,7 +25,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from paramd.errors import UsageError
@@ -113,8 +113,8 @@ class Term:
     comparison: str
     text: str
     """The value as written."""
-    number: float = math.nan
-    """The value as a number; NaN for texts."""
+    number: float = field(default=math.nan, compare=False)
+    """The value as a number; NaN for texts, which is unequal to itself."""
 
     def __str__(self) -> str:
         return f"{self.key}{self.comparison}{self.text}"

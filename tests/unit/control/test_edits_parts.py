@@ -114,8 +114,8 @@ def test_statistics_count_replicas_once() -> None:
     # bias once, both halves of weight.
     assert found["norm"] == pytest.approx((3 * 4.0) ** 0.5)
     assert found["mean"] == 1.0
-    assert replicas_text(index, ops, {0: [one, one], 1: [one, replace(one, max=2.0)]}) == ""
-    told = replicas_text(index, ops, {0: [one, one], 1: [replace(one, max=2.0), one]})
+    assert replicas_text(index, ops, {0: [one, one], 1: [one, one._replace(max=2.0)]}) == ""
+    told = replicas_text(index, ops, {0: [one, one], 1: [one._replace(max=2.0), one]})
     assert "replicas of 'bias' on ranks 0, 1 had different values" in told
 
 

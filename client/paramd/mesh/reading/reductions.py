@@ -136,7 +136,11 @@ async def _columns(reading: Reading, rank: int, runs: Runs) -> list[Sequence[flo
         request = pb.ComputeStatsRequest(items=items)
         answer = await reading.ask(rank, request, pb.ComputeStatsResponse)
         columns = [[getattr(one, name) for one in answer.stats] for name in COLUMNS]
-    _check_counts(reading, rank, columns[0] if len(set(map(len, columns))) == 1 else (), numels)
+    fit = len({*map(len, columns)}) == 1 and not any(
+        min(zeros, nans, infs, squares) < 0 or nans + infs > count
+        for count, zeros, nans, infs, _, _, squares, *_ in zip(*columns, strict=True)
+    )
+    _check_counts(reading, rank, columns[0] if fit else (), numels)
     return columns
 
 

@@ -242,14 +242,17 @@ class StatsSource:
         from paramd.mesh.reading.transfer import Chosen
 
         reach = await self._reaching()
-        # Before the attempts: what cannot be chosen is no outage.
-        ready = await self._planned(choice, layout, pick, reach.costs())
+        # Before the attempts: what cannot be chosen is no outage. In the caller's share: what is
+        # refused needs no plan.
+        with self._queries.one(CALLER.get()):
+            ready = await self._planned(choice, layout, pick, reach.costs())
 
         async def choosing(sidecars: Sidecars) -> Chosen:
             if sidecars.document.layout_digest != digest:
                 raise ConflictError("the layout has changed; try again")
             nonlocal ready
-            ready = await self._planned(choice, layout, pick, reach.costs())
+            if ready.choice != (choice, *(costs := reach.costs())):
+                ready = await self._planned(choice, layout, pick, costs)
             sidecars.check_not_stopped(one.rank for one in ready.plan.ranks)
             return Chosen((), ready.plan, layout.mirrored)
 
@@ -261,7 +264,7 @@ class StatsSource:
 
         found = await self._reading(choosing, work)
         # What rests may be changed by its script under the same name: read again each time.
-        self._kept = found if not found.state[1] else None
+        self._kept = None if found.state[1] or ready.missing else found
         return found
 
     def prepare(self, choice: object, layout: Layout, pick: Pick) -> None:
@@ -286,9 +289,11 @@ class StatsSource:
 
         choosing = choice, *(costs or ())
         async with self._planning:
-            if self._ready is None or self._ready.choice != choosing:
-                self._ready = await asyncio.to_thread(planned)
-            return self._ready
+            if (ready := self._ready) is None or ready.choice != choosing:
+                ready = await asyncio.to_thread(planned)
+                # What is missing, and why, is told anew each time, and may be much.
+                self._ready = None if ready.missing else ready
+            return ready
 
     async def kept(self, choice: object) -> Rows | None:
         """The last `rows`, if their ranks are still at that state: they prove it as for any read,

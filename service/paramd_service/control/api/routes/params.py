@@ -194,9 +194,8 @@ async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) ->
     view = mesh.registry.view()
     digest, index = await mesh.layouts.get(view)
     many, source = len(index.names) > _MANY, mesh.statistics
-    absent = tuple(sorted(absent_ranks(view).items()))
-    choice = (digest, wanted.patterns, wanted.facts, reads, absent)
-
+    # Ranks alone: reasons tell ages, which grow.
+    choice = (digest, wanted.patterns, wanted.facts, reads, tuple(sorted(absent_ranks(view))))
     pick = partial(picked, view, index, wanted, reads=reads)
     if not _needs_statistics(wanted, sort):
 
@@ -206,7 +205,7 @@ async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) ->
 
         slow = many and (wanted.facts or sort)
         found = await asyncio.to_thread(listed) if slow else listed()
-        if _MANY < len(found) <= MAX_ORDERED:
+        if reads and _MANY < len(found) <= MAX_ORDERED:
             # Whoever looks at so many orders them next.
             source.prepare(choice, index.layout, pick)
         return Found(found, digest=digest)

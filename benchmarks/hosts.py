@@ -21,7 +21,7 @@ import psutil
 from benchmarks.report import Goal, Report, Table
 from paramd.security import authority
 from tests.hosts import Host, wait_until
-from tests.integration.test_hosts import Training, client_env, training
+from tests.scenes.test_hosts import Training, client_env, training
 
 WORLD_SIZE = 2
 READER = [sys.executable, "-m", "benchmarks.workers.far_reader"]

@@ -31,21 +31,12 @@ OVER_STREAMS = summon_stamps("stream")
 AT_A_BOUNDARY = summon_stamps(buffers=True)
 
 POINTS: dict[str, Request] = {
-    "pin-prepared": OVER_GRPC,
-    "copy-begun": OVER_GRPC,
-    "copy-chunk": OVER_GRPC,
-    "copy-moved": OVER_GRPC,
-    "pin-answered": OVER_GRPC,
-    "capture-ready": AT_A_BOUNDARY,
-    "boundary-copied": AT_A_BOUNDARY,
-    "read-chunk": OVER_GRPC,
-    "stats-item": stats_of_stamps,
-    "mapped": summon_stamps("same-host"),
-    "live": summon_stamps("auto"),
-    "stream-granted": OVER_STREAMS,
-    "stream-open": OVER_STREAMS,
-    "stream-window": OVER_STREAMS,
-}
+    "pin-prepared": OVER_GRPC, "copy-begun": OVER_GRPC, "copy-chunk": OVER_GRPC,
+    "copy-moved": OVER_GRPC, "pin-answered": OVER_GRPC, "capture-ready": AT_A_BOUNDARY,
+    "boundary-copied": AT_A_BOUNDARY, "read-chunk": OVER_GRPC, "stats-item": stats_of_stamps,
+    "mapped": summon_stamps("same-host"), "live": summon_stamps("auto"),
+    "stream-granted": OVER_STREAMS, "stream-open": OVER_STREAMS, "stream-window": OVER_STREAMS,
+}  # fmt: skip
 KILLED = sample(
     list(POINTS),
     ("copy-chunk", "pin-answered", "boundary-copied", "stats-item", "live", "stream-window"),

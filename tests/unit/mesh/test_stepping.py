@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from paramd.errors import ConflictError
-from paramd.mesh.frames.stepping import StepStream
+from paramd.errors import ConflictError, UnreachableError
+from paramd.mesh.frames.stepping import StepStream, StreamOverError
 from paramd.mesh.peers.control import parse_job
 from tests.unit.mesh.test_rest import document
 
@@ -18,6 +19,9 @@ class Heard:
 
     def __init__(self) -> None:
         self.document = parse_job(document())
+
+    async def refresh(self) -> None:
+        pass
 
 
 def subscribed(reach: Heard) -> StepStream[Any, Any]:
@@ -43,3 +47,13 @@ def test_a_rank_that_is_away_for_a_while_does_not_end_it() -> None:
     reach.document = replace(before, layout_digest="another")
     with pytest.raises(ConflictError, match="the layout of run 1 is not the one"):
         stream._check_identity()
+
+
+def test_sidecars_that_left_with_the_training_end_it_and_others_are_waited_for() -> None:
+    reach = Heard()
+    stream = subscribed(reach)
+    away = UnreachableError("rank 0 has no sidecar now")
+    asyncio.run(stream._after(away))
+    reach.document = replace(reach.document, state="ended", peers={})
+    with pytest.raises(StreamOverError):
+        asyncio.run(stream._after(away))

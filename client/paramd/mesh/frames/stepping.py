@@ -266,6 +266,10 @@ class StepStream(Generic[Held, Result]):
         self._next = 0
         await asyncio.sleep(_PAUSE_S)
         await self._tell_new_incarnation()
+        if self._reach.document.state == "ended":
+            # The sidecars left before one of them could say so.
+            await self.close()
+            raise StreamOverError
 
     async def _tell_new_incarnation(self) -> None:
         try:

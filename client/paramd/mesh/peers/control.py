@@ -77,6 +77,8 @@ class JobDocument:
     """For mtls:// addresses; None when there are none."""
     ticket_seed: str = field(default="", repr=False)
     """Of the keys beside which alone the ticket is good; empty in a document without a ticket."""
+    state: str = ""
+    """"ended" once all ranks have detached."""
 
     def shown(self, rank: int | None) -> str:
         """What the sidecar of `rank` is shown of the ticket, None the control plane."""
@@ -363,6 +365,7 @@ def parse_job(found: Mapping[str, Any]) -> JobDocument:
         peers={peer.rank: peer for peer in peers},
         tls=Pems.of_json(found["tls"]) if found.get("tls") is not None else None,
         ticket_seed=str(found.get("ticket_seed", "")),
+        state=str(found.get("state", "")),
     )
 
 

@@ -23,6 +23,7 @@ from paramd_service.control.exports.documents import (
     ADDED,
     Assets,
     export_document,
+    load_added,
     named_at,
     read_spec,
     scheduled,
@@ -67,7 +68,6 @@ class ExportService:
     ) -> None:
         """`added` are those of `load_added`; without `destinations` the operator allows none."""
         self._allows_any = destinations is not None
-        self._added = {name: one.root for name, one in added.items()}
         self._adding = asyncio.Lock()
         self.destinations = {} if destinations is None else {**added, **destinations}
         self.store = ExportStore(records.store)
@@ -98,7 +98,8 @@ class ExportService:
 
     async def add_destination(self, wanted: Destination) -> None:
         """Add a destination, for good. Idempotent. Raises DeniedError if the operator allows none,
-        ExistsError if the name has another root: exports and retention rely on it."""
+        ExistsError if the name has another root: exports and retention rely on it. UsageError: the
+        file of added ones is damaged."""
         if not self._allows_any:
             raise DeniedError(f"the operator's empty {ENVIRONMENT}, or [destinations], allows none")
         async with self._adding:
@@ -106,9 +107,11 @@ class ExportService:
             if there.root != wanted.root:
                 raise ExistsError(f"{wanted.name!r} is {there.root!r} for good; use another name")
             if there is wanted:
-                added = {**self._added, wanted.name: wanted.root}
-                await asyncio.to_thread(replace, self._records.directory / ADDED, json.dumps(added))
-                self._added = added
+                # As it stands there: what could not be read at the start is not written over.
+                file = self._records.directory / ADDED
+                added = await asyncio.to_thread(load_added, file)
+                roots = {name: one.root for name, one in {**added, wanted.name: wanted}.items()}
+                await asyncio.to_thread(replace, file, json.dumps(roots))
                 self.destinations[wanted.name] = wanted
 
     def running(self) -> list[ExportJob]:

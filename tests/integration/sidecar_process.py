@@ -48,7 +48,7 @@ class SidecarProcess:
     def terminate(self) -> int:
         """SIGTERM, and the exit code."""
         self.process.terminate()
-        return self.process.wait(timeout=10)
+        return self.process.wait(timeout=30)
 
     def end(self) -> None:
         if self.process.poll() is None:

@@ -155,10 +155,10 @@ async def test_a_tunnel_carries_bytes_until_its_token_is_revoked(control: Contro
     with contextlib.closing(writer):
         writer.write(HTTP2)
         # Settings of the control plane's gRPC: through the tunnel its server speaks.
-        assert (await asyncio.wait_for(reader.readexactly(9), 10))[3] == 4
+        assert (await asyncio.wait_for(reader.readexactly(9), 60))[3] == 4
         assert control.ask("DELETE", "/tokens/tunnels").status_code == 200
         with contextlib.suppress(ConnectionError):
-            await asyncio.wait_for(reader.read(), 10)
+            await asyncio.wait_for(reader.read(), 60)
     with pytest.raises(tunnels.RefusedError, match="401"):
         await tunnels.opened(control.url, path, token, None)
 
@@ -182,7 +182,7 @@ async def test_no_tunnel_leads_where_a_rank_only_says_that_it_is(control: Contro
         sidecar.address = address
         async with joined(control, sidecar):
             with pytest.raises(tunnels.RefusedError, match=status):
-                await asyncio.wait_for(tunnels.opened(control.url, path, TOKEN, None), 10)
+                await asyncio.wait_for(tunnels.opened(control.url, path, TOKEN, None), 60)
     victim.close()
     # It was asked whether it is the sidecar, over HTTP/2, and has told nobody anything.
     assert all(data.startswith(b"PRI * HTTP/2.0") for data in heard)
@@ -212,12 +212,12 @@ async def test_a_tunnel_ends_with_either_side_and_with_the_control_plane(
         reader, writer = await tunnels.opened(control.url, path, TOKEN, None)
         writer.write(b"this is no HTTP/2, so gRPC hangs up\r\n\r\n" * 10)
         with contextlib.suppress(ConnectionError):
-            await asyncio.wait_for(reader.read(), 10)
+            await asyncio.wait_for(reader.read(), 60)
         writer.close()
         reader, writer = await tunnels.opened(control.url, path, TOKEN, None)
         control.process.terminate()
         with contextlib.suppress(ConnectionError):
-            await asyncio.wait_for(reader.read(), 10)
+            await asyncio.wait_for(reader.read(), 60)
         writer.close()
         assert control.wait(20) == 0
         assert "ASGI" not in control.log.read_text()

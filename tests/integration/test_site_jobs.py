@@ -108,7 +108,7 @@ async def join(
             await stream.write(
                 report(speaks_for if speaks_for is not None else incarnation, rank, **said)
             )
-            stream.welcome = await asyncio.wait_for(stream.read(), 10)
+            stream.welcome = await asyncio.wait_for(stream.read(), 60)
             if stream.welcome is grpc.aio.EOF:
                 await stream  # raises its status
             yield stream
@@ -210,7 +210,7 @@ async def test_ranks_end_with_the_token_that_registered_them(control: Control) -
         assert control.ask("DELETE", "/tokens/mine").status_code == 200
         # It is told of the revocation, too, before its own stream ends.
         with suppress(grpc.aio.AioRpcError):
-            while await asyncio.wait_for(stream.read(), 10) is not grpc.aio.EOF:
+            while await asyncio.wait_for(stream.read(), 60) is not grpc.aio.EOF:
                 pass
         assert "revoked or has expired" in (await stream.details() or "")
     details = CUT_SHORT

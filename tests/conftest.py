@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import costs, launch, leaks, warm
+from tests import costs, launch, leaks
 
 LEAK_TIMEOUT_S = 20.0
 
@@ -21,7 +21,6 @@ settings.load_profile("paramd")
 
 def pytest_configure(config: pytest.Config) -> None:
     leaks.adopt_orphans()
-    warm.read_docstrings_once()
     config.pluginmanager.register(costs.Durations(config))
 
 

@@ -21,12 +21,14 @@ import os
 import resource
 import socket
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import MagicMock
 
 from tests import leaks, warm
 from tests.ending import end
@@ -38,15 +40,9 @@ SERVICE = (
     # What those import only once they serve.
     "paramd_service.control.control_plane",
     "paramd_service.sidecar.rpc.export_service",
-    "paramd_service.sidecar.rpc.peers",
-    "sqlalchemy.dialects.sqlite",
-    "cryptography.hazmat.primitives.asymmetric.ed25519",
     "anyio._backends._asyncio",
     "httpcore2",
     "jwt",
-    "pydantic.v1",
-    "truststore",
-    "uvicorn.protocols.http.h11_impl",
 )
 MODULES = {
     # Without torch: what a sidecar loads, and has in memory, is for tests to see.
@@ -100,7 +96,10 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in MODULES[sys.argv[2]]:
         importlib.import_module(name)
-    build_a_control_planes_app()
+    build_a_control_planes_routes()
+    # torch's take all its operators out of its libraries, which writes to 30 MiB of shared pages.
+    for one in weakref.finalize._registry:  # type: ignore[attr-defined]
+        one.atexit = False
     tasks = len(os.listdir("/proc/self/task"))
     if tasks != 1:
         raise RuntimeError(f"{tasks} threads: what they hold would be held for ever in a fork")
@@ -124,13 +123,24 @@ def main() -> None:
         request = child
 
 
-def build_a_control_planes_app() -> None:
-    """So that no control plane has to read the docstrings of its answers."""
-    from paramd_service.control.api.app import build_app
+def build_a_control_planes_routes() -> None:
+    """Over services that each control plane fills in: most of what its start takes."""
+    from paramd_service.control.api import app
     from paramd_service.control.api.services import Services
+    from paramd_service.control.edits.service import EditRegistry
+    from paramd_service.control.store.history import MetricHistory
 
-    warm.read_docstrings_once()
-    build_app(MagicMock(spec=Services))
+    # What some routes take out of them at once.
+    edits, history = object.__new__(EditRegistry), object.__new__(MetricHistory)
+    services: Any = SimpleNamespace(edits=edits, records=SimpleNamespace(history=history))
+
+    def filled(router: Any, given: Services) -> Any:
+        edits.__dict__, history.__dict__ = vars(given.edits), vars(given.records.history)
+        vars(services).update({one.name: getattr(given, one.name) for one in fields(given)})
+        return router
+
+    vars(app)["metrics_router"] = partial(filled, app.metrics_router(services))
+    vars(app)["_ROUTES"] = [partial(filled, make(services)) for make in app._ROUTES]
 
 
 def run(arguments: Sequence[str]) -> None:

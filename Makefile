@@ -28,6 +28,10 @@ KILLS ?= 40
 FUZZ_SECONDS ?= 60
 SCHEMATHESIS_EXAMPLES ?= 50
 
+# Bytecode is kept, also where the environment says not to: compiling our files and the tests in each
+# process was half of what pytest's took to begin.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help system setup web page manual links packages versions web-test web-types screenshot demo fast test integrations test-gpu test-long verify fix \
 	security bench soak sequences campaigns fuzz mutants mutation-score protos surface clean
@@ -72,10 +76,11 @@ $(VENV)/.pip: constraints.txt
 	@touch $@
 
 # Every few seconds says how far it is, for pip says nothing while it unpacks. torch
-# is named with its version, because a bare range takes the newest build and its CUDA packages.
+# is named with its version, because a bare range takes the newest build and its CUDA packages. What
+# is imported is compiled then: pip would compile all, for half a minute of torch.
 define install
 @echo "into $(VENV): $(1)"
-@$(BIN)/pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
+@$(BIN)/pip install --disable-pip-version-check --progress-bar off --no-compile -c constraints.txt \
 	"$$(grep '^torch==' constraints.txt)" $(2) >$@.log 2>&1 & pip=$$!; begun=$$(date +%s); told=$$begun; \
 while kill -0 $$pip 2>/dev/null; do \
 	sleep 1; at=$$(date +%s); \
@@ -181,9 +186,8 @@ surface: $(TESTS) ## write the frozen public surface again, after a wanted chang
 	$(BIN)/python -m tests.contract.surface
 	$(BIN)/python -m tests.contract.security_page
 
-# With bytecode kept, as installed programs have it: compiling in each process costs it memory.
 security: $(TESTS) ## the tests of who gets in, as python -O runs us: no assertion keeps anybody out
-	PYTHONDONTWRITEBYTECODE= PYTHONOPTIMIZE=1 $(BIN)/pytest -q -n 2 --dist loadfile -W ignore::pytest.PytestConfigWarning $(SECURITY_TESTS)
+	PYTHONOPTIMIZE=1 $(BIN)/pytest -q -n 2 --dist loadfile -W ignore::pytest.PytestConfigWarning $(SECURITY_TESTS)
 
 bench: $(INTEGRATIONS) ## the benchmarks behind docs/speed.md
 	$(BIN)/python -m benchmarks

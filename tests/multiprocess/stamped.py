@@ -66,7 +66,7 @@ def assert_stamped(
     kind, world_size, pace = case
     options = ["--lockstep", "--gap-ms", "3"] if pace == "lockstep" else []
     with stamp_trainer(folder, kind, world_size, *options) as ranks:
-        readings = read_stamps(ranks.state_dir, seconds=seconds, at_least=at_least)
+        readings = read_stamps(ranks.state_dir, seconds=seconds, at_least=at_least, timeout_s=60.0)
     print(f"{kind} x{world_size} {pace}: {readings.answers} answers, {len(readings.steps)} steps")
     assert readings.wrong == []
     assert readings.refused == []

@@ -23,7 +23,7 @@ from tests.multiprocess.truth import wait_until
 
 WORKER = "tests.integration.far_trainer"
 JOB = "far"
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 # Or an agent waits 30 s for nodes that might still come, and for those that are gone.
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"

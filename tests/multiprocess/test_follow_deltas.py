@@ -154,7 +154,7 @@ def run_beside(job: Training, *arguments: str) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -27,7 +27,7 @@ from tests.multiprocess.workers.patterns import (
 WORKER = "tests.multiprocess.workers.patterns"
 AT_LEAST = 8
 """Answers that a pattern must get, of several steps."""
-SECONDS, MOST_SECONDS = seconds(0.5, 2.0), 25.0
+SECONDS, MOST_SECONDS = seconds(0.5, 2.0), 60.0
 
 
 @dataclass

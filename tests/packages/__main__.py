@@ -16,6 +16,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,11 +51,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="paramd-packages-") as name:
         folder = Path(name)
         wheel = build(folder)
-        python = environment(folder / "full", sys.executable, f"{wheel}[demo]", torch=True)
+        with ThreadPoolExecutor(1) as pool:
+            readers = {
+                version: pool.submit(environment, folder / version, found, str(wheel))
+                for version, found in pythons()
+            }
+            python = environment(folder / "full", sys.executable, f"{wheel}[demo]", torch=True)
         with training(folder, python):
-            for version, found in pythons():
-                reader = environment(folder / version, found, str(wheel))
-                use(folder, reader)
+            for version, reader in readers.items():
+                use(folder, reader.result())
                 print(f"Python {version}: installed without extras, reads a running training")
         run(folder, python, "-m", "paramd.cli", "demo", "--job", "toured")
         print(f"Python {sys.version_info[0]}.{sys.version_info[1]}: paramd[demo] trains and reads")
@@ -115,8 +120,8 @@ def environment(folder: Path, python: str, what: str, *, torch: bool = False) ->
     subprocess.run([python, "-m", "venv", folder], check=True)
     constraints = ROOT / "constraints.txt"
     first = [line for line in constraints.read_text().splitlines() if line.startswith("torch==")]
-    command = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "-c", str(constraints)]
-    quiet = ["--disable-pip-version-check", *(first if torch else [])]
+    command = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "--no-compile"]
+    quiet = ["--disable-pip-version-check", "-c", str(constraints), *(first if torch else [])]
     subprocess.run([*command, *quiet, what], check=True)
     return str(folder / "bin/python")
 

@@ -19,8 +19,10 @@ import importlib.util
 import json
 import os
 import resource
+import signal
 import socket
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -98,8 +100,10 @@ class Request(NamedTuple):
 def main() -> None:
     """Serves until the other side closes; a fork leaves the loop to run its module."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    for name in MODULES[sys.argv[2]]:
-        importlib.import_module(name)
+    # As strict as pytest is with what its workers import.
+    with warnings.catch_warnings(action="error"):
+        for name in MODULES[sys.argv[2]]:
+            importlib.import_module(name)
     build_a_control_planes_app()
     tasks = len(os.listdir("/proc/self/task"))
     if tasks != 1:
@@ -152,6 +156,8 @@ def run(arguments: Sequence[str]) -> None:
 
 def serve(connection: socket.socket) -> Request | None:
     """Forks for each request. None when the other side has closed; the request, in a fork."""
+    # Ctrl-C is for what it forks, which may have to end others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with connection:
         while True:
             try:
@@ -193,6 +199,7 @@ def enter(host: int) -> None:
 def become(request: Request) -> None:
     """Makes a fork what a new process would be: descriptors, session, environment, limits."""
     told = request.told
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if told["new_session"]:
         os.setsid()
     # Above those that they are to replace: one may have the number of another.
@@ -243,7 +250,7 @@ def serve_children() -> Request | None:
     if os.fork():
         theirs.close()
         leaks.adopt_orphans()
-        forker = warm.Forker(ours)
+        forker = warm.inherited = warm.Forker(ours)
         warm.start_children_with(service=forker, ranks=forker)
         return None
     ours.close()

@@ -14,7 +14,7 @@ FAST_TESTS := tests/unit tests/contract tests/model
 # With what an operator does on the page; that it shows what is there is in `make test`.
 SCENES ?= tests/scenes $(filter-out tests/web/test_page.py,$(wildcard tests/web/test_*.py))
 # The longest first, and a file at a time, so that no worker of pytest's is left with a long one at the
-# end, and servers that a file's tests share start once. Three workers on two cores: their tests wait
+# end, and servers that a file's tests share start once. Four workers on two cores: their tests wait
 # for processes a third of the time.
 ALL_TESTS := tests/sequences tests/multiprocess tests/web/test_page.py tests/integration $(FAST_TESTS)
 SECURITY_TESTS := tests/unit/test_tickets.py tests/unit/test_places.py tests/unit/test_tls.py \
@@ -155,7 +155,7 @@ fast: $(TESTS) ## tests that need neither processes of ours nor a network
 	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 
 test: system $(TESTS) page $(if $(NPM),web-test) ## what paramd does by itself, with real processes
-	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(ALL_TESTS)
+	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(ALL_TESTS)
 
 integrations: system $(INTEGRATIONS) page ## frameworks, Slurm, Kubernetes, containers, engines, the page: make integrations [SCENES=FILES]
 	$(BIN)/pytest -q -n 2 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(SCENES)

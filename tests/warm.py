@@ -20,7 +20,6 @@ script, other code by `-c`, another interpreter, or when PARAMD_TESTS_COLD is se
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import os
@@ -277,15 +276,6 @@ def _is_plain(asked: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
         and all(asked.get(name, value) == value for name, value in PLAIN.items())
         and all(_fixed(environment, name) == _fixed(os.environ, name) for name in FIXED)
     )
-
-
-def read_docstrings_once() -> None:
-    """pydantic parses a module for the docstrings of each class in it, whenever an app is built:
-    four fifths of what that takes."""
-    from pydantic._internal import _fields
-
-    fields: Any = _fields
-    fields.extract_docstrings_from_cls = functools.cache(fields.extract_docstrings_from_cls)
 
 
 def _fixed(environment: Mapping[str, str], name: str) -> list[str]:

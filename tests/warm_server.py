@@ -23,12 +23,14 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import MagicMock
 
 from tests import leaks, warm
 from tests.ending import end
@@ -40,15 +42,9 @@ SERVICE = (
     # What those import only once they serve.
     "paramd_service.control.control_plane",
     "paramd_service.sidecar.rpc.export_service",
-    "paramd_service.sidecar.rpc.peers",
-    "sqlalchemy.dialects.sqlite",
-    "cryptography.hazmat.primitives.asymmetric.ed25519",
     "anyio._backends._asyncio",
     "httpcore2",
     "jwt",
-    "pydantic.v1",
-    "truststore",
-    "uvicorn.protocols.http.h11_impl",
 )
 MODULES = {
     # Without torch: what a sidecar loads, and has in memory, is for tests to see.
@@ -104,7 +100,10 @@ def main() -> None:
     with warnings.catch_warnings(action="error"):
         for name in MODULES[sys.argv[2]]:
             importlib.import_module(name)
-    build_a_control_planes_app()
+    take_routes = control_planes_routes()
+    # torch's take all its operators out of its libraries, which writes to 30 MiB of shared pages.
+    for one in weakref.finalize._registry:  # type: ignore[attr-defined]
+        one.atexit = False
     tasks = len(os.listdir("/proc/self/task"))
     if tasks != 1:
         raise RuntimeError(f"{tasks} threads: what they hold would be held for ever in a fork")
@@ -117,6 +116,8 @@ def main() -> None:
     request = serve(connection)
     while request is not None:
         become(request)
+        if warm.WORKER not in request.told["arguments"]:  # whose tests make several
+            take_routes()
         child = serve_children() if request.told["starts_others"] else None
         if child is None:
             arguments = request.told["arguments"]
@@ -128,13 +129,29 @@ def main() -> None:
         request = child
 
 
-def build_a_control_planes_app() -> None:
-    """So that no control plane has to read the docstrings of its answers."""
-    from paramd_service.control.api.app import build_app
-    from paramd_service.control.api.services import Services
+def control_planes_routes() -> Callable[[], None]:
+    """Over services that a control plane fills in, one in a process: most of what its start takes.
 
-    warm.read_docstrings_once()
-    build_app(MagicMock(spec=Services))
+    Returns:
+        has this process' control plane take them.
+    """
+    from paramd_service.control.api import app
+    from paramd_service.control.api.services import Services
+    from paramd_service.control.edits.service import EditRegistry
+    from paramd_service.control.store.history import MetricHistory
+
+    # What some routes take out of them at once.
+    edits, history = object.__new__(EditRegistry), object.__new__(MetricHistory)
+    services: Any = SimpleNamespace(edits=edits, records=SimpleNamespace(history=history))
+
+    def filled(router: Any, given: Services) -> Any:
+        edits.__dict__, history.__dict__ = vars(given.edits), vars(given.records.history)
+        vars(services).update({one.name: getattr(given, one.name) for one in fields(given)})
+        return router
+
+    metrics = partial(filled, app.metrics_router(services))
+    routes = [partial(filled, make(services)) for make in app._ROUTES]
+    return partial(vars(app).update, metrics_router=metrics, _ROUTES=routes)
 
 
 def run(arguments: Sequence[str]) -> None:

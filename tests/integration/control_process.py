@@ -30,7 +30,7 @@ PRIVATE_KEY = bytes(range(32))
 SIGNER = Signer(PRIVATE_KEY)
 TOKEN = "a-token-of-the-user"
 JOB = "run"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 LAYOUT = Layout(
     world_size=2,

@@ -50,7 +50,7 @@ def main(stop: Path, progress: Path | None = None, numel: int = NUMEL) -> None:
             written(progress, str(attachment.step))
         flag[0] = float(stop.exists())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        time.sleep(0.01)
+        time.sleep(0.04)
     attachment.detach()
     dist.destroy_process_group()
 

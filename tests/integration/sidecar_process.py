@@ -48,13 +48,13 @@ class SidecarProcess:
     def terminate(self) -> int:
         """SIGTERM, and the exit code."""
         self.process.terminate()
-        return self.process.wait(timeout=10)
+        return self.process.wait(timeout=30)
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
 
 
 @contextmanager

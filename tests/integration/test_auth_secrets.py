@@ -23,7 +23,7 @@ from paramd.errors import UnreachableError
 from tests.integration.client_job import JOB, Job, halves, running_job
 from tests.leaks import open_files
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

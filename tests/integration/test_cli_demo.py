@@ -32,7 +32,7 @@ def readme_reader() -> str:
     return found
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,7 +58,7 @@ def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=DEADLINE_S,
         )
         assert shown.returncode == 0, shown.stderr
         assert "layers.0.norm1.weight" in shown.stdout

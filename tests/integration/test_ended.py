@@ -34,7 +34,7 @@ def detach(job: Job) -> None:
     for rank in job.ranks:
         handover.send(rank.connection, {"op": "detach"})
     for rank in job.ranks:
-        rank.process.wait(timeout=20)
+        rank.process.wait(timeout=60)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def past(capsys: Capture) -> str:
         answer(capsys, "edit", "rows", "--mul", "2", "--note", "too late", "--no-wait")
         edit_id = document(capsys, "edits")["edits"][0]["id"]
         detach(job)
-        job.control.wait(timeout=20)
+        job.control.wait(timeout=60)
     return edit_id
 
 
@@ -112,7 +112,7 @@ def test_the_page_shows_an_ended_job_where_it_was_until_it_begins_again(past: st
         assert (places.state_dir() / JOB / "control.sqlite").read_bytes() == stored
         with running_job(layout(), incarnation=2, listen="127.0.0.1:8470") as job:
             assert job.url == url
-            assert shown.wait(timeout=20) == 0
+            assert shown.wait(timeout=60) == 0
     assert places.past_endpoint(JOB) is None
 
 

@@ -185,7 +185,7 @@ def test_a_writer_killed_at_any_point_leaves_nothing_visible(point: str, tmp_pat
         else:
             refused(grpc.StatusCode.UNAVAILABLE, mesh.write, 1, target, message, 0)
             request.files.append(mesh.write(0, target, message, 0))
-        mesh.processes[1].process.wait(timeout=10)
+        mesh.processes[1].process.wait(timeout=60)
         assert (root / "key").exists() is (point == "export-renamed")
         mesh.call(0, "FinishExport", request)
         assert_equal(read_safetensors(root / "key"), tensors)

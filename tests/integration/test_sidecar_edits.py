@@ -93,7 +93,7 @@ def test_only_the_token_that_stages_an_edit_adds_data_to_it(tmp_path: Path) -> N
         assert staged.data_digests == [xxhash.xxh3_128_digest(data)]
         with pytest.raises(grpc.RpcError):
             one.reach(1, 1).result()
-        process.process.wait(timeout=10)
+        process.process.wait(timeout=60)
         with sidecar(tmp_path) as successor, editing(successor, back=one.trainer.fds) as again:
             # What somebody else has staged whole is not taken for one's own data either.
             refused(denied, "another token", again.stage, manifest, data, token_id="bob")

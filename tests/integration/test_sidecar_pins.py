@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import grpc
 import pytest
 
@@ -57,13 +55,11 @@ def test_a_pin_that_never_finds_a_boundary_is_aborted_with_the_reason(
     trainer: FakeTrainer, client: Client
 ) -> None:
     trainer.begin_update()
-    begin_s = time.monotonic()
     with pytest.raises(grpc.RpcError) as refused:
         client.pin(timeout_s=1.0)
     trainer.end_update()
     assert refused.value.code() is grpc.StatusCode.ABORTED
     assert "is inside an update" in refused.value.details()
-    assert time.monotonic() - begin_s < 1.5
 
 
 def test_a_request_that_is_not_agreed_is_withdrawn(trainer: FakeTrainer) -> None:
@@ -94,10 +90,9 @@ def test_a_request_that_can_never_be_agreed_ends_at_once(
     trainer.start()
     with client_of(trainer, Role.CONTROL) as client:
         prepared = client.pin(at_boundary=True)
-        begin_s = time.monotonic()
-        answer = capture(client, 7, prepared.snapshot_id, timeout_s=60.0)
+        # Longer than this test may take.
+        answer = capture(client, 7, prepared.snapshot_id, timeout_s=600.0)
         assert (answer.captured, why in answer.reason) == (False, True), answer.reason
-        assert time.monotonic() - begin_s < 30.0
         assert trainer.page[Word.READY] == 0
     trainer.finish()
 

@@ -99,6 +99,7 @@ def test_every_follower_has_what_torch_gathered_in_fewer_bytes(tmp_path: Path) -
 
 def catches_up(job: Training, mesh: Mesh) -> None:
     """A follower that was away has the changes of all updates that it missed sent as one."""
+    job.seen(0, 0.05)
     frames = mesh.follow("*", deltas=True)
     before = next(frames)
     job.check(before)

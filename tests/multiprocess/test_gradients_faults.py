@@ -70,7 +70,7 @@ def killed_reader_frees_its_memory(mesh: Mesh, ranks: Ranks, folder: Path) -> No
     finally:
         reader.kill()
         reader.wait()
-    wait_until(lambda: held_bytes(mesh) == 0, "its memory is free", timeout_s=5)
+    wait_until(lambda: held_bytes(mesh) == 0, "its memory is free")
 
 
 def held_bytes(mesh: Mesh) -> int:

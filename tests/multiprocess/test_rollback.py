@@ -40,7 +40,7 @@ def begun(stack: ExitStack, folder: Path, kind: str, *options: str) -> tuple[Ran
     for made in (life, faults):
         made.mkdir(exist_ok=True)
     world_size, optimizer = KINDS[kind]
-    args = [str(life), "--kind", kind, "--optimizer", optimizer, "--pause-s", "0.005", *options]
+    args = [str(life), "--kind", kind, "--optimizer", optimizer, "--pause-s", "0.02", *options]
     environment = {
         "PARAMD_FAULTS_DIR": str(faults),
         "PARAMD_TRAINER_FAULTS_DIR": str(faults),

@@ -23,7 +23,7 @@ JOB = "web"
 AXE = Path(__file__).parents[2] / "client/web/node_modules/axe-core/axe.min.js"
 LOOK = """axe.run(document, {resultTypes: ['violations']}).then(found =>
     found.violations.map(one => one.id + ': ' + one.nodes.map(node => node.html).join(' ')))"""
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def wait_for(what: str, condition: Callable[[], Found], timeout_s: float = PATIENCE_S) -> Found:

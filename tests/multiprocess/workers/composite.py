@@ -44,7 +44,7 @@ def trained(folder: Path | None) -> tuple[dict[str, torch.Tensor], list[float]]:
         if attachment is not None and folder is not None and step == STEPS:
             write_truth(folder / f"{JOB}.truth", built, attachment.step)
             while not all_see(folder / f"{JOB}.checked"):
-                time.sleep(0.01)
+                time.sleep(0.05)
         if attachment is not None and step == STEPS + MORE:
             attachment.detach()
         optimizer.zero_grad()

@@ -71,7 +71,7 @@ def _wait_until_seen(folder: Path, step: int) -> None:
         seen, patience_s = (folder / "seen").read_text().split()
         if int(seen) >= step or time.monotonic() > began_s + float(patience_s):
             return
-        time.sleep(0.001)
+        time.sleep(0.005)
 
 
 if __name__ == "__main__":

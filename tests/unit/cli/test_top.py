@@ -49,7 +49,7 @@ def text(app: TopApp, name: str) -> str:
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s, "it did not show"
         await pilot.pause(0.02)

@@ -162,7 +162,7 @@ async def test_replicas_are_compared_by_default_unless_a_copy_would_stop_the_tra
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -99,7 +99,7 @@ def coordinator(sidecars: Sidecars, view: MeshView | None = None) -> Coordinator
 async def until(condition: object) -> None:
     """Waits for a callable to be true, with a deadline."""
     assert callable(condition)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
 

@@ -151,7 +151,7 @@ async def committed(
     )
     for event in (Staged(0, b"m"), Staged(1, b"m"), Commit(1, 5)):
         driver.feed(event)
-    ended = await asyncio.wait_for(driver.until(), 5.0)
+    ended = await asyncio.wait_for(driver.until(), 60)
     await driver.finish()
     return ended
 

@@ -9,7 +9,7 @@ from paramd_service.control.records.events import MAX_DATA_CHARS, Event, EventBu
 
 
 async def take(events: object, count: int) -> list[Event]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return [await anext(events) for _ in range(count)]  # type: ignore[call-overload]
 
 
@@ -44,7 +44,7 @@ async def test_closing_ends_readers_that_wait() -> None:
         waiting = asyncio.create_task(anext(events, None))
         await asyncio.sleep(0)
         bus.close()
-        assert await asyncio.wait_for(waiting, 5) is None
+        assert await asyncio.wait_for(waiting, 60) is None
 
 
 def test_data_too_long_for_readers_is_cut_to_a_note() -> None:

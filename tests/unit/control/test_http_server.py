@@ -15,7 +15,7 @@ from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.http_server import HttpServer
 
 LIMIT_S = 0.3
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 POST = b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
 
 

@@ -55,7 +55,7 @@ async def test_a_call_whose_peer_left_is_an_outage() -> None:
     async with serving() as (slow, channels, asked):
         call = channels.ask(asked, "GetState", sidecar_pb2.GetStateRequest(), timeout_s=10.0)
         calling = asyncio.ensure_future(call)
-        await asyncio.wait_for(slow.asked.wait(), 10)
+        await asyncio.wait_for(slow.asked.wait(), 60)
         await channels.close()
         with pytest.raises(UnreachableError, match=r"rank 3 .*: its sidecar was lost in the"):
             await calling

@@ -227,7 +227,7 @@ async def test_a_fault_of_ours_while_a_frame_is_read_fails_its_requests(
 
     monkeypatch.setattr(Slot, "read_notes", broken)
     training.update(5, slot, 2.0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(ParamdError, match="ValueError"):
             await asked
     assert [training.page[word] for word in ARM_WORDS] == [0, 0]

@@ -93,7 +93,7 @@ def made_at(
     """
     if others:
         trainer.page[Word.STANDING_COMMON] = trainer.page[Word.STANDING_MADE]
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while step_of(trainer.page[Word.STANDING_MADE]) != step:
         assert time.monotonic() < deadline_s
         trainer.ask(step)

@@ -35,7 +35,7 @@ class Webhooks:
         self._urls = urls
         self._client = httpx2.AsyncClient(
             timeout=TIMEOUT_S,
-            transport=transport,
+            transport=transport if urls else httpx2.AsyncBaseTransport(),  # or reads all CAs
             follow_redirects=False,
             # No proxy or credentials from the environment.
             trust_env=False,

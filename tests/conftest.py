@@ -24,6 +24,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(costs.Durations(config))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """What all workers and their ranks need is imported once, in what forks them."""
+    launch.warm_children()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begins to import what the processes of tests need, when any test starts some."""
     folders = {item.path.parent.name for item in session.items}

@@ -33,7 +33,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.warm import WarmProcess, WarmStart, start_children_with
+from tests import warm
+from tests.warm import Forker, WarmProcess, WarmStart, start_children_with
 from tests.warm_server import HELPER
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +68,7 @@ class Rank:
     """One running rank and where its output goes."""
 
     rank: int
-    process: subprocess.Popen[bytes] | WarmProcess
+    process: subprocess.Popen[bytes]
     stdout_path: Path
     stderr_path: Path
 
@@ -260,17 +261,23 @@ def _environment(world_size: int, state_dir: Path, tag: str) -> dict[str, str]:
 
 
 @cache
-def warm_start() -> WarmStart:
+def warm_start() -> Forker:
     """What forks the ranks of this process; conftest.py starts and closes it."""
-    return WarmStart("ranks")
+    return warm.inherited if warm.inherited is not None else WarmStart("ranks")
 
 
 @cache
 def warm_services() -> WarmStart:
     """The same for the sidecars and control planes that a test starts itself."""
-    warm = WarmStart("service")
-    start_children_with(service=warm, ranks=warm_start())
-    return warm
+    services = WarmStart("service")
+    start_children_with(service=services, ranks=warm_start())
+    return services
+
+
+def warm_children() -> None:
+    """From now on it forks also what `subprocess.Popen` starts, services with torch as well."""
+    warm_start().await_ready()
+    start_children_with(service=warm_start(), ranks=warm_start())
 
 
 def end_warm_start() -> None:
@@ -285,9 +292,8 @@ def _start(
 ) -> Rank:
     stdout_path, stderr_path = folder / f"{rank}.out", folder / f"{rank}.err"
     env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    process: subprocess.Popen[bytes] | WarmProcess
-    if target.endswith(".py"):
-        with stdout_path.open("wb") as out, stderr_path.open("wb") as err:
+    with stdout_path.open("wb") as out, stderr_path.open("wb") as err:
+        if target.endswith(".py"):
             process = subprocess.Popen(
                 [sys.executable, target, *args],
                 cwd=ROOT,
@@ -297,11 +303,8 @@ def _start(
                 stderr=err,
                 start_new_session=True,
             )
-    else:
-        # Readable from now on, not only from when the rank has come to open them.
-        stdout_path.touch()
-        stderr_path.touch()
-        process = warm_start().start([target, *args], env, stdout_path, stderr_path)
+        else:
+            process = WarmProcess(warm_start(), [target, *args], env=env, stdout=out, stderr=err)
     return Rank(rank=rank, process=process, stdout_path=stdout_path, stderr_path=stderr_path)
 
 
@@ -314,7 +317,7 @@ def _check_no_stragglers(ranks: Ranks) -> None:
         time.sleep(POLL_S)
 
 
-def _kill_group(process: subprocess.Popen[bytes] | WarmProcess) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

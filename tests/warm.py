@@ -1,20 +1,21 @@
 """Processes of ours that start warm: forked from one that has imported what they need.
 
 Importing takes 3 CPU seconds in a rank, 1.4 in a control plane, 0.4 in a sidecar: more than most
-tests take otherwise. Two processes for each pytest worker, one with torch for ranks and one
-without for services, import it all once and fork (`warm_server.py`). Every fork is a process of
+tests take otherwise. One process with torch for ranks, and one without for the services of each
+pytest worker, import it all once and fork (`warm_server.py`). So do the workers themselves start,
+each with what forks its own ranks; without xdist, pytest starts both. Every fork is a process of
 its own, with the descriptors, session, environment, command line and limits it was to have. It is
 forked twice, so that the test's process, which adopts orphans (`leaks.adopt_orphans`), becomes its
 parent: it waits for it, kills and stops it as any child.
 
     warm = WarmStart("ranks")
-    process = warm.start(["tests.multiprocess.workers.stamp", "--kind", "ddp"], env, out, err)
-    process.wait()
+    rank = WarmProcess(warm, ["tests.multiprocess.workers.stamp", "--kind", "ddp"], env=env)
+    rank.wait()
 
 `start_children_with` lets `subprocess.Popen` do so for the modules in `WARM`, in the test's
 process and in what it started; nothing that starts a process has to know. So does what a `Host`
 (`hosts.py`) runs: the fork enters its namespaces. What is started in any other way starts cold: a
-script, `-c` elsewhere than on such a host, another interpreter, or when PARAMD_TESTS_COLD is set.
+script, other code by `-c`, another interpreter, or when PARAMD_TESTS_COLD is set.
 """
 
 from __future__ import annotations
@@ -24,17 +25,14 @@ import json
 import os
 import resource
 import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-POLL_S = 0.01
 ROOT = Path(__file__).resolve().parent.parent
 
 WARM = {
@@ -49,9 +47,14 @@ WARM = {
     "tests.integration.site_trainer": "ranks",
     "tests.multiprocess.workers.resuming": "ranks",
     "tests.program": "ranks",
+    "tests.sequences": "ranks",
+    "tests.sequences.pairs": "ranks",
     "torch.distributed.run": "ranks",
 }
 """Modules that start warm by `python -m`, from the process that has imported this."""
+
+WORKER = "import sys;exec(eval(sys.stdin.readline()))"
+"""What xdist has a worker of pytest's run, by `python -c`."""
 
 ENTER = ("-n", "-u", "-m", "-p", "--")
 """What `nsenter -t PID` is told to run a program on a host of `hosts.py`."""
@@ -125,55 +128,20 @@ class Forker:
             socket.send_fds(self._connection, [json.dumps(told).encode()], descriptors)
             return int(self._connection.recv(32))
 
+    def await_ready(self) -> None:
+        """Returns once `is_ready`."""
+
     def close(self) -> None:
         """Ends the process that forks; what it forked goes on."""
         self._connection.close()
 
 
-class WarmProcess:
-    """A forked rank, with what subprocess.Popen has for a started one."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Its status once it has ended; negative for a signal."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
-        """
-        deadline_s = None if timeout is None else time.monotonic() + timeout
-        while (found := self.poll()) is None:
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
-            time.sleep(POLL_S)
-        return found
-
-    def send_signal(self, number: int) -> None:
-        """Signals it unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.send_signal(signal.SIGKILL)
+inherited: Forker | None = None
+"""What came with this process, if that was forked to start others."""
 
 
 class WarmStart(Forker):
-    """A process that forks for a pytest worker, seen from the test's side.
+    """A process that forks for pytest or a worker of its, seen from the test's side.
 
     Args:
         purpose: what it imports: "service" or "ranks".
@@ -192,7 +160,6 @@ class WarmStart(Forker):
                      "PYTHONFAULTHANDLER": "1", "PARAMD_TEST_ROOM": "-" * 8 * _ROOM_BYTES},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
             )  # fmt: skip
         self._is_ready = False
 
@@ -200,25 +167,14 @@ class WarmStart(Forker):
     def is_ready(self) -> bool:
         """Whether it has imported all; until then a cold start is sooner done."""
         if not self._is_ready and select.select([self._connection], [], [], 0)[0]:
-            self._await_ready()
+            self.await_ready()
         return self._is_ready
-
-    def start(
-        self, arguments: Sequence[str], env: Mapping[str, str], stdout: Path, stderr: Path
-    ) -> WarmProcess:
-        """Starts a rank, whose own children start warm too."""
-        self._await_ready()
-        with open(os.devnull, "rb") as stdin, stdout.open("wb") as out, stderr.open("wb") as err:
-            descriptors = [stdin.fileno(), out.fileno(), err.fileno()]
-            return WarmProcess(
-                self.fork(arguments, env, descriptors, cwd=str(ROOT), starts_others=True)
-            )
 
     def close(self) -> None:
         super().close()
         self._process.wait()
 
-    def _await_ready(self) -> None:
+    def await_ready(self) -> None:
         with self._lock:
             if not self._is_ready:
                 # No assertion: `make security` runs the tests under -O, and this must be read.
@@ -246,21 +202,49 @@ def start_children_with(service: Forker, ranks: Forker) -> None:
             return
         if "-P" in asked["args"][1:3]:
             environment = {**environment, "PYTHONSAFEPATH": "1"}
-        asked_for = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
-        self.pid = forker.fork(
-            arguments,
-            environment,
-            [number if given == -1 else given for number, given in enumerate(asked_for)],
-            cwd=str(asked["cwd"] or ""),
-            new_session=asked["start_new_session"],
-            starts_others=purpose == "ranks",
-            host=host,
-        )
-        self._child_created = True
-        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(asked[name] for name in pipes))
+        _fork(self, forker, arguments, {**asked, "env": environment}, purpose == "ranks", host)
 
     subprocess.Popen._execute_child = start  # type: ignore[attr-defined]
+
+
+class WarmProcess(subprocess.Popen[bytes]):
+    """A rank: any module, in a session of its own; its children start warm too.
+
+    Args:
+        forker: it starts once this is ready.
+        options: Popen's.
+    """
+
+    def __init__(self, forker: Forker, arguments: Sequence[str], **options: Any) -> None:
+        forker.await_ready()
+        self._forker = forker
+        super().__init__(
+            arguments, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True, **options
+        )
+
+    def _execute_child(self, *values: Any) -> None:
+        asked = _parameters.bind(self, *values).arguments
+        _fork(self, self._forker, asked["args"], asked, starts_others=True)
+
+
+def _fork(
+    started: Any, forker: Forker, arguments: Sequence[str], asked: Mapping[str, Any],
+    starts_others: bool, host: int = 0,
+) -> None:  # fmt: skip
+    """What Popen's own start does; `asked` is what that is called with."""
+    asked_for = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
+    started.pid = forker.fork(
+        arguments,
+        asked["env"],
+        [number if given == -1 else given for number, given in enumerate(asked_for)],
+        cwd=str(asked["cwd"] or ""),
+        new_session=asked["start_new_session"],
+        starts_others=starts_others,
+        host=host,
+    )
+    started._child_created = True
+    pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    started._close_pipe_fds(*(asked[name] for name in pipes))
 
 
 def _of_python(command: Any) -> tuple[list[str], int]:
@@ -280,7 +264,7 @@ def _of_python(command: Any) -> tuple[list[str], int]:
 
 def _purpose(arguments: Sequence[str], host: int) -> str | None:
     """Which of the warm processes is to run this, if any."""
-    if host and arguments[:1] == ["-c"]:
+    if arguments[:1] == ["-c"] and (host or arguments[1:] == [WORKER]):
         return "ranks"
     return WARM.get(arguments[0]) if arguments else None
 

@@ -19,10 +19,12 @@ import importlib.util
 import json
 import os
 import resource
+import signal
 import socket
 import sys
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
@@ -94,9 +96,11 @@ class Request(NamedTuple):
 def main() -> None:
     """Serves until the other side closes; a fork leaves the loop to run its module."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    for name in MODULES[sys.argv[2]]:
-        importlib.import_module(name)
-    build_a_control_planes_routes()
+    # As strict as pytest is with what its workers import.
+    with warnings.catch_warnings(action="error"):
+        for name in MODULES[sys.argv[2]]:
+            importlib.import_module(name)
+    take_routes = control_planes_routes()
     # torch's take all its operators out of its libraries, which writes to 30 MiB of shared pages.
     for one in weakref.finalize._registry:  # type: ignore[attr-defined]
         one.atexit = False
@@ -112,6 +116,8 @@ def main() -> None:
     request = serve(connection)
     while request is not None:
         become(request)
+        if warm.WORKER not in request.told["arguments"]:  # whose tests make several
+            take_routes()
         child = serve_children() if request.told["starts_others"] else None
         if child is None:
             arguments = request.told["arguments"]
@@ -123,8 +129,12 @@ def main() -> None:
         request = child
 
 
-def build_a_control_planes_routes() -> None:
-    """Over services that each control plane fills in: most of what its start takes."""
+def control_planes_routes() -> Callable[[], None]:
+    """Over services that a control plane fills in, one in a process: most of what its start takes.
+
+    Returns:
+        has this process' control plane take them.
+    """
     from paramd_service.control.api import app
     from paramd_service.control.api.services import Services
     from paramd_service.control.edits.service import EditRegistry
@@ -139,8 +149,9 @@ def build_a_control_planes_routes() -> None:
         vars(services).update({one.name: getattr(given, one.name) for one in fields(given)})
         return router
 
-    vars(app)["metrics_router"] = partial(filled, app.metrics_router(services))
-    vars(app)["_ROUTES"] = [partial(filled, make(services)) for make in app._ROUTES]
+    metrics = partial(filled, app.metrics_router(services))
+    routes = [partial(filled, make(services)) for make in app._ROUTES]
+    return partial(vars(app).update, metrics_router=metrics, _ROUTES=routes)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -162,6 +173,8 @@ def run(arguments: Sequence[str]) -> None:
 
 def serve(connection: socket.socket) -> Request | None:
     """Forks for each request. None when the other side has closed; the request, in a fork."""
+    # Ctrl-C is for what it forks, which may have to end others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with connection:
         while True:
             try:
@@ -203,6 +216,7 @@ def enter(host: int) -> None:
 def become(request: Request) -> None:
     """Makes a fork what a new process would be: descriptors, session, environment, limits."""
     told = request.told
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if told["new_session"]:
         os.setsid()
     # Above those that they are to replace: one may have the number of another.
@@ -253,7 +267,7 @@ def serve_children() -> Request | None:
     if os.fork():
         theirs.close()
         leaks.adopt_orphans()
-        forker = warm.Forker(ours)
+        forker = warm.inherited = warm.Forker(ours)
         warm.start_children_with(service=forker, ranks=forker)
         return None
     ours.close()

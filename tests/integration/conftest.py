@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from paramd.mesh.mesh import Mesh
-from paramd_service.control.store.engine import StoreAddress
-from tests.integration.export_job import ExportingJob
 from tests.integration.fake_trainer import FakeTrainer, attached
 from tests.integration.sidecar_process import Client, SidecarProcess, client_of, sidecar
-from tests.integration.store_process import KINDS, fresh_address, server_of
-from tests.postgres import Postgres
+
+if TYPE_CHECKING:
+    # The process that only tells workers what to run imports this file, too, and none of these.
+    from paramd.mesh.mesh import Mesh
+    from paramd_service.control.store.engine import StoreAddress
+    from tests.integration.export_job import ExportingJob
+    from tests.postgres import Postgres
 
 
 @pytest.fixture
@@ -42,12 +45,16 @@ def mesh(site: ExportingJob) -> Iterator[Mesh]:
         yield found
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=("sqlite", "postgres"))
 def server(request: pytest.FixtureRequest) -> Iterator[Postgres | None]:
+    from tests.integration.store_process import server_of
+
     with server_of(request.param) as found:
         yield found
 
 
 @pytest.fixture
 def address(server: Postgres | None, tmp_path: Path) -> StoreAddress:
+    from tests.integration.store_process import fresh_address
+
     return fresh_address(server, tmp_path)

@@ -13,8 +13,6 @@ from paramd_service.control.store.engine import StoreAddress, parse_store
 from paramd_service.control.store.store import Store
 from tests.postgres import Postgres, postgres
 
-KINDS = ("sqlite", "postgres")
-
 
 @contextmanager
 def server_of(kind: str) -> Iterator[Postgres | None]:

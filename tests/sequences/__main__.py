@@ -12,7 +12,7 @@ import sys
 import time
 
 from tests import leaks
-from tests.launch import end_warm_start, warm_services, warm_start
+from tests.launch import end_warm_start, warm_children
 from tests.sequences import reading
 from tests.sequences.generate import BY_NAME, Failure, Item, drawn, run, shrunk
 from tests.sequences.model import KINDS, WORLD_SIZES
@@ -27,8 +27,7 @@ def main() -> int:
     reading.WRITES, reading.BURST = "writes" not in given.without.split(","), given.burst
     SHORT.update(one.split("=", 1) for one in given.set)
     leaks.adopt_orphans()
-    warm_services()
-    warm_start()
+    warm_children()
     kinds = given.kind.split(",") if given.kind else list(KINDS)
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(10**6)
     until_s = time.monotonic() + 60 * given.minutes

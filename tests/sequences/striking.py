@@ -17,6 +17,7 @@ from paramd.errors import ParamdError
 from tests.launch import ROOT, warm_start
 from tests.sequences.reading import summary_differs
 from tests.sequences.session import CALL_S, JOB, DefectError, NotNowError, Session, wait_for
+from tests.warm import WarmProcess
 
 READER = "tests.sequences.reader"
 
@@ -153,7 +154,8 @@ def reader_killed(s: Session, rng: Random) -> str:
     folder = s.folder / f"reader-{s.note().split()[1]}"
     folder.mkdir()
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = warm_start().start([READER, what], env, folder / "out", folder / "err")
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        process = WarmProcess(warm_start(), [READER, what], env=env, stdout=out, stderr=err)
     try:
         wait_for(lambda: b"ready" in _read(folder / "out") or process.poll() is not None,
                  f"a reader ({what}) is ready", 30)  # fmt: skip

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from paramd_service.control.api.guard import BUILT
 from tests.launch import start_ranks
 from tests.needs import missing
 from tests.web.door import Door, Tab
-from tests.web.training import JOB
 
 playwright_api = pytest.importorskip("playwright.sync_api")
 
@@ -36,6 +34,9 @@ FLAGS = (
 @pytest.fixture(scope="package")
 def browser() -> Iterator[playwright_api.Browser]:
     """Debian's Chromium. Without it, or without a built page, tests are skipped, but in CI."""
+    # Here, as the process that only tells workers what to run imports this file, too.
+    from paramd_service.control.api.guard import BUILT
+
     path = shutil.which("chromium")
     if path is None:
         missing("chromium (make system)")
@@ -92,6 +93,3 @@ def tab(browser: playwright_api.Browser, door: Door) -> Iterator[Tab]:
 def exports(door: Door) -> Path:
     """Where the destination `local` leads."""
     return door.folder / "exports"
-
-
-__all__ = ["JOB"]

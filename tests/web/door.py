@@ -14,12 +14,12 @@ import httpx2
 from tests.launch import Ranks
 from tests.longer import wait_until
 from tests.needs import missing
-from tests.web.training import JOB
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator
 
 Found = TypeVar("Found")
+JOB = "web"
 AXE = Path(__file__).parents[2] / "client/web/node_modules/axe-core/axe.min.js"
 LOOK = """axe.run(document, {resultTypes: ['violations']}).then(found =>
     found.violations.map(one => one.id + ': ' + one.nodes.map(node => node.html).join(' ')))"""

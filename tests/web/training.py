@@ -16,11 +16,10 @@ from torch.distributed.fsdp import fully_shard
 
 import paramd
 from tests.rank import run
+from tests.web.door import JOB
 
 HOSTILE = ("<img src=x onerror=alert(1)>", "\u202egnihtemos", "x" * 300, "a b&c=d#e?f%00")
 """Names of parameters, which may be any text without a dot."""
-
-JOB = "web"
 
 
 class Model(nn.Module):

@@ -152,10 +152,6 @@ screenshot: $(TESTS) web ## the README's pictures, of a real training
 demo: $(DEMO) ## train a small GPT on 2 ranks and look into it
 	$(BIN)/paramd demo
 
-# With bytecode kept, also where the environment says not to: compiling our files and the tests in
-# each process of pytest's was half of what it took to begin.
-fast test integrations: export PYTHONDONTWRITEBYTECODE :=
-
 fast: $(TESTS) ## tests that need neither processes of ours nor a network
 	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 

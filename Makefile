@@ -159,7 +159,7 @@ test: system $(TESTS) page $(if $(NPM),web-test) ## what paramd does by itself, 
 	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(ALL_TESTS)
 
 integrations: system $(INTEGRATIONS) page ## frameworks, Slurm, Kubernetes, containers, engines, the page: make integrations [SCENES=FILES]
-	$(BIN)/pytest -q -n 2 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(SCENES)
+	$(BIN)/pytest -q -n 3 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(SCENES)
 
 test-gpu: $(TESTS) ## tests that need a CUDA device; skipped, with a reason, where there is none
 	$(BIN)/pytest -q tests/gpu

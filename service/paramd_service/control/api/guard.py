@@ -122,15 +122,13 @@ class Page:
 
     def __init__(self, app: ASGIApp, *, files: Mapping[str, PageFile] | None = None) -> None:
         self._app = app
-        self._files = (
-            files
-            if files is not None
-            else page_files() | _files(MANUAL, MANUAL_PATH, UNBUILT_MANUAL)
-        )
+        self._files = files
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        file = None
-        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
+        file, is_read = None, scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
+        if is_read and not scope["path"].startswith("/api/"):
+            if self._files is None:  # read for who looks at pages, not for programs
+                self._files = page_files() | _files(MANUAL, MANUAL_PATH, UNBUILT_MANUAL)
             file = self._files.get(scope["path"])
             if file is None and scope["path"] == MANUAL_PATH:
                 # Links of the pages are relative.

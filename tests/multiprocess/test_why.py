@@ -193,9 +193,9 @@ def stopped(mesh: Mesh, send: Callable[[int], None]) -> None:
 
 
 def steps_to_come(mesh: Mesh) -> None:
-    ahead = mesh.diff("+1", "+4", "we*", cells=2)
+    ahead = mesh.diff("+1", "+40", "we*", cells=2)
     first, last = (int(label.split()[1]) for label in (ahead.a, ahead.b))
-    assert (last - first, len(ahead)) == (3, 1)
+    assert (last - first, len(ahead)) == (39, 1)
     assert len(ahead[0].cells) == 2
     for wrong in (("+4", "+4"), ("mark:", "now")):
         with pytest.raises(UsageError):

@@ -9,7 +9,7 @@ from tests.sequences.chosen import LONGEST_S, check, seed, told
 from tests.sequences.model import KINDS
 from tests.sequences.pairs import CELLS, EVENTS
 
-MINUTES = 60 if takes_all() else 1
+MINUTES = 60 if takes_all() else 2
 """Of all kinds together."""
 TOGETHER = KINDS if takes_all() else [",".join(KINDS)]
 """Kinds that share a process, and what it imports, take turns."""

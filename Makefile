@@ -28,8 +28,8 @@ KILLS ?= 40
 FUZZ_SECONDS ?= 60
 SCHEMATHESIS_EXAMPLES ?= 50
 
-# Bytecode is kept, also where the environment says not to: compiling our files and the tests in each
-# process was half of what pytest's took to begin.
+# Bytecode is kept, even where the environment says not to: compiling our files and the tests anew was
+# half of each pytest worker's start, and costs memory in processes whose memory is tested.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -76,8 +76,8 @@ $(VENV)/.pip: constraints.txt
 	@touch $@
 
 # Every few seconds says how far it is, for pip says nothing while it unpacks. torch
-# is named with its version, because a bare range takes the newest build and its CUDA packages. What
-# is imported is compiled then: pip would compile all, for half a minute of torch.
+# is named with its version, because a bare range takes the newest build and its CUDA packages.
+# Modules are compiled when they are first imported; pip would compile all, half a minute for torch.
 define install
 @echo "into $(VENV): $(1)"
 @$(BIN)/pip install --disable-pip-version-check --progress-bar off --no-compile -c constraints.txt \

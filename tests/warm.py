@@ -141,7 +141,7 @@ inherited: Forker | None = None
 
 
 class WarmStart(Forker):
-    """A process that forks for pytest or a worker of its, seen from the test's side.
+    """A process that forks for pytest or one of its workers, seen from their side.
 
     Args:
         purpose: what it imports: "service" or "ranks".

@@ -90,9 +90,10 @@ def is_closed(one: socket.socket) -> bool:
 
 @pytest.mark.parametrize("data", [b"", HALF_REQUEST], ids=["idle", "half a request"])
 def test_half_open_requests_lock_nobody_out(control: Control, data: bytes) -> None:
-    with half_open(control.url, HALF_OPEN, data):
-        for _ in range(20):
+    with half_open(control.url, HALF_OPEN, data) as left:
+        for number in range(20):
             assert control.get("/api/v1/jobs/run").status_code == 200
+            assert number or not all(map(is_closed, left)), "it waited until they were ended"
 
 
 @contextlib.contextmanager
@@ -113,8 +114,9 @@ def test_idle_connections_keep_no_sidecar_out_of_the_control_plane(
     control: Control, settled: bool
 ) -> None:
     with idle(control.grpc_address, settled=settled) as left:
-        for _ in range(3):
+        for number in range(3):
             asyncio.run(_joins(control))
+            assert number or not all(map(is_closed, left)), "it waited until they were ended"
         # Neither settings nor an answer to a ping came: they are not kept.
         wait_until(lambda: all(map(is_closed, left)), "idle connections are ended", timeout_s=25)
 

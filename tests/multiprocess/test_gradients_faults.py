@@ -70,7 +70,8 @@ def killed_reader_frees_its_memory(mesh: Mesh, ranks: Ranks, folder: Path) -> No
     finally:
         reader.kill()
         reader.wait()
-    wait_until(lambda: held_bytes(mesh) == 0, "its memory is free")
+    # Before its lease of 30 s is over.
+    wait_until(lambda: held_bytes(mesh) == 0, "its memory is free", timeout_s=20)
 
 
 def held_bytes(mesh: Mesh) -> int:

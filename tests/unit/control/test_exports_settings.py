@@ -59,10 +59,11 @@ async def test_admins_add_destinations_for_good(tmp_path: Path) -> None:
     for damaged in ("", "[]", '{"x": "rel"}'):
         file.write_text(damaged)
         with pytest.raises(UsageError, match=str(file)):
-            load_added(file)
-        with pytest.raises(UsageError, match=str(file)):
             await exports.add_destination(Destination(name="e", kind=wanted["a"].kind, root="/e"))
         assert file.read_text() == damaged
+    file.write_text('{"e": "/mended"}')
+    with pytest.raises(ConflictError, match="'e' is '/mended' for good"):
+        await exports.add_destination(Destination(name="e", kind=wanted["a"].kind, root="/e"))
 
 
 def put(assets: Assets, name: str, data: bytes, offset_bytes: int = 0, owner: str = OWNER) -> int:

@@ -125,9 +125,10 @@ class Page:
         self._files = files
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        file, is_read = None, scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
-        if is_read and not scope["path"].startswith("/api/"):
-            if self._files is None:  # read for who looks at pages, not for programs
+        file = None
+        is_get = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
+        if is_get and not scope["path"].startswith("/api/"):
+            if self._files is None:  # 4 MB: read for browsers, not for programs
                 self._files = page_files() | _files(MANUAL, MANUAL_PATH, UNBUILT_MANUAL)
             file = self._files.get(scope["path"])
             if file is None and scope["path"] == MANUAL_PATH:

@@ -103,13 +103,13 @@ class ExportService:
         if not self._allows_any:
             raise DeniedError(f"the operator's empty {ENVIRONMENT}, or [destinations], allows none")
         async with self._adding:
-            there = self.destinations.get(wanted.name, wanted)
+            # As the file stands: it may have been mended since the start, or be damaged still.
+            file = self._records.directory / ADDED
+            added = await asyncio.to_thread(load_added, file)
+            there = {**added, **self.destinations}.get(wanted.name, wanted)
             if there.root != wanted.root:
                 raise ExistsError(f"{wanted.name!r} is {there.root!r} for good; use another name")
-            if there is wanted:
-                # As it stands there: what could not be read at the start is not written over.
-                file = self._records.directory / ADDED
-                added = await asyncio.to_thread(load_added, file)
+            if wanted.name not in self.destinations:
                 roots = {name: one.root for name, one in {**added, wanted.name: wanted}.items()}
                 await asyncio.to_thread(replace, file, json.dumps(roots))
                 self.destinations[wanted.name] = wanted

@@ -224,7 +224,7 @@ class SparseMemory:
 
     def close(self) -> None:
         """Drop the map, which goes with its last user. The descriptor stays with its owner."""
-        self.buffer = memoryview(b"")
+        self.buffer, self.descriptor = memoryview(b""), -1  # whose number may be another's soon
         self._map = None
 
 

@@ -181,7 +181,8 @@ class Boundaries:
         for snapshot in snapshots:
             if not snapshot.at_boundary:
                 raise ConflictError("a snapshot was not pinned with at_boundary; pin it that way")
-            if snapshot.fill is Fill.PENDING or snapshot.map_count or snapshot.tainted:
+            # More than its lease holds it: another request fills or reads it.
+            if snapshot.holders > 1 or snapshot.map_count or snapshot.tainted:
                 raise ConflictError("a snapshot is in use by another request; pin another one")
         if self.moments is None and any(
             is_moments(one.key) or is_table(one.key) for one in snapshots

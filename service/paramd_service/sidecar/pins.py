@@ -305,7 +305,7 @@ class Pins:
             )
         history = self._attached.page[Word.REWOUND]
         filling = self._fillings.get((key, history, at_step, unsettled))
-        if filling is None:
+        if filling is None or filling.abandoned:
             filling = self._begin_filling(key, at_step, unsettled)
         filling.waiters += 1
         snapshot = self.store.hold(filling.snapshot)
@@ -369,9 +369,14 @@ class Pins:
         filling.snapshot.fill = Fill.PENDING
         snapshot = filling.snapshot
         state_too = is_moments(snapshot.key)
+
+        def ended(state: State | None) -> None:
+            filling.abandoned = True  # whoever joined it now might be told of an earlier update
+            post(self._loop, copied.set_result, state)
+
         filling.job = CopyJob(
             copy_spans(snapshot, self._attached.arena.address) if not state_too else (),
-            lambda state: post(self._loop, copied.set_result, state),
+            ended,
             at_step=filling.at_step,
             history=filling.history,
             unsettled=filling.unsettled,

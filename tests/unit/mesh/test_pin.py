@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ParamdError, UnreachableError
+from paramd.layout.replicas import Sample
 from paramd.mesh.peers.sidecars import Captured, PinKind, RankPin
 from paramd.mesh.reading.pin import Pinner
 from paramd.state import StateName
@@ -45,7 +46,7 @@ class Ranks:
         self.captures: list[Captured | ParamdError] = []
         self.schedule_count = 0
         self.renewed = self.renewals_before_boundary = 0
-        self.boundary_never_comes = False
+        self.boundary_never_comes = self.second_pin_never_comes = False
         self.lease_s = 30.0
         self.edits: Callable[[int, int], int] = lambda rank, count: -1
 
@@ -55,6 +56,8 @@ class Ranks:
         count = self.asked[rank] = self.asked.get(rank, -1) + 1
         self.kinds.append(how)
         await asyncio.sleep(0)
+        if count and self.second_pin_never_comes:
+            await asyncio.Event().wait()
         step = self.steps(rank, count) if not how.at_boundary else -1
         if isinstance(step, ParamdError):
             raise step
@@ -142,17 +145,18 @@ async def test_another_incarnation_at_the_boundary_is_refused() -> None:
     assert not ranks.held
 
 
-async def test_cancelling_releases_and_leaves_no_task() -> None:
+@pytest.mark.parametrize("samples", [[], [Sample("one", ((0, 8),), {0: 0, 1: 0})]])
+async def test_cancelling_releases_and_leaves_no_task(samples: list[Sample]) -> None:
     ranks = Ranks(lambda rank, count: 7)
-    ranks.boundary_never_comes = True
+    ranks.boundary_never_comes = ranks.second_pin_never_comes = True
     before = asyncio.all_tasks()
 
     async def use() -> None:
-        async with pinner(ranks).pinned(SPANS, deadline_s=110, with_buffers=True):
+        async with pinner(ranks, samples=samples).pinned(SPANS, deadline_s=110, with_buffers=True):
             pass
 
     using = asyncio.create_task(use())
-    while not ranks.schedule_count:
+    while not ranks.schedule_count and not ranks.asked.get(1):
         await asyncio.sleep(0)
     using.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -115,6 +115,8 @@ class Uploads:
             )
         except grpc.aio.AioRpcError as error:
             found = error_of(error, self.sidecars.who(rank.rank))
+            if isinstance(found, DeadlineError) and time.monotonic() + 1 < self.how.deadline_s:
+                return await self._stage(rank)  # the limit of one call: on from where it ended
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise RankUnreachableError(rank.rank, str(found)) from error
             raise found from error
@@ -305,7 +307,8 @@ class Changes:
     def _now(self, known: _Known) -> Tensor:
         """The current tensor: the same object, or one assigned to any of its names."""
         others = (self._found[name] for name in known.names)
-        return next((o for o in others if o is not known.tensor), known.tensor).detach()
+        found = next((o for o in others if o is not known.tensor), known.tensor)
+        return found.detach().resolve_conj()
 
 
 async def selected(reach: SidecarFinder, patterns: Sequence[Pattern]) -> Selection:

@@ -86,7 +86,9 @@ def _converted(tensor: torch.Tensor, dtype: str, sizes: tuple[int, ...], fqn: st
         raise UsageError(
             f"the operand for {fqn!r} has shape {list(tensor.shape)}; expected {list(sizes)}"
         )
-    return tensor.detach().to(device="cpu", dtype=torch_dtype(dtype)).contiguous()
+    # Memory is sent, so a conjugate must not only be noted.
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor.to(device="cpu", dtype=torch_dtype(dtype)).contiguous()
 
 
 def lent_tensors(
@@ -145,7 +147,8 @@ def _from(begin: int, size_bytes: int, offset_bytes: int) -> Iterator[memoryview
 
 
 def _item_parts(item: EditItem, tensor: torch.Tensor, skip_bytes: int) -> Iterator[memoryview]:
-    view = tensor.reshape(-1).as_strided(item.sizes, item.source_strides, item.source_begin)
+    # Not the third argument of `as_strided`, which would count from the storage's beginning.
+    view = tensor.reshape(-1)[item.source_begin :].as_strided(item.sizes, item.source_strides)
     if item.size_bytes <= skip_bytes:
         return
     begin = 0

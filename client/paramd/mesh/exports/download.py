@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -155,7 +156,6 @@ class PartialFile:
         Raises ConflictError if the file exists by now, or the partial file was replaced.
         """
         os.pwrite(self._file, header, 0)
-        os.fchmod(self._file, 0o666 & ~_umask())
         os.fsync(self._file)
         # In a directory that others can write, the name may no longer be our open file's.
         if not os.path.samestat(os.lstat(self._part), os.fstat(self._file)):
@@ -175,6 +175,8 @@ class PartialFile:
                 os.rename(self._part, self.path)
         with suppress(FileNotFoundError):
             self._part.unlink()
+        # Last: the same command goes on from a partial file that is this user's alone.
+        os.fchmod(self._file, 0o666 & ~_umask())
         directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(directory)
@@ -392,6 +394,12 @@ async def _renewed(sidecars: Sidecars, pinned: Pinned) -> None:
     await asyncio.gather(*(sidecars.renew(pin, DOWNLOAD_LEASE_S) for pin in pinned.pins.values()))
 
 
+def _released(sidecars: Sidecars, pinned: Pinned | None) -> None:
+    """What was pinned would stand in the way of what is pinned next."""
+    for pin in (*pinned.pins.values(), *pinned.beside.values()) if pinned is not None else ():
+        sidecars.release(pin)
+
+
 @dataclass(kw_only=True)
 class Download:
     """One download; `run` may be called once."""
@@ -423,9 +431,8 @@ class Download:
                         raise
                     self.said("the snapshot has expired; starting over")
                     continue
-                await asyncio.to_thread(
-                    self.file.publish, layout.final_header, overwrite=self.overwrite
-                )
+                publish = partial(self.file.publish, layout.final_header, overwrite=self.overwrite)
+                await self.transfer.run(publish)
                 return Downloaded(
                     path=self.file.path,
                     job=self.reach.document.job,
@@ -458,9 +465,7 @@ class Download:
         finally:
             await cancelled(keeping)
         # Not on an error: the next attempt resumes from these snapshots.
-        sidecars = await self.reach.sidecars()
-        for pin in pinned.pins.values():
-            sidecars.release(pin)
+        _released(await self.reach.sidecars(), pinned)
         return wanted, pinned, layout
 
     async def _resumed(self, sidecars: Sidecars, wanted: Wanted) -> Pinned | None:
@@ -471,11 +476,13 @@ class Download:
         layout = file_layout(wanted, pinned) if pinned is not None else None
         if pinned is None or layout is None or layout.header != header:
             self.said("the partial file is of another download; starting over")
+            _released(sidecars, pinned)
             return None
         try:
             await _renewed(sidecars, pinned)
-        except (NotFoundError, ConflictError, UnreachableError):
+        except (NotFoundError, ConflictError):
             self.said(f"the snapshot of step {pinned.state.step} has expired; starting over")
+            _released(sidecars, pinned)
             return None
         # Nothing of a truncated tensor is kept: its pieces come from several ranks.
         self._resumed_bytes = layout.end_of(layout.whole(self.file.size_bytes))
@@ -492,10 +499,14 @@ class Download:
         pinned = await Pinner(sidecars, backoff=self.reach.backoff, samples=samples).pin(
             spans_of(sidecars, chosen.plan), deadline_s=deadline_s, with_buffers=chosen.at_boundary
         )
-        await _renewed(sidecars, pinned)
-        self._differ = await compared(self.reach, sidecars, pinned, samples)
-        layout = file_layout(wanted, pinned)
-        await asyncio.to_thread(self.file.begin, layout.header, layout.size_bytes)
+        try:
+            await _renewed(sidecars, pinned)
+            self._differ = await compared(self.reach, sidecars, pinned, samples)
+            layout = file_layout(wanted, pinned)
+            await asyncio.to_thread(self.file.begin, layout.header, layout.size_bytes)
+        except BaseException:
+            _released(sidecars, pinned)
+            raise
         self._resumed_bytes = 0
         return pinned
 
@@ -517,7 +528,7 @@ class Download:
             for index in batch:
                 tensor = found[wanted.chosen.names[index][0]]
                 data = memory_at(tensor.data_ptr(), tensor.nbytes)
-                await asyncio.to_thread(self.file.append, data)
+                await self.transfer.run(partial(self.file.append, data))
             self.moved(self.file.size_bytes, layout.size_bytes)
 
     async def _patiently(

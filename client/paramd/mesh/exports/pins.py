@@ -189,15 +189,15 @@ async def pin_with_optimizer(
         whole = await asyncio.to_thread(
             plan_export, plan.layout, plan.settings, held.table, held.extra
         )
+        # Buffers of other ranks have not been copied at that boundary.
+        params = [one for one in plan.exported if one.kind is TensorKind.PARAMETER]
+        samples = samples_for(reach, sidecars, params)
+        differ = await compared(reach, sidecars, held.pinned, samples)
     except BaseException:
         held.release()
         raise
     named = [_named(pin, "") for pin in held.pinned.pins.values()]
     named += [_named(pin, key) for key, pins in held.states.items() for pin in pins.values()]
-    # Buffers of other ranks have not been copied at that boundary.
-    params = [one for one in plan.exported if one.kind is TensorKind.PARAMETER]
-    samples = samples_for(reach, sidecars, params)
-    differ = await compared(reach, sidecars, held.pinned, samples)
     return PinnedExport(whole, held.pinned, named, differ)
 
 
@@ -397,15 +397,16 @@ async def pin_parameters(
             plan = await asyncio.to_thread(
                 plan_export, plan.layout, plan.settings, plan.optimizer, extra
             )
+        differ = await compared(reach, sidecars, pinned, samples)
     except BaseException:
-        for pin in model.values():
+        for pin in (*model.values(), *pinned.beside.values()):
             sidecars.release(pin)
         raise
     finally:
         for pin in extras.values():
             sidecars.release(pin)
     named = [_named(pin, "") for pin in model.values()]
-    return PinnedExport(plan, pinned, named, await compared(reach, sidecars, pinned, samples))
+    return PinnedExport(plan, pinned, named, differ)
 
 
 async def _tables(

@@ -155,8 +155,8 @@ class StepStream(Generic[Held, Result]):
             await asyncio.wait({ask.task})
             if self._over:
                 break
-            if not await self._usable(ask):
-                continue
+            if not (await self._usable(ask) and ask in self._asks):
+                continue  # or it was dropped meanwhile
             self._asks.popleft()
             held = ask.task.result()
             try:
@@ -376,7 +376,8 @@ class PinnedStep:
         return Pinned(self.state, self.pins)
 
     def reading(self, transport: Transport = "auto") -> Reading:
-        """A read of the pins, within `READ_S` from now."""
+        """A read of the pins, within `READ_S` from now, for which they are kept."""
+        self._hold_s = max(self._hold_s, READ_S)
         return Reading(self.sidecars, self.pinned, time.monotonic() + READ_S, transport)
 
     def release(self) -> None:
@@ -388,8 +389,9 @@ class PinnedStep:
                 self.sidecars.release(pin)
 
     async def _renew(self) -> None:
-        for _ in range(int(self._hold_s / (CAPTURE_LEASE_S / 3))):
+        while self._hold_s > 0:
             await asyncio.sleep(CAPTURE_LEASE_S / 3)
+            self._hold_s -= CAPTURE_LEASE_S / 3
             # A failed renewal surfaces as NOT_FOUND at the next read.
             await asyncio.gather(
                 *(self.sidecars.renew(pin, CAPTURE_LEASE_S) for pin in self.pins.values()),

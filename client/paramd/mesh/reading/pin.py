@@ -196,13 +196,13 @@ class Pinner:
         how = PinKind(True, with_buffers)
         pins = await self._pin_all(spans, how, left_s)
         beside: list[RankPin] = []
-        with suppress(ParamdError):
-            beside = await self._pin_all(sample_spans(self._samples), how, left_s)
-        every = [*pins, *beside]
-        kept = False
+        every, kept = [*pins], False
         # Here already: a boundary may be further away than a lease is long.
         renewing = asyncio.create_task(self._renew(every), name="paramd-leases")
         try:
+            with suppress(ParamdError):
+                beside = await self._pin_all(sample_spans(self._samples), how, left_s)
+            every += beside
             left_s -= self._clock() - began_s
             answer = await self._schedule(every, left_s)
             kept = answer.captured and answer.state.step >= 0

@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -88,6 +89,7 @@ class _Entry:
     depth: int = 1
     outermost: bool = True
     """Not nested in another owner's step on this thread, so it counts as an update."""
+    owner: Callable[[], object] = lambda: True
 
 
 class Boundary:
@@ -156,7 +158,7 @@ class Boundary:
         self._pending = True
         self._in_backward = BackwardUpdate(self._end_on)
         self._done: int = page.words[Word.STEP]
-        self._backwards = 0
+        self._backwards = self._ended_at = 0
         self._iteration = 0
         self._trains_in_eval = False
         self._eval_forward = False
@@ -212,7 +214,8 @@ class Boundary:
                 self._drop_dead(owner)
             alone = not self._open
             outermost = alone or all(e.thread != thread for e in self._open.values())
-            self._open[thread, id(owner)] = _Entry(thread, outermost=outermost)
+            there = weakref.ref(owner)
+            self._open[thread, id(owner)] = _Entry(thread, outermost=outermost, owner=there)
             if alone:
                 self._open_window(owner)
 
@@ -234,7 +237,7 @@ class Boundary:
             if entry.outermost:
                 self._done += 1
             self._ended_by.add(thread)
-            self._pending, self._only_confirms = True, False
+            self._pending, self._only_confirms, self._ended_at = True, False, self._backwards
             self._standing.void = ""
             if not self._open:
                 if self.keeper is not None:
@@ -277,6 +280,8 @@ class Boundary:
         """Complete the record of the state: the script changes nothing more of it."""
         with self._lock:
             idle = not (self._open or self._forgotten or self._standing.open)
+            # Not amid the next update, of which there are gradients: SEQ may be even.
+            idle = idle and self._backwards == self._ended_at
             if self.keeper is not None and idle and self._trusted() and self._all_home():
                 self.keeper.kept(self._done)
 
@@ -334,10 +339,10 @@ class Boundary:
             self._gate.settle(self._done, self._iteration, proven=True)
 
     def _drop_dead(self, owner: object) -> None:
-        """Drop this owner's entries of dead threads; its current thread takes over."""
+        """Drop entries of owners that are gone after an error, and this one's of dead threads."""
         alive = {t.ident for t in threading.enumerate()}
-        for thread, number in list(self._open):
-            if number == id(owner) and thread not in alive:
+        for (thread, number), entry in list(self._open.items()):
+            if entry.owner() is None or (number == id(owner) and thread not in alive):
                 del self._open[thread, number]
 
     def _open_window(self, owner: object) -> None:
@@ -474,8 +479,9 @@ class Boundary:
             self._end_changed()
             if proven:
                 self._settles(self._done)
-            if keeps and proven and self.keeper is not None:
-                self._keeper_announces = self.keeper.settling(self._done, trusted=self._trusted())
+            if proven and self.keeper is not None:
+                ask = self.keeper.settling if keeps else self.keeper.ended
+                self._keeper_announces = ask(self._done, trusted=self._trusted())
             self._gate.settle(self._done, self._iteration, proven=proven)
             self._note_time(time.monotonic_ns())
             self._act(proven, at_forward=keeps)

@@ -293,9 +293,9 @@ def _in_transform() -> bool:
 
 
 def _tensors(output: Any, depth: int = 3) -> list[torch.Tensor]:
-    """The first few tensors of an output that require grad."""
+    """The first few tensors of an output that were computed; a parameter would keep its hooks."""
     if isinstance(output, torch.Tensor):
-        return [output] if output.requires_grad else []
+        return [output] if output.grad_fn is not None else []
     if depth == 0:
         return []
     if isinstance(output, dict):

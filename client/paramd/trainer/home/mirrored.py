@@ -41,7 +41,7 @@ from paramd.trainer.home.owned import (
     plan_arena,
 )
 from paramd.trainer.model import accelerator
-from paramd.trainer.model.local_shard import LocalShard, dtype_name
+from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.shards import find_shards
 
 if TYPE_CHECKING:
@@ -228,10 +228,10 @@ def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Ten
     for begin, shard in reversed(pieces[:index]):
         tensor = shard.tensor
         fits = record.arena_end <= begin + moving.span_bytes(tensor)
-        if fits and record.dtype == dtype_name(tensor.dtype):
+        if fits and record.itemsize == tensor.itemsize:  # many dtypes are set bit by bit
             first = int(tensor.storage_offset()) * tensor.itemsize
             return moving.placed(
-                tensor.dtype,
+                getattr(torch, record.dtype),
                 tensor.untyped_storage(),
                 first + record.arena_begin - begin,
                 record.sizes,

@@ -204,6 +204,10 @@ class Keeper:
         self._note_cost(begin_ns)
         return not step % self._every and self._stands(step)
 
+    def ended(self, step: int, *, trusted: bool) -> bool:
+        """As `settling` where no forward begins, of a step of which `kept` has the record."""
+        return trusted and not self._why and self._complete_step == step and self._stands(step)
+
     def kept(self, step: int) -> None:
         """The script's loop starts its next iteration: complete the record of this step now."""
         self.explicit = True

@@ -306,11 +306,11 @@ class Gradients:
     async def close(self) -> None:
         """End everything and release the memory."""
         self.end(self._why_over if self._why_over is not None else EndedError("the run is over"))
-        for timer in (self._timer, self._idle_timer):
-            if timer is not None:
-                timer.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        for timer in (self._timer, self._idle_timer):  # which those set again
+            if timer is not None:
+                timer.cancel()
         await self._not_releasing()
         await self._loop.run_in_executor(self._executor, self._thread.shutdown)
         await self._loop.run_in_executor(self._executor, self._memory.close)

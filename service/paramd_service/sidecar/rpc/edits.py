@@ -208,9 +208,10 @@ async def _make_mark(rank: RankSidecar, request: pb.MakeMarkRequest, timeout_s: 
     return pb.MakeMarkResponse(header=header, state=_state_of(mark))
 
 
-async def _drop_mark(rank: RankSidecar, request: pb.DropMarkRequest, _timeout_s: float) -> Message:
+async def _drop_mark(rank: RankSidecar, request: pb.DropMarkRequest, timeout_s: float) -> Message:
     rank.follow_control(request.generation)
-    dropped = rank.marks.drop(request.mark)
+    async with asyncio.timeout(timeout_s), rank.using_memory:  # not while it is made
+        dropped = rank.marks.drop(request.mark)
     return pb.DropMarkResponse(header=messages.header(rank), dropped=dropped)
 
 

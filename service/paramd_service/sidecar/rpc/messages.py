@@ -120,6 +120,7 @@ def header_of(rank: RankSidecar, snapshot: Snapshot) -> common_pb2.Header:
     found = header(rank, snapshot.step, snapshot.edits)
     found.iteration, found.unsettled = snapshot.iteration, snapshot.unsettled
     found.label, found.history = snapshot.label, snapshot.history
+    found.incarnation = snapshot.key.incarnation
     return found
 
 

@@ -350,6 +350,8 @@ class SidecarServicer:
         try:
             async with asyncio.timeout(timeout_s):
                 yield snapshot
+            if self._rank.has_pins and self._rank.pins.store is store:
+                store.check(snapshot)  # no stray change was found meanwhile
         finally:
             store.drop(snapshot)
 

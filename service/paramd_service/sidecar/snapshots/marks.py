@@ -188,11 +188,12 @@ class Marks:
             )
         kept = "" if mark is None else name
         with self.found(kept, label.step, label.lineage, label.edits) as found:
-            found.check()
             filled = 0
             for begin, end in spans:
                 found.read_into(into[filled : filled + end - begin], begin)
                 filled += end - begin
+            # After the copy: the next standing snapshot may have taken the place meanwhile.
+            found.check()
         return label
 
     def close(self) -> None:

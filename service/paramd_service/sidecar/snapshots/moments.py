@@ -150,9 +150,10 @@ class Moments:
 
     def now(self) -> tuple[OptimizerState, dict[str, Any]] | None:
         """The state and its record, if recorded at the page's step."""
-        page, found = self._page, self._read()
+        page = self._page
         step = page[Word.MIRRORED_STEP if is_mirror(page.words) else Word.STEP]
-        if found is None or page[Word.RECORD_STEP] != step:
+        # The step first: it is written after its record.
+        if page[Word.RECORD_STEP] != step or (found := self._read()) is None:
             return None
         state, record = found
         # A record is rewritten only when something in it has changed.

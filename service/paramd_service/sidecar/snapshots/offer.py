@@ -24,6 +24,7 @@ from xxhash import xxh3_64
 from paramd.errors import DataLossError, ExhaustedError, NotFoundError, UsageError
 from paramd.memory.control_page import Word, label_of, sample_digest
 from paramd.memory.gate import resting_state, state_of
+from paramd_service.aio import in_executor
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
 from paramd_service.sidecar.snapshots.standing import BUFFERS, Standing, StandingLabel, rebased
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
@@ -147,8 +148,9 @@ class Copies:
         copy.label = None
         if not fits:
             self._free(copy)
-            loop = asyncio.get_running_loop()
-            copy.block = await loop.run_in_executor(self._executor, self._blocks.make, size_bytes)
+            # Set on the thread: the next attempt has it if this caller leaves.
+            make = self._blocks.make
+            await in_executor(self._executor, lambda: setattr(copy, "block", make(size_bytes)))
         copy.label, copy.received_bytes, copy.summed = label, 0, xxh3_64()
         return copy
 

@@ -1,7 +1,5 @@
 """Await work that cannot be stopped, and several pieces of work at once."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Executor

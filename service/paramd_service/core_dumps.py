@@ -1,7 +1,5 @@
 """Keep a helper's memory off the disk: it has tickets, a private key, parameters."""
 
-from __future__ import annotations
-
 import ctypes
 import resource
 from contextlib import suppress

@@ -5,8 +5,6 @@ After a wanted change write both again:
     make web-types
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest.mock import MagicMock

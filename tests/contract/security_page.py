@@ -3,8 +3,6 @@
 make surface            # after a wanted change; writes them anew
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

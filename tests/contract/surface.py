@@ -8,8 +8,6 @@ review. After a wanted change write it again:
     make surface
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any

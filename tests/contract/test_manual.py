@@ -1,7 +1,5 @@
 """The built manual fits the dashboard's content security policy, the wheel, and a host offline."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

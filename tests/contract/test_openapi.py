@@ -1,7 +1,5 @@
 """The OpenAPI document keeps its promises against a live control plane and real sidecars."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

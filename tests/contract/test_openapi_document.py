@@ -1,7 +1,5 @@
 """What the dashboard's types are made of is the document of the code as it is."""
 
-from __future__ import annotations
-
 from tests.contract.openapi_document import COMMAND, FROZEN, document
 
 

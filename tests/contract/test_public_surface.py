@@ -1,7 +1,5 @@
 """What others rely on changes only on purpose."""
 
-from __future__ import annotations
-
 import difflib
 
 from tests.contract.surface import COMMAND, FROZEN, surface

@@ -1,7 +1,5 @@
 """docs/reference/roles.md says of roles what the code does."""
 
-from __future__ import annotations
-
 import re
 
 from tests.contract.security_page import BEGIN, END, PAGE, page

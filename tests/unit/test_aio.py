@@ -1,7 +1,5 @@
 """Work on threads is waited for when its caller is cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any

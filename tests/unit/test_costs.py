@@ -1,7 +1,5 @@
 """Tests have a budget of lines and of seconds, and a run that takes more than it has fails."""
 
-from __future__ import annotations
-
 from tests import costs
 from tests.launch import ROOT
 

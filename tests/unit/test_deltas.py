@@ -1,7 +1,5 @@
 """Deltas: what is made of two states turns one into the other, in the fewest bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Extras are those of pyproject.toml, and what lacks one says which."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The filter language: what it chooses, and where it says what is wrong."""
 
-from __future__ import annotations
-
 import math
 import time
 

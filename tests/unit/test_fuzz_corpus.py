@@ -1,7 +1,5 @@
 """What fuzzing started from, and what once broke a parser, is taken or refused in our words."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.fuzz.corpus import CORPUS

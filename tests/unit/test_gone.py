@@ -1,7 +1,5 @@
 """What a release took away says what replaces it, at every door: all rows of the table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What starts light stays light: torch is loaded only by the modules that need it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A job's own CA: the same for everyone who has its key, different for everyone else."""
 
-from __future__ import annotations
-
 import json
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """The leak check sees what it is there to see."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Which cases a run takes: the sample, an eighth of the others in CI, all in a campaign."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Planted bugs keep up with the code that they are planted in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The state dir: private, traversal-proof, atomic, and honest about what runs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The soak's plan is the same for the same seed, and its oracle sees what it is there to see."""
 
-from __future__ import annotations
-
 import random
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """The framing of bulk streams: what is written is read, and nothing else is taken for it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Tickets: only what this job's private key signed, for this incarnation, in its time, passes."""
 
-from __future__ import annotations
-
 import base64
 import hmac
 import json

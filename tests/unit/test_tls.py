@@ -1,7 +1,5 @@
 """TLS without sockets: who may listen where, whom a client talks to, which files are taken."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

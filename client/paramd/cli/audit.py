@@ -1,7 +1,5 @@
 """`paramd audit`: list the audit trail, and verify its hash chain."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime

@@ -5,8 +5,6 @@ writes a separate endpoint into this host's state dir while it runs. So every co
 `paramd.connect(job=...)`, find the job as if it ran here; sidecars are reached through that port.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """`paramd context list|show`: the named contexts in the user's own paramd.toml."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict
 from pathlib import Path

@@ -5,8 +5,6 @@ one minute. A browser gets the link from a file that only this user can read: it
 other users of the machine can read, have only the file's name.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

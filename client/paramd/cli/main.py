@@ -4,8 +4,6 @@ Nothing here imports torch or gRPC, so that `--help` and completion stay fast; c
 when they run.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`paramd control`, `sidecar`, `certs`: the service's own programs, and certificates to try."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Exit of the program: one line per error, its exit code, a traceback with --debug."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """`paramd token create|list|revoke`: user tokens of a control plane."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any

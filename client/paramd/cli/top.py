@@ -1,7 +1,5 @@
 """`paramd top`: all ranks and alerts on one live screen."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

@@ -5,8 +5,6 @@ Only reads: no server is started, nothing is created or migrated, and the job's 
 belong to the caller.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Open the place of a target."""
 
-from __future__ import annotations
-
 import re
 
 from paramd.errors import UsageError

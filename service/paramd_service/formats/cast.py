@@ -4,8 +4,6 @@ A sidecar without torch stays small. torch rounds to nearest, ties to even, and 
 by way of 32.
 """
 
-from __future__ import annotations
-
 import platform
 from typing import Any
 

@@ -4,8 +4,6 @@ Importing torch would block the sidecar for seconds, and stay in its memory. The
 and returns the files' bytes.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Reads a description from standard input (see dcp.py), builds torch's metadata fr
 `FileSystemWriter.finish` write it, and prints the files.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys

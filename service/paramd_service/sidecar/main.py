@@ -1,7 +1,5 @@
 """The sidecar process: parse, build, run, close."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import ctypes

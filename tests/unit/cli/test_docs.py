@@ -1,7 +1,5 @@
 """What the documents name exists."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What goes to stdout, in every format."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Flag before PARAMD_* before paramd.toml, and no token where others can read it."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

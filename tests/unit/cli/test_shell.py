@@ -1,7 +1,5 @@
 """How the program ends."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd import errors

@@ -1,7 +1,5 @@
 """What ranks report, made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from paramd.v1 import common_pb2, control_pb2

@@ -1,7 +1,5 @@
 """The life of an alert, told once; what is read of config files."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd.errors import UsageError

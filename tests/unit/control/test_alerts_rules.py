@@ -1,7 +1,5 @@
 """Each rule: what makes it find something, and what nearly does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

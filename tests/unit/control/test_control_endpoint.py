@@ -1,7 +1,5 @@
 """Addresses: loopback only, the next free port, no delay on connections."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """REST: nobody passes without the token, no foreign page passes at all, errors are problems."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

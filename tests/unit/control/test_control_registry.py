@@ -1,7 +1,5 @@
 """The registry: only this incarnation's ranks speak, each through one stream at a time."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd.errors import ConflictError, UnreachableError, UsageError

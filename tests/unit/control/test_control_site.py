@@ -1,7 +1,5 @@
 """A site's jobs, generations and lists of incarnations, without a server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import stat

@@ -1,7 +1,5 @@
 """The mesh view: every rank's standing and its reason follow from reports and time alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd_service.control.mesh.registry import Report, why_end

@@ -1,7 +1,5 @@
 """What an edit's machine concludes from single answers; histories are searched in tests/model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The ring of events: order, resuming, gaps, and readers that do not keep up."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

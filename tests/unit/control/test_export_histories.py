@@ -1,7 +1,5 @@
 """Which exports lie on the way to the present state, after rollbacks and their undos."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd.memory.edit_program import branch_of

@@ -1,7 +1,5 @@
 """When schedules export, and what they keep."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd_service.control.exports.schedules import Cadence, Due, due, to_remove

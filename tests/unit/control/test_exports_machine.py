@@ -1,7 +1,5 @@
 """An export's life: which states follow which, who gets files, what a loss means."""
 
-from __future__ import annotations
-
 from paramd.layout.exports.files import ExportState
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.machine import Export

@@ -1,7 +1,5 @@
 """Destinations as an operator names them, what a request asks for, small files beside."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Time limits of REST's connections, on a real socket with shorter limits."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

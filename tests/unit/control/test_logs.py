@@ -1,7 +1,5 @@
 """Log lines: their shape, what they take along, and what never gets into them."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Which of the addresses that a joining sidecar names are dialled for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd.errors import UsageError

@@ -1,7 +1,5 @@
 """Refusals that sidecars report: one record a minute and rank, and none lost or made up."""
 
-from __future__ import annotations
-
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import EVERY_S, RefusalBook
 from paramd_service.sidecar.revocations import MAX_CHARS, Refusals

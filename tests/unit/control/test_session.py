@@ -1,7 +1,5 @@
 """Sessions of browsers: both halves, this origin only, no longer than the token; --readonly."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

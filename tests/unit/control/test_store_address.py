@@ -1,7 +1,5 @@
 """Where the store is: what is taken, what is refused, and no password in any text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

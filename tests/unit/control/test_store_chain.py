@@ -1,7 +1,5 @@
 """The hash chain: every change of a record, and every cut, is found and named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

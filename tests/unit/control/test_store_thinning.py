@@ -1,7 +1,5 @@
 """Merging neighbours: what a series says of any time stays true, and fewer points say it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

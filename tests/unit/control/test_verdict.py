@@ -1,7 +1,5 @@
 """The verdict of `paramd why`, from evidence made by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What we write without torch, as torch itself would: casts, and archives of tensors."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

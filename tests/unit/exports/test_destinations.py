@@ -1,7 +1,5 @@
 """Destinations and keys: what an attacker may write opens nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

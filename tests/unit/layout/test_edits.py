@@ -1,7 +1,5 @@
 """Plans of edits change the right elements, on every replica, for every way of sharding."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

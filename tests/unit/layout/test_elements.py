@@ -1,7 +1,5 @@
 """Elements as text give exactly the element again; torch says which it is."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables of optimizer state, merged by names of parameters."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

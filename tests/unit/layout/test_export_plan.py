@@ -1,7 +1,5 @@
 """Plans of exports: shards, names, writers, chunks; every element once."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank sends as its layout has a bound: in bytes, in names and in their length."""
 
-from __future__ import annotations
-
 from itertools import repeat
 
 import pytest

@@ -1,7 +1,5 @@
 """Layouts merge only when all ranks agree and every element has exactly one region."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

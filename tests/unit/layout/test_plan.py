@@ -1,7 +1,5 @@
 """Plans gather the right bytes, for every way of sharding that torch has."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """What we write is what the safetensors library reads."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 from pathlib import Path

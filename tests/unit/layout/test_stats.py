@@ -1,7 +1,5 @@
 """Merged statistics equal those of all elements at once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The continuation memory: whole payloads, whenever its writer dies."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 The simulated runtime has HIP's structures and calls (tests/gpu/driver); no HIP is involved.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Notes of edits: what is written is read, what is none is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd.errors import ExhaustedError, UsageError

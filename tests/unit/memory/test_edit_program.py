@@ -1,7 +1,5 @@
 """Edit programs: what is written is what is parsed, and what cannot run is refused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

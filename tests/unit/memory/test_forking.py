@@ -1,7 +1,5 @@
 """A forked child must not reach its parent's parameters."""
 
-from __future__ import annotations
-
 import os
 
 from paramd.memory import descriptors

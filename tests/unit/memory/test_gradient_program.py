@@ -1,7 +1,5 @@
 """Rooms of gradient slots, and which spans a program covers."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 

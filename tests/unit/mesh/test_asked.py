@@ -1,7 +1,5 @@
 """An answer counts when it is of the rank that was asked; an address, when it leads there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

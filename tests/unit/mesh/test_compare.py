@@ -1,7 +1,5 @@
 """Differences of tensors, against torch; states on disk."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

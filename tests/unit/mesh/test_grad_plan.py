@@ -1,7 +1,5 @@
 """Which ranks are asked for a gradient that turns out to be a sum over some of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from paramd.errors import AbortedError
+from paramd.mesh.frames import stepping
 from paramd.mesh.frames.stepping import PinnedStep, TrainingEndedError, hold_step
 from paramd.mesh.peers.sidecars import RankPin, Sidecars
 from paramd.state import At, StateName
@@ -25,6 +27,7 @@ class Answering:
         self.document = SimpleNamespace(incarnation=INCARNATION)
         self.answers = answers
         self.released: list[str] = []
+        self.renewed = 0
 
     async def pin_step(
         self, rank: int, request: pb.PinSnapshotRequest, timeout_s: float
@@ -33,6 +36,9 @@ class Answering:
 
     def release(self, pin: RankPin) -> None:
         self.released.append(pin.snapshot_id)
+
+    async def renew(self, pin: RankPin, lease_s: float) -> None:
+        self.renewed += 1
 
 
 def answer(rank: int, *, edits: int, ended: bool = False, **other: Any) -> pb.PinSnapshotResponse:
@@ -87,3 +93,17 @@ async def test_the_end_of_the_training_is_no_state() -> None:
     with pytest.raises(TrainingEndedError):
         await hold(sidecars)
     assert sorted(sidecars.released) == ["s0", "s1"]
+
+
+async def test_what_is_being_read_is_kept_longer_than_what_nobody_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stepping, "CAPTURE_LEASE_S", 0.003)
+    sidecars = Answering({0: answer(0, edits=2)})
+    held = await hold(sidecars)
+    held._hold_s = 0.002
+    held.reading()
+    async with asyncio.timeout(60):
+        while sidecars.renewed < 9:
+            await asyncio.sleep(0.001)
+    held.release()

@@ -1,7 +1,5 @@
 """Memory that a client lends: found by address, used again, and let go of."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import gc

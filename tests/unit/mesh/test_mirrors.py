@@ -1,7 +1,5 @@
 """A follower's copy: parts that turn it into what the rank has are taken, all others are not."""
 
-from __future__ import annotations
-
 import torch
 from xxhash import xxh3_128_digest
 

@@ -1,7 +1,5 @@
 """Partial files in a directory that others write too: what is planted there is never used."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +84,17 @@ def test_only_the_whole_file_has_the_mode_that_the_user_wants(tmp_path: Path) ->
     assert path.stat().st_mode & 0o777 == 0o640
     assert path.read_bytes() == HEADER.replace(b"{}", b"[]") + b"abxy"
     assert [p.name for p in tmp_path.iterdir()] == [NAME]
+
+
+def test_bytes_that_could_not_get_their_name_are_gone_on_from(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b"taken meanwhile")
+    file = PartialFile(tmp_path / NAME)
+    with file.opened():
+        file.begin(HEADER, 10)
+        with pytest.raises(ConflictError, match="exists"):
+            file.publish(HEADER, overwrite=False)
+    with file.opened():
+        assert file.header() == HEADER
 
 
 def test_a_partial_file_that_was_swapped_does_not_get_the_name(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Answers print well, and what a training script named is never markup."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -144,3 +145,21 @@ def test_a_new_history_keeps_what_it_continues(made: Callable[..., Copies]) -> N
     assert [(label.lineage, label.step) for _, label in copies.labels()] == [(9, 4)]
     copies.rebase(0, 11, -1)
     assert list(copies.labels()) == []
+
+
+async def test_memory_that_was_made_for_a_sender_that_left_is_the_next_ones(
+    made: Callable[..., Copies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, label = made(), label_of(1)
+    make, begun, go = copies._blocks.make, threading.Event(), threading.Event()
+    monkeypatch.setattr(
+        copies._blocks, "make", lambda size: (begun.set(), go.wait(60), make(size))[2]
+    )
+    left = asyncio.create_task(copies.put(0, label, 0, 0, b""))
+    await asyncio.to_thread(begun.wait, 60)
+    left.cancel()
+    go.set()
+    await asyncio.wait([left])
+    had = copies.size_bytes
+    await copies.put(0, label, 0, 0, b"")
+    assert had == copies.size_bytes > SIZE

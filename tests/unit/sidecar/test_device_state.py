@@ -1,7 +1,5 @@
 """Device memory that a sidecar makes for its trainer's optimizer state; simulated."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Digests against xxhash itself; what is refused; the metrics text against promtool."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What a stack means, faulthandler's text, the ring of logged numbers, a process's facts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

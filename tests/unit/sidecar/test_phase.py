@@ -1,7 +1,5 @@
 """What a rank is doing: a pure function of its control page, its trainer and the clock."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Pictures of strided views against the obvious loop over every element."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

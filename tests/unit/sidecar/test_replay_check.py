@@ -1,7 +1,5 @@
 """Which snapshots are of one update, before it is made again."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd.errors import AbortedError, UsageError

@@ -1,7 +1,5 @@
 """Chunk bytes, faults, configuration, attach decisions, limits, who may call, reconnect pauses."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paramd.errors import ExhaustedError
+from paramd.errors import DataLossError, ExhaustedError
 from paramd.memory.continuation import EXTRA, RECORD, TABLE, Checked, KeptSlots, check_left
 from paramd.memory.control_page import Word, step_of
 from paramd.memory.descriptors import SparseMemory
@@ -18,7 +18,7 @@ from paramd.memory.optimizer_state import TABLE_BYTES, parse_table, table_text
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import Ownership
-from paramd_service.sidecar.snapshots.marks import Marks
+from paramd_service.sidecar.snapshots.marks import Found, Marks
 from paramd_service.sidecar.snapshots.moments import Moments, table_key
 from paramd_service.sidecar.snapshots.offer import offer_of
 from paramd_service.sidecar.snapshots.standing import Standing
@@ -168,7 +168,7 @@ def test_ranks_whose_copies_fail_at_different_times_keep_one_in_common(
 
 
 def test_what_a_rollback_left_stays_until_all_ranks_have_something_newer(
-    trainer: Trainer, standing: Standing, blocks: BlockMaker
+    trainer: Trainer, standing: Standing, blocks: BlockMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve = standing.serving(trainer.attached, lambda: "")
     for step in (8, 9):
@@ -189,6 +189,15 @@ def test_what_a_rollback_left_stays_until_all_ranks_have_something_newer(
     assert [(label.step, label.lineage) for label, _ in standing.labels()] == [(6, 5), (6, 78)]
     marks = Marks(blocks, standing, budget_bytes=None)
     assert marks.read("6", "", [(0, 1)], memoryview(bytearray(1))).lineage == 5
+
+    def replaced(*_: object) -> None:
+        for step in (7, 8):
+            made_at(standing, trainer, serve, step)
+
+    # While it is copied, the next ones take its memory.
+    monkeypatch.setattr(Found, "read_into", replaced)
+    with pytest.raises(DataLossError, match="step 6 is damaged"):
+        marks.read("6", "", [(0, 1)], memoryview(bytearray(1)))
 
 
 def test_extra_state_that_is_not_there_or_too_long_is_a_miss(

@@ -1,7 +1,5 @@
 """Fewer objects for those whose tests move parameters."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

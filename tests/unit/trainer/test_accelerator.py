@@ -1,7 +1,5 @@
 """What goes through `torch.accelerator`, on an accelerator in Python and with streams that note."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

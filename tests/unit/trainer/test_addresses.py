@@ -1,7 +1,5 @@
 """Which address a rank takes, and what is refused before any certificate is made."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

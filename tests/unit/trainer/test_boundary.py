@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -416,7 +418,7 @@ def test_backwards_are_counted_once_each(make: Make) -> None:
 
         def forward(self, x: torch.Tensor) -> dict[str, Any]:
             y = self.inner(x)
-            return {"loss": y.sum(), "more": (y, [y * 2])}
+            return {"loss": y.sum(), "more": (y, [y * 2]), "own": self.inner[0].bias}
 
     bench = make(Outputs())
     for _ in range(3):
@@ -424,6 +426,32 @@ def test_backwards_are_counted_once_each(make: Make) -> None:
         (found["loss"] + found["more"][1][0].sum()).backward()
     bench.model(torch.ones(2, WIDTH))["more"][0].sum().backward()
     assert bench.boundary.iteration() == 4
+    assert not bench.model.inner[0].bias._backward_hooks  # which would stay for ever
+
+
+def test_an_optimizer_that_raised_and_is_gone_holds_nothing_open(make: Make) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.boundary.begin(optimizer)  # and its step raises
+    del optimizer
+    gc.collect()
+    bench.train(_sgd(bench), 2)
+    assert bench.boundary.step == 2
+
+
+def test_a_record_is_not_made_amid_the_next_update(make: Make) -> None:
+    bench = make()
+    kept: list[int] = []
+    bench.boundary.keeper = SimpleNamespace(  # type: ignore[assignment]
+        kept=kept.append, rested=lambda _: None,
+        settling=lambda *_, **__: False, ended=lambda *_, **__: False,
+    )  # fmt: skip
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+    bench.boundary.kept()
+    bench.forward_backward()  # of the next one, whose gradients are there now
+    bench.boundary.kept()
+    assert kept == [PROBATION + 2]
 
 
 @pytest.mark.parametrize("again", [None, False, True])

@@ -1,7 +1,5 @@
 """What a hyper-parameter may be set to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The trainer's side of the line: stacks, collectives, logged numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

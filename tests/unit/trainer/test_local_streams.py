@@ -1,7 +1,5 @@
 """Streams: every element travels exactly once, aligned, and no rank sends much more than others."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

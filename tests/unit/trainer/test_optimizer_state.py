@@ -1,7 +1,5 @@
 """What the sidecar reads of a trainer's record and table, without torch."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

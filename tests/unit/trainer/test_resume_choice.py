@@ -1,7 +1,5 @@
 """From what ranks hold to how a training goes on."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd.errors import ConflictError

@@ -1,7 +1,5 @@
 """State as bytes without pickle: what comes back, and what is refused by its path."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter, OrderedDict

@@ -1,7 +1,5 @@
 """Who keeps whose copies, and from where a lost rank gets its own back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

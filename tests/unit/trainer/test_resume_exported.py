@@ -1,7 +1,5 @@
 """Exports that a training goes on from: each rank's own parts, and what is refused and why."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which indices a placement leaves to a rank: the same as torch's own splitting gives."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """A job's health in one word, and its likely cause: the same for all who show it. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from paramd.mesh.edits.calls import PauseWord

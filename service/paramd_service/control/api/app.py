@@ -1,8 +1,6 @@
 """The HTTP app: /api/v1, /metrics, health, the dashboard and the OpenAPI document. Only health and
 the dashboard need no token; health reports only whether the server runs."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import sys

@@ -4,8 +4,6 @@ Nothing is cached between responses: for 4,096 ranks a cache took 8 MB as soon a
 watched the mesh, and saved a third of the CPU of some responses.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from operator import attrgetter

@@ -3,8 +3,6 @@
 The end of a rank's logs comes from its sidecar, else from the files on this host.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Collection, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Bring a store's schema up to date, one process at a time."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

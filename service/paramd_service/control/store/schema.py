@@ -1,7 +1,5 @@
 """The current tables. A change here needs a revision in `migrations/versions`."""
 
-from __future__ import annotations
-
 from sqlalchemy import (
     BigInteger,
     Boolean,

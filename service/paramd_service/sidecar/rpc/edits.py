@@ -3,8 +3,6 @@
 MakeMark, DropMark and ListKeptStates: the states that this rank can return to.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Messages about this rank; a domain error as a gRPC status, with one public text and reason."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

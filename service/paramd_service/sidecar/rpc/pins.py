@@ -1,7 +1,5 @@
 """PinSnapshot (parameters now, at a step or at a boundary; gradients), and boundary calls."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from google.protobuf.message import Message

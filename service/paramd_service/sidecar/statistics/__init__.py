@@ -4,8 +4,6 @@ Importing this package loads torch, fully or not at all: an import that fails ha
 registrations behind, which make every later import in the process fail.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 Works block by block to bound temporary memory, with the code that the trainer runs on the arena.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Edits: create, commit, preview, undo, abort, list."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated
 

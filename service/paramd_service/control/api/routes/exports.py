@@ -1,7 +1,5 @@
 """Exports: checkpoints of a running job, written to destinations that the operator allows."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated, Any, Literal
 

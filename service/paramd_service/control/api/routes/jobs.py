@@ -1,7 +1,5 @@
 """Jobs, their incarnations and ranks; registration of a job with a site."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence

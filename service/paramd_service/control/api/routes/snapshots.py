@@ -1,7 +1,5 @@
 """Snapshots under lease: those pinned over REST at one step, and all leases at the sidecars."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Control of training: pause, step and resume; marks, rollbacks and hyper-parameters."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request

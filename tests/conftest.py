@@ -1,7 +1,5 @@
 """What holds for every test: nothing is left behind, and no user state is touched."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

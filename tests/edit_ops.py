@@ -1,7 +1,5 @@
 """Operations of edits, as short as tests need them."""
 
-from __future__ import annotations
-
 from paramd.layout.edits.kinds import NUMBERS, EditKind
 from paramd.layout.edits.ops import WHOLE_BOX
 from paramd.layout.types import Box

@@ -8,8 +8,6 @@ its exit steps and ends at once; what a training that simply ends meets is teste
 (test_leaving.py).
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -3,8 +3,6 @@ tests over many cases, of which `make test` has a sample, CI an eighth of the ot
 its commit chooses, and `make campaigns` all.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import zlib

@@ -4,8 +4,6 @@ A person's machine may lack one: then a test is skipped, or a part of it left ou
 for there a check that never ran must not look like one that passed.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -3,8 +3,6 @@
 What `python -c` would do, but it starts warm.
 """
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ paramd among them, and what modules of `paramd.integrations` import in turn. Dee
 test` claims by itself. Other versions of packages, and a base that is not here, touch all.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

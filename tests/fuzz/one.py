@@ -1,7 +1,5 @@
 """One target under Atheris, for `__main__.py`: libFuzzer ends its process when it is done."""
 
-from __future__ import annotations
-
 import sys
 
 import atheris

@@ -1,7 +1,5 @@
 """Inputs to start from: good ones, made by the code that writes them."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Updates of workers as a device makes them: queued, and done later than the host believes."""
 
-from __future__ import annotations
-
 import os
 import struct
 from itertools import count

@@ -3,8 +3,6 @@
 `make test-gpu`. Skipped where there is no device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -5,8 +5,6 @@ torchrun --nnodes 2 ... tests/integration/far_trainer.py STOP [PROGRESS [NUMEL]]
 Rank r's half holds r + 1; with a file for its progress, 2 s + r at step s, which it writes there.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -3,8 +3,6 @@
 Says its incarnation on stdout, trains until its stdin is closed, and detaches.
 """
 
-from __future__ import annotations
-
 import json
 import select
 import sys

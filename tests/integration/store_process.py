@@ -1,7 +1,5 @@
 """Stores for tests: the same cases over a SQLite file and over a real PostgreSQL server."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager

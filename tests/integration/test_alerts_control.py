@@ -1,7 +1,5 @@
 """A real control plane tells what is wrong: over REST, to a webhook, in its log; and no secret."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The audit over SQLite and over PostgreSQL: recorded before the effect, or no effect at all."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource

@@ -1,7 +1,5 @@
 """A real control plane's audit: over REST, over the command line, when its disk is full."""
 
-from __future__ import annotations
-
 import json
 import resource
 import sqlite3

@@ -1,7 +1,5 @@
 """Every gRPC method of both servers x every role: default deny, from tables written out here."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Iterator

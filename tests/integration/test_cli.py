@@ -1,7 +1,5 @@
 """The command line against a real job: what it prints is right, and how it ends."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The demo and its training: what a newcomer runs first."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

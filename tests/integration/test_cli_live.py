@@ -1,7 +1,5 @@
 """The command line as a user meets it: another process, and a training that goes on."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

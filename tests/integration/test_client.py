@@ -1,7 +1,5 @@
 """A mesh against real sidecars: what it answers is right, whole and at one step."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

@@ -1,7 +1,5 @@
 """Sidecars that die, stop or come back: an answer is right, or refused within seconds."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Shell completion, asked as the shell does: names of the job, quickly, or nothing at all."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

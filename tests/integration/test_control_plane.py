@@ -1,7 +1,5 @@
 """The embedded control plane as a real process, with fake sidecars over loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """`paramd dashboard` against a real control plane: its link signs in once and holds no token."""
 
-from __future__ import annotations
-
 import re
 import stat
 import sys

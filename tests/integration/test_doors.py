@@ -1,7 +1,5 @@
 """Doors under siege: whoever has no good token, or is greedy with one, costs nobody else theirs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource

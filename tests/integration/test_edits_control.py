@@ -1,7 +1,5 @@
 """Edits and holds at a real control plane, whose sidecars and trainers the test plays."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

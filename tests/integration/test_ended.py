@@ -1,7 +1,5 @@
 """The command line and jobs that have ended: what is stored of them, and what they leave behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

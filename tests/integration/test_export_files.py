@@ -1,7 +1,5 @@
 """What sidecars write, read by its real readers: byte-equal for every way to distribute."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

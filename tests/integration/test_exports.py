@@ -1,7 +1,5 @@
 """Exports of real sidecars through a real control plane: whole, or failed with the cause."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Exports while parts die: whole or nowhere, whatever was killed and when."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

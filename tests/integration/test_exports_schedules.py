@@ -1,7 +1,5 @@
 """Schedules: exports that begin by themselves, and what of them is kept; the command line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Metrics as Prometheus' own tool reads them, of the control plane and of a real sidecar."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

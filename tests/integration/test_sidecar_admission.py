@@ -1,7 +1,5 @@
 """What a sidecar refuses: strangers, calls without deadline, malformed requests, late comers."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

@@ -1,7 +1,5 @@
 """Edits at a real sidecar: staged, applied, told true; also when it is killed in between."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

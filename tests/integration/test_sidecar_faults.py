@@ -1,7 +1,5 @@
 """Sidecars killed and stopped at named points, and trainers that end: never a wrong answer."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Live reads of a real sidecar's memory: who may, what they get, and what a mesh makes of it."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket

@@ -1,7 +1,5 @@
 """Pins against a real sidecar: one step always, shared, leased, bounded."""
 
-from __future__ import annotations
-
 import grpc
 import pytest
 

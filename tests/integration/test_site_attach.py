@@ -1,7 +1,5 @@
 """attach(control=...) and connect(url) over a site's control plane, with a real training."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The store over SQLite and over PostgreSQL: the same cases, the same answers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """TLS end to end: who is refused, and how certificates change under open streams."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

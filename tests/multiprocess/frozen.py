@@ -1,7 +1,5 @@
 """A training that changes nothing, to be edited: whatever it holds was written by edits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

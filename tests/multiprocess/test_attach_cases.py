@@ -1,7 +1,5 @@
 """Attaching wrongly is refused on all ranks; updates, detaching and coming back work."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.launch import run_ranks

@@ -1,8 +1,6 @@
 """One flipped bit, in a parameter or in optimizer state, is found within n steps and named; so
 is NaN, until it is mended."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What trainings are made of, with each other: the same training, and the right values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

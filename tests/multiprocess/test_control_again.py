@@ -1,7 +1,5 @@
 """A control plane is killed and starts again from its store: ranks train on, and join it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

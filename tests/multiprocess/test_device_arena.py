@@ -3,8 +3,6 @@
 No GPU is involved: what these tests show of the driver is what the simulated one has of it.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import time

@@ -3,8 +3,6 @@
 No GPU is involved: see tests/gpu/driver.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ What may never happen: that some ranks have an edit and others have not, and tha
 of it is not what the ranks hold. The soak does so on every kind of model.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """torchrun with fewer or more nodes than before, and several jobs on one host."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

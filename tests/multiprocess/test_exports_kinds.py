@@ -1,7 +1,5 @@
 """Exports of real trainings: every kind of model, read by torch's and Hugging Face's readers."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sidecars and the control plane of a real job, killed and stopped: right, refused, never wrong."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trainers that are stopped, killed, raise or come back: served, refused, fenced."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path

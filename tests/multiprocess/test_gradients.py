@@ -3,8 +3,6 @@
 In the worker all elements of all gradients are the number of the update that consumes them.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

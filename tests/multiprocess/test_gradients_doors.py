@@ -1,7 +1,5 @@
 """The same frames through the command line, REST's events, the history, and a bare stub."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Readers that are slow, many or killed, sidecars that are killed, trainings that end."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training that is attached and ends without `detach` ends well, and soon."""
 
-from __future__ import annotations
-
 from tests.launch import run_ranks
 from tests.longer import takes_all
 

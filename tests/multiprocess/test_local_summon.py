@@ -1,7 +1,5 @@
 """`summon_full_params` in real ranks, against plain tensors and PyTorch's own means."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.launch import run_ranks

@@ -1,7 +1,5 @@
 """Edits in `summon_full_params` are updates for whoever reads through the sidecars."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that attach hear each other's messages whole, without a connection from each to all."""
 
-from __future__ import annotations
-
 from tests.launch import start_ranks
 
 

@@ -3,8 +3,6 @@
 That training is the same, and every value that of its step, tests/sequences says of kind mirror.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

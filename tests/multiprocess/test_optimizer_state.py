@@ -1,7 +1,5 @@
 """Optimizer state read from outside: every bit is the trainer's, wherever it lies."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

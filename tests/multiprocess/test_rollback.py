@@ -1,7 +1,5 @@
 """A running training is put back to an earlier state and computes the same bits from there."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

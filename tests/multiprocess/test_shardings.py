@@ -1,7 +1,5 @@
 """Pipelines and experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Above all: a snapshot never mixes steps, on any rank, for any kind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a user reads of a real training that freezes some of its weights and averages others."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ paramd attached is that without.
 Every kind, at every world size, with sizes that nothing divides, in several dtypes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

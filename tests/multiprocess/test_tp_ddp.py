@@ -1,7 +1,5 @@
 """TP+DDP on four real ranks, two replicas of a model over two ranks each."""
 
-from __future__ import annotations
-
 from tests.launch import run_ranks
 
 

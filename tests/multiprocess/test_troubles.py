@@ -3,8 +3,6 @@
 One training of two ranks has one trouble after the other, each healed before the next.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

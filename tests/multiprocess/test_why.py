@@ -1,7 +1,5 @@
 """What paramd says of a training that hangs, and how two states of it differ, in real processes."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

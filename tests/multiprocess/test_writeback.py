@@ -1,7 +1,5 @@
 """Write-back, undo and holds of a training whose every element holds its step."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

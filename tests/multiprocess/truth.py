@@ -1,7 +1,5 @@
 """What a client summons, compared byte by byte with what torch gathered in the trainers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Words choose bugs by their names. Ends with 1 when a bug survives, stands nowher
 when a test fails without any bug.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -4,8 +4,6 @@ mutmut knows one source root; so both of ours are copied into one. Words choose 
 when less than `GOAL` of the mutants were found.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -33,7 +31,10 @@ SUITES: dict[str, tuple[str, ...]] = {
         "unit/control/test_auth_tokens.py",
         "unit/control/test_session.py",
     ),
-    "paramd_service/sidecar/rpc/auth.py": ("unit/sidecar/test_sidecar_parts.py",),
+    "paramd_service/sidecar/rpc/auth.py": (
+        "unit/sidecar/test_auth.py",
+        "unit/sidecar/test_sidecar_parts.py",
+    ),
     "paramd/layout/edits/ops.py": _OPS,
     "paramd/layout/edits/kinds.py": _OPS,
     "paramd_service/control/mesh/coordinator.py": ("unit/control/test_control_coordinator.py",),

@@ -5,8 +5,6 @@ In a fresh environment outside the checkout the demo trains and reads; environme
 extra, one for each Python that is here, read that training and say which extra they lack.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

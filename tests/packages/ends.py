@@ -7,8 +7,6 @@ in front of everything that the checks run with, and the integration's own tests
 of CI: it installs whatever has been released since, and takes minutes for each.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

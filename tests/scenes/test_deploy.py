@@ -1,7 +1,5 @@
 """What lies in deploy/ runs, or passes its checkers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

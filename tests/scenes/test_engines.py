@@ -1,7 +1,5 @@
 """Engines that follow: what is in force is one version whole, whatever an engine does."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

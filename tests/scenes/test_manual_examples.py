@@ -1,7 +1,5 @@
 """What the manual shows runs: its trainings on two ranks, and everything beside them, in order."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

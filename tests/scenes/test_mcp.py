@@ -1,7 +1,5 @@
 """`paramd mcp`, through the SDK's own client, as an agent's host would start it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

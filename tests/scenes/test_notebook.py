@@ -1,7 +1,5 @@
 """The notebook's widget beside a real training: in a real kernel, and where widgets are off."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The partitions of DeepSpeed's and Megatron-Core's optimizers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

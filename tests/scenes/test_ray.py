@@ -1,7 +1,5 @@
 """Ray Train on two raylets: attached, read and edited from outside, and resumed after a kill."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

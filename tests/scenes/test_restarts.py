@@ -3,8 +3,6 @@
 Ranks train on meanwhile and join it again (`multiprocess/test_control_again.py` has the rest).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

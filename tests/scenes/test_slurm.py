@@ -1,7 +1,5 @@
 """Our batch files under a real Slurm, on two nodes: edited, requeued, cancelled, out of time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`paramd track` with the trackers' real packages, offline, over a real training."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The frameworks people train with: the real package, the same training, the right values."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Without a kind, sequences of all kinds take turns. Prints a line for each operation.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

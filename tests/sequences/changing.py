@@ -1,7 +1,5 @@
 """Operations that change the training: edits, undo and redo, holds, rollbacks, exports."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from random import Random

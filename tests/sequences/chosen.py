@@ -1,7 +1,5 @@
 """The sequences that a test takes, each in a process of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zlib

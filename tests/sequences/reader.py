@@ -1,7 +1,5 @@
 """A program that reads until it is killed; says "ready" when it has something in its hands."""
 
-from __future__ import annotations
-
 import sys
 import time
 

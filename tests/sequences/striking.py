@@ -1,7 +1,5 @@
 """Operations that break something, or let time pass."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Random sequences over all kinds, and the table of pairs; each in a process of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.longer import takes_all

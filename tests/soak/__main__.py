@@ -1,7 +1,5 @@
 """Parse, run episodes until the time is over, print the table."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import secrets

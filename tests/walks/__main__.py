@@ -5,8 +5,6 @@ that ran between question and answer and does not run when nobody asks: reports 
 meanwhile, and files of which only they run are counted apart.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """One training and one browser for all tests of the page; a fresh, signed-in tab for each."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ kind in front. So one attach shows all kinds at one world size. On the way it wr
 says, and waits until a client has compared.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads an export with torch.distributed.checkpoint into shards of its world; compares them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

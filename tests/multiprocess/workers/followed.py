@@ -6,8 +6,6 @@ before the next update the ranks wait until the last one has been seen, but no l
 They train until `<folder>/stop` exists.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -3,8 +3,6 @@
 Trains with paramd attached, forks, says the children's pids, and kills itself when told.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

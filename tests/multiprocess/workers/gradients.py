@@ -4,8 +4,6 @@ So whoever reads a frame sees at once when it mixes updates, or has the wrong la
 until `<folder>/stop` exists.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -6,8 +6,6 @@ Each exit is a process of its own, forked by a parent that has imported what it 
     leaving.py late_s...
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -4,8 +4,6 @@ So whatever a client reads at one step holds that step's number in every element
 come blocks that must not count: without writeback, and raising on one rank.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m tests.multiprocess.workers.local_summon_guards [CASE ...]
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 import warnings

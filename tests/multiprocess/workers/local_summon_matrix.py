@@ -4,8 +4,6 @@ What a block shows and what stays after it are compared with plain tensors kept 
 read from the model by torch's own means. The last part trains on.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 import warnings

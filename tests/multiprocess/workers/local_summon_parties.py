@@ -3,8 +3,6 @@
 As the stages of a pipeline do: different modules, each sharded over its own ranks.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -5,8 +5,6 @@
 <folder>/end            training ends
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """A rank that tells the others messages of all sizes, and checks what it hears."""
 
-from __future__ import annotations
-
 from paramd.trainer.attaching.exchange import SHORT_BYTES, Exchange
 from tests.rank import run
 

@@ -5,8 +5,6 @@
 The folder's path is short, for the sockets in it.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -6,8 +6,6 @@ version that it says it is, when the process starts. `who` is control, sidecar-<
 trainer-<rank>. Only time.time and time.time_ns are moved: monotonic clocks do not jump.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

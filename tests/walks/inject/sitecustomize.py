@@ -4,8 +4,6 @@ PARAMD_WALKS names a folder. `number` there holds one byte, the walk that is und
 each process appends "walk file function" lines to a file of its own pid.
 """
 
-from __future__ import annotations
-
 import inspect
 import mmap
 import os

@@ -232,13 +232,14 @@ class ExportService:
         return found
 
     async def read_file(
-        self, mesh: Incarnation, destination: str, name: str, offset_bytes: int
+        self, mesh: Incarnation, destination: str, *what: Any
     ) -> tuple[int, bytes]:
-        """Read a file of any job's finished export: (its size, up to 8 MiB from the offset). Raises
+        """Read a file of a finished export of any job that the caller sees, or its manifest: (its
+        size, up to 8 MiB from the offset). `what`: name, offset, whether a job is seen. Raises
         UsageError, NotFoundError: there is no such destination, export or file."""
         mesh.check()
         target = target_of(self.destinations, destination)
-        return await read_file(self._queues[mesh.job].group, target, name, offset_bytes)
+        return await read_file(self._queues[mesh.job].group, target, *what)
 
     def schedules(self, job: str) -> Schedules:
         if job not in self._schedules:

@@ -295,17 +295,29 @@ def target_of(
 
 
 async def read_file(
-    group: SidecarGroup, target: export_pb2.ExportTarget, name: str, offset_bytes: int
+    group: SidecarGroup,
+    target: export_pb2.ExportTarget,
+    name: str,
+    offset_bytes: int,
+    sees: Callable[[str], bool],
 ) -> tuple[int, bytes]:
-    """Read a finished export's manifest or file: (its size, up to 8 MiB from the offset). Raises
-    NotFoundError if there is no export, or it has no such file."""
+    """As `ExportService.read_file`."""
     read = partial(part_of, group.calls, target=target)
-    if name != MANIFEST:
-        _, (_, text) = await group.any(partial(read, name=MANIFEST, offset_bytes=0))
+    text, size_bytes = b"", 1
+    while len(text) < size_bytes:
+        part = partial(read, name=MANIFEST, offset_bytes=len(text))
+        _, (size_bytes, more) = await group.any(part)
+        text += more
+        if not more:
+            break
+    where = f"{target.destination}/{target.key}"
+    try:
+        found = json.loads(text)
         # Only files listed in the manifest: the directory may hold others.
-        if name not in {str(file["name"]) for file in json.loads(text)["files"]}:
-            raise NotFoundError(
-                f"{target.destination}/{target.key}: its manifest has no file {name[:80]!r}"
-            )
+        names, seen = {MANIFEST, *(file["name"] for file in found["files"])}, sees(found["job"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataLossError(f"{where}: its {MANIFEST} cannot be read") from error
+    if name not in names or not seen:
+        raise NotFoundError(f"{where}: it has no file {name[:80]!r}, or your token is not for it")
     _, answer = await group.any(partial(read, name=name, offset_bytes=offset_bytes))
     return answer

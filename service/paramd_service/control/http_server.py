@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import ssl
 from collections.abc import Iterator
@@ -50,6 +51,8 @@ class Connection(asyncio.Protocol):
         self._inner: asyncio.Protocol = self._http
         """The protocol that takes the data: uvicorn's, or a tunnel's."""
         self._transport: asyncio.Transport
+        self._socket: asyncio.Transport
+        """Below TLS, whose own transport does not count what this one has yet to send."""
         self._early: bytes | None = b""
         """Data that arrived with the end of the TLS handshake; None once uvicorn takes it."""
         self._request_count = 0
@@ -58,7 +61,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = self._socket = transport
         peer = transport.get_extra_info("peername")
         if not peer:
             transport.abort()  # it is already gone
@@ -127,9 +130,14 @@ class Connection(asyncio.Protocol):
         self._transport.resume_reading()
         return self._transport
 
-    def _await_head(self) -> None:
-        if not self._transport.is_closing():
-            self._timer = asyncio.get_running_loop().call_later(HEAD_S, self.shut)
+    def _await_head(self, unsent_bytes: float = math.inf) -> None:
+        # Of a closing connection, too: nobody may read its last answer.
+        self._timer = asyncio.get_running_loop().call_later(HEAD_S, self._late, unsent_bytes)
+
+    def _late(self, unsent_bytes: float) -> None:
+        """Shut, unless the last answer is still being read."""
+        left_bytes = self._socket.get_write_buffer_size()
+        self._await_head(left_bytes) if 0 < left_bytes < unsent_bytes else self.shut()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -250,6 +250,16 @@ class Watcher:
         """Whether stored alerts have been restored and checks are running."""
         return self._restored
 
+    @property
+    def looks_at_values(self) -> bool:
+        """Whether values are looked at: by the rule, and in the last round."""
+        return (
+            self.config.watch
+            and self.config.looks_for(Rule.NON_FINITE)
+            and self.round_counts["stats"] > 0
+            and "stats" not in self._trouble
+        )
+
     def start(self) -> None:
         """Resume the stored alerts, then watch."""
         self._tasks = [asyncio.create_task(self._keep(), name="paramd-alerts-keep")]

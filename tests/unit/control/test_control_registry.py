@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.v1 import common_pb2
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.origin import Origin
-from paramd_service.control.mesh.registry import MAX_TEXT_CHARS, Membership, Registry, State
+from paramd_service.control.mesh.registry import (
+    MAX_ALERTS,
+    MAX_TEXT_CHARS,
+    Membership,
+    Registry,
+    State,
+)
 from tests.unit.control.reports import join_request as request
 
 BOOTSTRAP = Bootstrap(job="run", incarnation=3, world_size=2, private_key=bytes(32), token="t" * 32)
@@ -30,6 +37,9 @@ def registry() -> Registry:
         ({"header.rank": -1, "peer.rank": -1, "state.rank": -1}, UsageError),
         ({"state.rank": 1}, UsageError),
         ({"version": "x" * (MAX_TEXT_CHARS + 1)}, UsageError),
+        ({"state.unserved_reason": "x" * (MAX_TEXT_CHARS + 1)}, UsageError),
+        ({"state.stands": [common_pb2.Stand()] * (MAX_ALERTS + 1)}, UsageError),
+        ({"state.stands": [common_pb2.Stand(cause="x" * 1000)]}, UsageError),
         ({"peer.address": "127.0.0.1"}, UsageError),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else value.__name__,
@@ -40,7 +50,8 @@ def test_a_foreign_or_malformed_report_is_refused_first_and_later(
     bad = request()
     for path, value in spoilt.items():
         part, _, field = path.rpartition(".")
-        setattr(getattr(bad, part) if part else bad, field, value)
+        of = getattr(bad, part) if part else bad
+        getattr(of, field).extend(value) if isinstance(value, list) else setattr(of, field, value)
     with pytest.raises(error):
         registry.join(bad, HERE)
     assert registry.peers() == []

@@ -33,7 +33,7 @@ MAX_TEXT_CHARS = 4096
 UNJOINED_TIMES = 10
 """How much longer an incarnation may be empty before any sidecar has joined."""
 
-MAX_ALERTS = 64
+MAX_ALERTS = 64 + 5  # with the causes of stands
 MAX_ALERT_CHARS = 256
 
 
@@ -476,11 +476,12 @@ def _check_texts(request: control_pb2.JoinRequest) -> None:
         "agreement_reason": request.state.agreement_reason,
         "phase_reason": request.state.phase_reason,
         "last_refusal": request.state.last_refusal,
+        "unserved_reason": request.state.unserved_reason,
     }
     for name, text in texts.items():
         if len(text) > MAX_TEXT_CHARS:
             raise UsageError(f"{name}: {len(text)} characters; expected at most {MAX_TEXT_CHARS}")
-    alerts = request.state.alerts
+    alerts = [*request.state.alerts, *(one.cause for one in request.state.stands)]
     if len(alerts) > MAX_ALERTS or any(len(alert) > MAX_ALERT_CHARS for alert in alerts):
         raise UsageError(
             f"alerts: expected at most {MAX_ALERTS} of at most {MAX_ALERT_CHARS} characters"

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from typer import Abort
 
 from paramd import errors
 from paramd.cli import shell
 from paramd.cli.main import main
+
+
+def test_no_at_a_question_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    def asked() -> None:
+        raise Abort
+
+    assert shell.run(asked, debug=False) == 1
+    assert capsys.readouterr().err == "paramd: aborted; nothing was changed\n"
+
 
 # Of some errors; contract/surface.txt has all.
 EXIT_CODES = {

@@ -70,6 +70,7 @@ class Watchers:
     def start(self, jobs: Jobs) -> None:
         """Watch the open jobs and every later one."""
         jobs.follow(self._begin, self._end, self._look)
+        jobs.on_evict.append(lambda job: self._watchers.pop(job, None))
 
     async def close(self) -> None:
         """Stop all watchers; firing alerts stay firing in the store. Idempotent."""

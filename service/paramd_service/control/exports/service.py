@@ -86,6 +86,9 @@ class ExportService:
     def start(self, jobs: Jobs) -> None:
         """Serve the open jobs and every later one."""
         jobs.follow(self._begin, self._end, self._look)
+        jobs.on_evict.append(
+            lambda job: kept(self._tasks, self._forget(job), "paramd-exports-forget")
+        )
 
     async def close(self) -> None:
         """Stop without ending exports; the next control plane resumes them. Idempotent."""
@@ -231,9 +234,7 @@ class ExportService:
             raise ConflictError(f"export {export_id} is {found.state}; it cannot be cancelled")
         return found
 
-    async def read_file(
-        self, mesh: Incarnation, destination: str, *what: Any
-    ) -> tuple[int, bytes]:
+    async def read_file(self, mesh: Incarnation, destination: str, *what: Any) -> tuple[int, bytes]:
         """Read a file of a finished export of any job that the caller sees, or its manifest: (its
         size, up to 8 MiB from the offset). `what`: name, offset, whether a job is seen. Raises
         UsageError, NotFoundError: there is no such destination, export or file."""
@@ -308,6 +309,15 @@ class ExportService:
         if queue is not None:
             why = f"run {mesh.number} of the job has ended; export again"
             kept(self._tasks, queue.end(why), "paramd-exports-end")
+
+    async def _forget(self, job: str) -> None:
+        # Once its end has run: exports that end look for their queue.
+        if (queue := self._queues.get(job)) is not None:
+            await queue.close()
+            if self._queues.get(job) is queue:
+                del self._queues[job]
+                await self.schedules(job).close()
+                self._schedules.pop(job, None)
 
     async def _tidy(self) -> None:
         try:

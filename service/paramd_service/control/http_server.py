@@ -187,8 +187,7 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, app: FastAPI, listener: socket.socket, *, tls: ServerTls | None) -> None:
-        """Start serving; return once it accepts connections. Raises UnreachableError if it ended at
-        once."""
+        """Return once it accepts connections. Raises UnreachableError if it ended at once."""
         context = tls.ssl_context() if tls is not None else None
 
         async def timed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -216,8 +215,7 @@ class HttpServer:
             await asyncio.sleep(0.002)
 
     async def stop(self, drain_s: float) -> None:
-        """Stop, giving requests in progress `drain_s` seconds, at least 1. Safe after a failed
-        start."""
+        """Stop; requests have `drain_s` seconds, at least 1. Safe after a failed start."""
         for tunnel in list(self._doorway.tunnels):
             tunnel.shut()
         if self._server is not None and self._task is not None:

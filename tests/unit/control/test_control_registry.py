@@ -8,13 +8,7 @@ from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.v1 import common_pb2
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.origin import Origin
-from paramd_service.control.mesh.registry import (
-    MAX_ALERTS,
-    MAX_TEXT_CHARS,
-    Membership,
-    Registry,
-    State,
-)
+from paramd_service.control.mesh.registry import MAX_TEXT_CHARS, Membership, Registry, State
 from tests.unit.control.reports import join_request as request
 
 BOOTSTRAP = Bootstrap(job="run", incarnation=3, world_size=2, private_key=bytes(32), token="t" * 32)
@@ -38,7 +32,7 @@ def registry() -> Registry:
         ({"state.rank": 1}, UsageError),
         ({"version": "x" * (MAX_TEXT_CHARS + 1)}, UsageError),
         ({"state.unserved_reason": "x" * (MAX_TEXT_CHARS + 1)}, UsageError),
-        ({"state.stands": [common_pb2.Stand()] * (MAX_ALERTS + 1)}, UsageError),
+        ({"state.stands": [common_pb2.Stand()] * 100}, UsageError),
         ({"state.stands": [common_pb2.Stand(cause="x" * 1000)]}, UsageError),
         ({"peer.address": "127.0.0.1"}, UsageError),
     ],

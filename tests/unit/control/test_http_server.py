@@ -110,7 +110,7 @@ async def test_a_large_answer_is_sent_for_as_long_as_it_is_read(
         size_bytes = 0
         await asyncio.sleep(0 if reads else 3 * LIMIT_S)
         with contextlib.suppress(ConnectionError):
-            while size_bytes < LARGE_BYTES and (more := await reader.read(1 << 20)):
-                size_bytes += len(more)
+            while size_bytes < LARGE_BYTES and (count := len(await reader.read(1 << 20))):
+                size_bytes += count
                 await asyncio.sleep(LIMIT_S / 8 if reads else 0)
     assert (size_bytes == LARGE_BYTES) is reads

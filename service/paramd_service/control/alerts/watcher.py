@@ -253,12 +253,8 @@ class Watcher:
     @property
     def looks_at_values(self) -> bool:
         """Whether values are looked at: by the rule, and in the last round."""
-        return (
-            self.config.watch
-            and self.config.looks_for(Rule.NON_FINITE)
-            and self.round_counts["stats"] > 0
-            and "stats" not in self._trouble
-        )
+        looked = self.round_counts["stats"] > 0 and "stats" not in self._trouble
+        return looked and self.config.looks_for(Rule.NON_FINITE)
 
     def start(self) -> None:
         """Resume the stored alerts, then watch."""

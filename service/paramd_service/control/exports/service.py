@@ -86,9 +86,7 @@ class ExportService:
     def start(self, jobs: Jobs) -> None:
         """Serve the open jobs and every later one."""
         jobs.follow(self._begin, self._end, self._look)
-        jobs.on_evict.append(
-            lambda job: kept(self._tasks, self._forget(job), "paramd-exports-forget")
-        )
+        jobs.on_evict.append(lambda job: kept(self._tasks, self._forget(job)))
 
     async def close(self) -> None:
         """Stop without ending exports; the next control plane resumes them. Idempotent."""
@@ -185,8 +183,7 @@ class ExportService:
 
     async def whole(self, job: str) -> list[Mapping[str, Any]]:
         """The last finished exports of a job, newest first, and their directories, without those of
-        a history that a rollback has left: their steps may be higher than the present one. Raises
-        StoreError."""
+        a history that was rolled back: their steps may be above the present. Raises StoreError."""
         rows = await self.store.page(job, limit=WHOLE_COUNT, state="DONE")
         applied = await self._records.edits.of_job(job, (EditState.APPLIED,))
         applied.sort(key=lambda row: (row.incarnation, row.edits))
@@ -316,8 +313,8 @@ class ExportService:
             await queue.close()
             if self._queues.get(job) is queue:
                 del self._queues[job]
-                await self.schedules(job).close()
-                self._schedules.pop(job, None)
+                if (schedules := self._schedules.pop(job, None)) is not None:
+                    await schedules.close()
 
     async def _tidy(self) -> None:
         try:

@@ -382,8 +382,7 @@ class Registry:
 
     def join(self, request: control_pb2.JoinRequest, origin: Origin) -> Member:
         """Store a stream's first report. The newest stream of a rank takes it over. Raises
-        UsageError: rank, world size or a text is out of range. ConflictError: another job or
-        incarnation."""
+        UsageError: rank, world size or a text out of range. ConflictError: another job or run."""
         self._check(request)
         # Newest wins: a respawned sidecar may join before the old one's stream breaks.
         self._next_serial += 1
@@ -393,8 +392,7 @@ class Registry:
         return member
 
     def update(self, member: Member, request: control_pb2.JoinRequest) -> None:
-        """Store a stream's later report. Raises as `join`, and ConflictError if another stream took
-        the rank over."""
+        """Store a stream's later report. Raises as `join`; ConflictError: another took over."""
         self._check(request)
         if request.header.rank != member.rank:
             raise UsageError(f"rank {request.header.rank} on the stream of rank {member.rank}")

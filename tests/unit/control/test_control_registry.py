@@ -58,8 +58,7 @@ def test_a_foreign_or_malformed_report_is_refused_first_and_later(
 @pytest.mark.parametrize("step", [0, -1, -(2**63), 2**63 - 1])
 def test_a_rank_that_lies_about_its_step_harms_nobody(registry: Registry, step: int) -> None:
     registry.join(request(0), HERE)
-    liar = registry.join(request(1), HERE)
-    lie = request(1)
+    liar, lie = registry.join(request(1), HERE), request(1)
     lie.header.step = step
     lie.state.step_time_ns = lie.state.boundary_age_ns = -(2**63)
     registry.update(liar, lie)

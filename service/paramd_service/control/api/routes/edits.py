@@ -65,7 +65,8 @@ def _add_making(routes: APIRouter, services: Services) -> None:
 
     @routes.post("/jobs/{job}/edits/{edit}/commit")
     async def commit_edit(job: str, edit: EditId, wanted: WaitRequest, request: Request) -> Edit:
-        """Apply an edit with its data. Needs its author's token, or an admin's. Idempotent."""
+        """Apply an edit whose data has been uploaded. Needs its author's token, or an admin's.
+        Idempotent."""
         row = await row_of(job, edit)
         await edits.service(job).commit(principal_of(request), row)
         return stored_document(edits, await edits.wait(row, wanted.wait_s))

@@ -24,8 +24,7 @@ def times(usual: int, longer: int) -> int:
 
 
 def busy() -> float:
-    """How many times as long everything that computes takes now: the runnable processes for each
-    core, 1.0 at least."""
+    """How many times as long computing takes now: runnable processes per core, at least 1.0."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 

@@ -160,8 +160,7 @@ def test_a_view_has_the_shards_and_keeps_them(
     mesh: Mesh, job: Job, whole: dict[str, torch.Tensor]
 ) -> None:
     with mesh.view("*") as view:
-        turned = view.tensor("turned")
-        shards = view["columns"]
+        turned, shards = view.tensor("turned"), view["columns"]
         assert view.step == 0
         with pytest.raises(UsageError, match="2 shards"):
             view.tensor("columns")

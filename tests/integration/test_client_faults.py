@@ -22,8 +22,7 @@ MIB = 1 << 20
 
 def layout() -> Layout:
     """`halves` needs both ranks, `both` and the buffer either of them."""
-    half = 2 * MIB
-    kind = TensorKind.PARAMETER
+    half, kind = 2 * MIB, TensorKind.PARAMETER
     halves = (Piece(0, 0, Box((0,), (half,))), Piece(1, 0, Box((half,), (2 * half,))))
     both, seen = (
         tuple(Piece(rank, 4 * half + at, Box((0,), (100,))) for rank in range(2)) for at in (0, 512)

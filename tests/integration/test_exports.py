@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from paramd.errors import ConflictError, ExistsError, UsageError
 from paramd.mesh.exports.calls import ExportInfo, ExportState
 from paramd.mesh.mesh import Mesh
-from tests.integration.client_job import compared
+from tests.integration.client_job import JOB, compared
 from tests.integration.export_job import ExportingJob, exporting_job, is_stopped, until
 
 # Buffers need a boundary, and a job at rest has none.
@@ -194,7 +194,7 @@ def test_one_id_is_begun_once(site: ExportingJob, mesh: Mesh) -> None:
 
 
 def test_files_of_an_export_can_be_read_and_nothing_beside_them(
-    site: ExportingJob, mesh: Mesh
+    site: ExportingJob, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh.export("checkpoints/readable", include=PARAMETERS).wait(30)
     (site.folder / "readable" / "secret.txt").write_text("mine")
@@ -210,3 +210,13 @@ def test_files_of_an_export_can_be_read_and_nothing_beside_them(
     assert read("../readable/secret.txt").status_code == 404
     assert read("model.safetensors", "checkpoints/nowhere").status_code == 404
     assert read("paramd-export.json", "checkpoints/../x").status_code == 422
+    path = site.folder / "readable" / "paramd-export.json"
+    headers, own = {"authorization": f"Bearer {site.job.token}"}, path.read_text()
+    body = {"role": "editor", "jobs": JOB}
+    made = httpx2.post(f"{site.job.url}/api/v1/tokens", json=body, headers=headers, trust_env=False)
+    monkeypatch.setattr(site.job, "token", made.json()["token"])
+    # Whose export it is, and not whose job is asked, decides who reads it.
+    for text, status in ((own, 200), (own.replace(f'"{JOB}"', '"b-one"'), 404), ("{}", 500)):
+        path.write_text(text)
+        assert read("model.safetensors").status_code == status
+        assert read(path.name).status_code == status

@@ -152,8 +152,7 @@ def test_a_dead_sidecar_ends_it_after_some_patience_and_keeps_what_came(
 ) -> None:
     monkeypatch.setattr(download, "BATCH_BYTES", 100)
     monkeypatch.setattr(download, "PATIENCE_S", 0.5)
-    path = tmp_path / "all.safetensors"
-    rank = site.job.ranks[1]
+    path, rank = tmp_path / "all.safetensors", site.job.ranks[1]
 
     def kill(done_bytes: int, size_bytes: int) -> None:
         if done_bytes and rank.process.poll() is None:

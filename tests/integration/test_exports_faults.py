@@ -45,8 +45,7 @@ def strike(site: ExportingJob, mesh: Mesh, point: str, expected: ExportState | N
     site.arm(0, f"{point}:kill")
     if point == "export-dropped":
         site.arm(1, "export-file-begun:kill")
-    key = point.replace("-", "_")
-    beside = site.faults.parent / "beside"
+    key, beside = point.replace("-", "_"), site.faults.parent / "beside"
     export = mesh.export(f"checkpoints/{key}", max_shard_size=200, assets=beside)
     ended = mesh.export_ended(export.info, 40)
     assert expected in (None, ended.state), (point, ended)

@@ -48,8 +48,7 @@ def test_a_schedule_exports_keeps_some_and_removes_only_its_own(
     assert not mesh.export_schedules()
     with pytest.raises(NotFoundError):
         mesh.delete_export_schedule(made["id"])
-    ids = done()
-    by_id = {one.id: one for one in mesh.exports()}
+    ids, by_id = done(), {one.id: one for one in mesh.exports()}
     gone = [one for one in ids if by_id[one].raw["removed"]]
     # The first, fourth ... stay by number; the second is removed once the third is there.
     assert ids[1] in gone

@@ -53,8 +53,7 @@ def refused(
 
 
 def test_only_editors_stage_and_only_the_control_plane_drops(shared: Editing) -> None:
-    one = shared
-    denied = grpc.StatusCode.PERMISSION_DENIED
+    one, denied = shared, grpc.StatusCode.PERMISSION_DENIED
     refused(denied, "may not", one.stage, one.manifest(0x20, FILL_B), role=Role.READER)
     drop = pb.DropEditRequest(edit_id=f"{0x20:032x}")
     refused(denied, "may not", one.call, "DropEdit", drop, Role.EDITOR)
@@ -105,8 +104,7 @@ def test_only_the_token_that_stages_an_edit_adds_data_to_it(tmp_path: Path) -> N
 
 def test_what_is_wrong_with_an_edit_is_said_and_nothing_is_kept(shared: Editing) -> None:
     one, before = shared, shared.w.clone()
-    data = bytes_of(matrix(2))
-    bad = matrix(2)
+    data, bad = bytes_of(matrix(2)), matrix(2)
     bad[700, 3] = float("nan")
     invalid = grpc.StatusCode.INVALID_ARGUMENT
     refused(invalid, "holds NaN.*element 700003", one.stage, one.manifest(0x30), bytes_of(bad))
@@ -211,8 +209,7 @@ def test_what_a_client_writes_into_lent_memory_later_reaches_nobody(shared: Edit
     one, wanted = shared, matrix(5)
     data, over = bytes_of(wanted), threading.Event()
     one.stage(one.manifest(0x60))
-    memory = LentMemory(len(data) // 2)
-    loan = Loan(one.peer)
+    memory, loan = LentMemory(len(data) // 2), Loan(one.peer)
     try:
         for size in (0, 4096, len(memory) * 2):
             with pytest.raises(PermissionError):

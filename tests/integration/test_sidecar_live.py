@@ -163,8 +163,7 @@ def test_a_summon_reads_settled_ranks_without_a_copy_and_without_a_trace(
     names = ("rows", "columns", "flat", "turned")
     with paramd.connect(job.url, job.token) as mesh:
         settle(job)
-        before = words(job)
-        found = mesh.summon(*names, transport=transport)
+        before, found = words(job), mesh.summon(*names, transport=transport)
         assert changed(job, before) == [], "neither sidecar nor reader wrote a word"
         assert found.step == 1
         for name in names:

@@ -236,8 +236,7 @@ def stalled(client: Client, snapshot_id: str) -> Stream:
 def test_a_lease_that_ends_ends_the_stream_of_a_stalled_reader_and_frees_its_memory(
     trainer: FakeTrainer, client: Client
 ) -> None:
-    before = used_bytes(client)
-    pin = client.pin(lease_ms=400)
+    before, pin = used_bytes(client), client.pin(lease_ms=400)
     with closing(stalled(client, pin.snapshot_id)) as stream:
         assert used_bytes(client) > before
         # Long before it would be ended for taking nothing.
@@ -266,8 +265,7 @@ def test_an_ended_incarnation_ends_its_streams(
 def test_stalled_readers_stop_nobody_and_cost_no_memory(
     process: SidecarProcess, trainer: FakeTrainer, client: Client
 ) -> None:
-    rss = psutil.Process(process.process.pid).memory_info
-    pin = client.pin()
+    rss, pin = psutil.Process(process.process.pid).memory_info, client.pin()
     assert values_of(whole(client, pin.snapshot_id)) == {1}
     with ExitStack() as stack:
         stack.enter_context(closing(stalled(client, pin.snapshot_id)))

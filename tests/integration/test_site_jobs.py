@@ -246,8 +246,10 @@ def test_a_token_for_some_jobs_sees_and_registers_no_other(control: Control) -> 
                 # Whatever the role, and before anything of the request is looked at.
                 assert answer.status_code in (404, 422), (role, method, path)
                 assert "your token is for (a-*,shared)" in answer.text, (role, method, path)
-    diff = "/api/v1/jobs/a-one/diff?a=now&b=job:b-one"
-    assert control.get(diff, tokens["reader"]).status_code == 404
+    for other in ("b-one", "b-nowhere"):
+        answer = control.get(f"/api/v1/jobs/a-one/diff?a=now&b=job:{other}", tokens["reader"])
+        assert answer.status_code == 404
+        assert "your token is for" in answer.text, "it does not tell whether there is such a job"
 
 
 async def test_registrations_of_thousands_keep_nobody_waiting_and_end_with_their_callers(

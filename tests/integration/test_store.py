@@ -108,8 +108,7 @@ async def test_the_migrations_make_the_same_tables_as_a_new_store_has(
 
 def _old_points(series_id: int, resolution_s: int, begin_s: int, end_s: int) -> str:
     """Points of the number n at second n, and of one NaN in each that sums up more than one."""
-    width_s = max(resolution_s, 1)
-    rows = []
+    width_s, rows = max(resolution_s, 1), []
     for at_s in range(begin_s, end_s, width_s):
         last_s = at_s + width_s - 1
         rows.append(
@@ -381,8 +380,7 @@ async def test_readers_go_on_while_a_write_takes_long(address: StoreAddress) -> 
 async def test_too_many_writes_are_refused_and_those_accepted_are_done_at_stop(
     address: StoreAddress,
 ) -> None:
-    store = Store(address, max_waiting=3)
-    go_on = threading.Event()
+    store, go_on = Store(address, max_waiting=3), threading.Event()
     await store.start()
     try:
         inside = threading.Event()

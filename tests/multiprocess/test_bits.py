@@ -1,5 +1,4 @@
-"""One flipped bit, in a parameter or in optimizer state, is found within n steps and named; so
-is NaN, until it is mended."""
+"""One flipped bit, in a parameter or optimizer state, is found in n steps and named; so is NaN."""
 
 import json
 import math

@@ -86,8 +86,7 @@ def test_a_killed_one_comes_back_at_another_port_with_its_store_and_all_ranks(
         path = ranks.state_dir / "frozen" / places.ENDPOINT_FILE
         before = json.loads(path.read_text())
         with occupying([sys.executable], before["url"], before["grpc_address"]) as taker:
-            control = helper(ranks, "control")
-            begin_s = time.monotonic()
+            control, begin_s = helper(ranks, "control"), time.monotonic()
             control.kill()
             assert taker.stdout is not None
             assert taker.stdout.readline() == "taken\n"
@@ -114,8 +113,7 @@ def test_a_site_that_was_killed_starts_again_on_another_host_with_its_store_and_
     with ExitStack() as stack:
         server = stack.enter_context(postgres())
         monkeypatch.setenv("PARAMD_STORE_URL", server.new_database("site"))
-        site = stack.enter_context(site_plane())
-        token = site_token()
+        site, token = stack.enter_context(site_plane()), site_token()
         monkeypatch.setenv("PARAMD_CONTROL", site.url)
         monkeypatch.setenv("PARAMD_TOKEN", token)
         ranks = stack.enter_context(frozen(tmp_path, "fsdp2", 2))

@@ -59,8 +59,7 @@ def test_a_trainer_killed_at_a_point_leaves_all_or_none_and_is_told_true(
 def test_whoever_is_struck_at_a_point_and_goes_on_leaves_all_or_none(tmp_path: Path) -> None:
     """Sidecars killed and stopped, trainers stopped, the control plane killed."""
     with frozen(tmp_path, "fsdp2", 2) as ranks, connect_to(ranks.state_dir, "frozen") as mesh:
-        value = 0
-        rules = [f"{point}:kill" for point in SIDECAR_POINTS]
+        value, rules = 0, [f"{point}:kill" for point in SIDECAR_POINTS]
         rules += [f"{point}:stop" for point in SIDECAR_POINTS + TRAINER_POINTS]
         for index, rule in enumerate(rules):
             # Even, so it travels as data; not divisible by four, so over gRPC.

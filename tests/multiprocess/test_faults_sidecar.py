@@ -70,8 +70,7 @@ def strike(
     armed = arm(folder / "faults", rank, rule)
     deadline_s = time.monotonic() + 30
     while True:
-        begin_s = time.monotonic()
-        answer = ask(mesh, request)
+        begin_s, answer = time.monotonic(), ask(mesh, request)
         assert answer.seconds < allowed_s(), (rule, answer)
         if is_down(process):
             assert not armed.exists()

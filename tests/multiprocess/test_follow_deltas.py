@@ -118,8 +118,7 @@ def catches_up(job: Training, mesh: Mesh) -> None:
 
 def an_engine_has_what_torch_gathered(job: Training) -> None:
     """`paramd follow` as a user runs it; the engine is a server with SGLang's routes."""
-    shared = job.folder / "shared"
-    original = job.folder / "original"
+    shared, original = job.folder / "shared", job.folder / "original"
     shared.mkdir()
     original.mkdir()
     save_file({"0.weight": torch.zeros(1)}, original / "model.safetensors")

@@ -64,15 +64,18 @@ def events_and_history(url: str, token: str) -> None:
     with httpx2.Client(headers=headers, timeout=60.0) as client:
         refused = client.get(f"{base}/grads", params={"filter": "no.such.*"})
         assert refused.status_code == 404
-        documents = []
-        with client.stream("GET", f"{base}/grads", params={"filter": FILTER}) as answer:
-            assert answer.status_code == 200
-            for line in answer.iter_lines():
-                if line.startswith("data: "):
-                    documents.append(json.loads(line[6:]))
-                    check_document(documents[-1])
-                    if len(documents) == 3:
-                        break
+        # The history's total is that of all gradients, and of no other filter.
+        for wanted in (FILTER, "*"):
+            documents = []
+            with client.stream("GET", f"{base}/grads", params={"filter": wanted}) as answer:
+                assert answer.status_code == 200
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        documents.append(json.loads(line[6:]))
+                        if wanted == FILTER:
+                            check_document(documents[-1])
+                        if len(documents) == 3:
+                            break
         steps = [document["step"] for document in documents]
         assert steps == sorted(set(steps))
 

@@ -129,8 +129,7 @@ def test_hosts_that_are_lost_one_after_the_other_cost_the_steps_since_the_last_c
         assert copied <= resumed["step"] < at, (copied, resumed, at)
         assert "that of rank 0 was kept by rank 0, that of rank 1 was kept by rank 0" in job.told()
         # The host that was left is lost next: the new one keeps its copies by then.
-        copied = job.await_copies(resumed["step"])
-        at = job.lose(two)
+        copied, at = job.await_copies(resumed["step"]), job.lose(two)
         job.start([four, three], pause_s=0.0)
         for process in job.processes:
             assert process.wait(DEADLINE_S) == 0, job.told()

@@ -50,8 +50,7 @@ class Failure:
 
 
 class Watch:
-    """Private memory and descriptors, but snapshots', of a job's processes, each minute of their
-    lives."""
+    """Private memory and descriptors, but snapshots', of a job's processes, each minute."""
 
     def __init__(self) -> None:
         self.looks: dict[tuple[str, int], list[tuple[int, int]]] = {}

@@ -99,8 +99,7 @@ def test_what_was_left_long_ago_is_not_taken(tmp_path: Path) -> None:
 def test_what_is_of_another_boot_or_damaged_is_not_taken(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    clocks = Clocks()
-    path = tmp_path / "clock"
+    clocks, path = Clocks(), tmp_path / "clock"
     clocks.now_s.write(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     assert not clocks.now_s.go_on_from(path)

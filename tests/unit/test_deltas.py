@@ -19,8 +19,7 @@ def states(numel: int, size: int, changed: float, seed: int = 0) -> tuple[bytear
     """Two states of `numel` elements, of which that share differs; the first and last always."""
     rng = np.random.default_rng(seed)
     before = rng.integers(0, 256, numel * size, dtype=np.uint8)
-    after = before.copy()
-    mask = rng.random(numel) < changed
+    after, mask = before.copy(), rng.random(numel) < changed
     if changed and numel:
         mask[[0, -1]] = True
     after.reshape(numel, size)[mask, rng.integers(0, size)] ^= 1
@@ -85,8 +84,7 @@ def test_data_that_do_not_fit_are_refused_and_change_nothing(spoil: object, shar
 
 
 def test_an_offset_beyond_the_end_is_refused() -> None:
-    data = b"\x01\0\0\0" + b"\xff\xff" + b"\x01\x02"
-    target = bytearray(20)
+    data, target = b"\x01\0\0\0" + b"\xff\xff" + b"\x01\x02", bytearray(20)
     with pytest.raises(DataLossError, match="element 65,535 of 10"):
         apply_delta(memoryview(target), Delta(OFFSETS, 1, data), 2)
     assert target == bytes(20)

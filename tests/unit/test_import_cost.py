@@ -47,8 +47,7 @@ def test_the_probe_sees_torch_where_it_is_loaded() -> None:
 def _modules(init_file: str | None) -> list[str]:
     """Names of all modules of a package, from its files."""
     assert init_file is not None
-    package = Path(init_file).parent
-    names = []
+    package, names = Path(init_file).parent, []
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
         names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))

@@ -115,8 +115,7 @@ def test_a_key_is_in_no_text_of_its_object() -> None:
 
 
 async def test_an_address_within_a_job_needs_the_jobs_certificate() -> None:
-    address = "mtls://10.0.0.2:4000"
-    pems = authority().issue("a")
+    address, pems = "mtls://10.0.0.2:4000", authority().issue("a")
     assert host_of(address) == "10.0.0.2"
     assert tls_for(address, None, pems) == ClientTls(pems=pems)
     assert tls_for("grpcs://10.0.0.2:4000", None, pems) is None

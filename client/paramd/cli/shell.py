@@ -75,7 +75,8 @@ def explain(error: Exception, given: Sequence[str] = ()) -> tuple[str, int]:
             return said, 1
     if isinstance(error, OSError):
         return one_line(str(error)), 1
-    kind = type(error).__name__
+    if (kind := type(error).__name__) == "Abort":  # click's: "n" at a question, or Ctrl-C
+        return "aborted; nothing was changed", 1
     return one_line(f"{kind}: {error}; this is a bug in paramd, --debug shows the traceback"), 1
 
 

@@ -383,7 +383,7 @@ async def _alerts(target: Target, state: str) -> None:
     async with open_door(target) as door:
         found = await door.alerts(state)
     _show_alerts(target, door.job, found["incarnation"], found["alerts"])
-    sampling = "" if found["watch"] else "; parameters are not being sampled"
+    sampling = "" if found["watch"] else "; NaN and Inf are not being looked for"
     say(f"job {door.job}, run {found['incarnation']}: {found['firing_count']} firing{sampling}")
 
 

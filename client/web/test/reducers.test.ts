@@ -70,6 +70,7 @@ describe("stragglers", () => {
   it("are far above the median, and by more than noise", () => {
     expect([...stragglers([rank(0, 100), rank(1, 100), rank(2, 151)])]).toEqual([2]);
     expect([...stragglers([rank(0, 100), rank(1, 100), rank(2, 149)])]).toEqual([]);
+    expect([...stragglers([rank(0, 100), rank(1, 150)])]).toEqual([1]);
     expect([...stragglers([rank(0, 1), rank(1, 1), rank(2, 9)])]).toEqual([]);
     expect([...stragglers([rank(0, 100), rank(1, 100), rank(2, 900, "gone")])]).toEqual([]);
     expect(median([])).toBeNaN();

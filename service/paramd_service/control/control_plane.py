@@ -285,6 +285,7 @@ class ControlPlane:
         self._edits = edits = EditRegistry(records, config, publish=self._events.publish)
         jobs.on_begin.append(edits.began)
         jobs.on_end.append(edits.is_over)
+        jobs.on_evict.append(edits.evicted)
         jobs.on_view.extend((edits.tick, records.tick))
         if mine is not None:
             jobs.open(mine, past=self._past)

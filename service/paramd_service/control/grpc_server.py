@@ -187,8 +187,7 @@ def _token_ended() -> TokenRevokedError:
 
 
 def _check_certificate(context: Any, rank: int) -> None:
-    """Raise DeniedError unless the certificate is of the ticket's rank, in a job where every rank
-    has its own."""
+    """Raise DeniedError if the certificate is another rank's, where every rank has its own."""
     names = context.auth_context().get("x509_common_name", ())
     told = [name.decode(errors="replace") for name in names]
     if any(name.startswith(RANK_NAME) and name != f"{RANK_NAME}{rank}" for name in told):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import ssl
 from collections.abc import Iterator
@@ -50,6 +51,8 @@ class Connection(asyncio.Protocol):
         self._inner: asyncio.Protocol = self._http
         """The protocol that takes the data: uvicorn's, or a tunnel's."""
         self._transport: asyncio.Transport
+        self._socket: asyncio.Transport
+        """Below TLS, whose own transport does not count what this one has yet to send."""
         self._early: bytes | None = b""
         """Data that arrived with the end of the TLS handshake; None once uvicorn takes it."""
         self._request_count = 0
@@ -58,7 +61,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = self._socket = transport
         peer = transport.get_extra_info("peername")
         if not peer:
             transport.abort()  # it is already gone
@@ -127,9 +130,14 @@ class Connection(asyncio.Protocol):
         self._transport.resume_reading()
         return self._transport
 
-    def _await_head(self) -> None:
-        if not self._transport.is_closing():
-            self._timer = asyncio.get_running_loop().call_later(HEAD_S, self.shut)
+    def _await_head(self, unsent_bytes: float = math.inf) -> None:
+        # Of a closing connection, too: nobody may read its last answer.
+        self._timer = asyncio.get_running_loop().call_later(HEAD_S, self._late, unsent_bytes)
+
+    def _late(self, unsent_bytes: float) -> None:
+        """Shut, unless the last answer is still being read."""
+        left_bytes = self._socket.get_write_buffer_size()
+        self._await_head(left_bytes) if 0 < left_bytes < unsent_bytes else self.shut()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -179,8 +187,7 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, app: FastAPI, listener: socket.socket, *, tls: ServerTls | None) -> None:
-        """Start serving; return once it accepts connections. Raises UnreachableError if it ended at
-        once."""
+        """Return once it accepts connections. Raises UnreachableError if it ended at once."""
         context = tls.ssl_context() if tls is not None else None
 
         async def timed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -208,8 +215,7 @@ class HttpServer:
             await asyncio.sleep(0.002)
 
     async def stop(self, drain_s: float) -> None:
-        """Stop, giving requests in progress `drain_s` seconds, at least 1. Safe after a failed
-        start."""
+        """Stop; requests have `drain_s` seconds, at least 1. Safe after a failed start."""
         for tunnel in list(self._doorway.tunnels):
             tunnel.shut()
         if self._server is not None and self._task is not None:

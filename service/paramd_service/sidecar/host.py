@@ -63,8 +63,7 @@ class Host:
         self._log = Log(fields={"pid": os.getpid()})
 
     async def serve(self) -> None:
-        """Serve until `leave`, then wait for the sidecars to drain. Raises UsageError if another
-        host listens there."""
+        """Serve until `leave`, then drain. Raises UsageError if another host listens there."""
         loop = asyncio.get_running_loop()
         listener = handover.listen(self._path)
         loop.add_reader(listener.fileno(), self._accept, listener)

@@ -159,8 +159,7 @@ class AttachRequest:
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
-    """Parse an "attach" message. Raises UsageError if a field is missing, of the wrong type, or out
-    of range."""
+    """Parse an "attach" message. Raises UsageError: a field is missing or wrong."""
     least = {"incarnation": 1, "rank": 0, "world_size": 1, "pid": 1, "start": 1, "arena_bytes": 0}
     told: dict[str, Any] = {}
     for name, at_least in least.items():

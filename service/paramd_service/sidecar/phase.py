@@ -67,8 +67,7 @@ class Doing:
 
 def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now_ns: int) -> Doing:
     """What the rank is doing now. The control page's `words` are read only when it is OWNED;
-    `process_state` is the trainer's letter in /proc/<pid>/stat, empty if unknown, `now_ns`
-    CLOCK_MONOTONIC."""
+    `process_state` is the trainer's letter in /proc/<pid>/stat, or empty; `now_ns` is monotonic."""
     if ownership is not Ownership.OWNED:
         return Doing(_ENDED[ownership], ownership.value)
     if process_state in STOPPED_STATES:

@@ -230,8 +230,7 @@ class RankSidecar:
 
     @property
     def pins(self) -> Pins:
-        """Snapshots of the current incarnation. Raises UnreachableError if no trainer has attached
-        yet."""
+        """Snapshots of the current incarnation. Raises UnreachableError: none has attached yet."""
         if self._pins is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         return self._pins

@@ -1,10 +1,16 @@
 """How the program ends."""
 
 import pytest
+from typer import Abort
 
 from paramd import errors
 from paramd.cli import shell
 from paramd.cli.main import main
+
+
+def test_no_at_a_question_is_no_bug() -> None:
+    assert shell.explain(Abort()) == ("aborted; nothing was changed", 1)
+
 
 # Of some errors; contract/surface.txt has all.
 EXIT_CODES = {

@@ -13,7 +13,7 @@ from paramd.errors import AbortedError
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.state import At
 from paramd_service.control.alerts.bits import BitRounds
-from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.drift import (
     Difference,
     ReplicaGroup,
@@ -122,10 +122,13 @@ async def test_a_flipped_bit_is_found_wherever_it_is(size: int) -> None:
 async def test_after_a_rollback_replicas_are_compared_at_steps_that_come_again() -> None:
     """Not only once the training is past the step of the cycle that it left."""
     asked: list[At] = []
+    covers: list[Any] = []
     header = SimpleNamespace(step=10_000, history=0)
 
     async def compared(_reach: object, _sidecars: object, _part: object, at: At) -> Any:
         asked.append(at)
+        if len(asked) > 2:
+            return SimpleNamespace(differences=(), places={}, step=at.step)
         raise AbortedError("missed")
 
     async def same(found: Any) -> Any:
@@ -135,8 +138,9 @@ async def test_after_a_rollback_replicas_are_compared_at_steps_that_come_again()
     reach: Any = SimpleNamespace(index=lambda _: same(SimpleNamespace(layout=layout)))
     sidecars: Any = SimpleNamespace(state=lambda *_: same(SimpleNamespace(header=header)))
     nothing: Any = None
+    observe: Any = lambda _, covered: covers.append(covered)  # noqa: E731
     rounds = BitRounds(
-        AlertConfig(compare_steps=5_000), reaching=nothing, joined=lambda: {0, 1}, observe=nothing
+        AlertConfig(compare_steps=5_000), reaching=nothing, joined=lambda: {0, 1}, observe=observe
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "_compared", compared)
@@ -144,5 +148,8 @@ async def test_after_a_rollback_replicas_are_compared_at_steps_that_come_again()
         await rounds._one(reach, sidecars)
         header.step, header.history = 100, 1
         await rounds._one(reach, sidecars)
+        await rounds._one(reach, sidecars)
+    more: Any = SimpleNamespace(rule=Rule.REPLICA_DRIFT, subject="more tensors")
+    assert covers[0](more), "they are over, too"
     assert asked[0] >= At(0, 10_000)
     assert At(1, 100) < asked[1] < At(1, 200)

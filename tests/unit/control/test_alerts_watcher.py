@@ -47,6 +47,8 @@ class World:
         self.asked: list[frozenset[int]] = []
         self.fails = False
         self.mirrored = False
+        self.sampled: list[str] = []
+        self.unreadable = ""
 
     def view(self) -> MeshView:
         return view(*self.reports.values(), world_size=3, now_s=self.now_s)
@@ -60,6 +62,9 @@ class World:
         return replace(LAYOUT, mirrored=self.mirrored)
 
     async def stats(self, tensors: Sequence[TensorLayout], *, timeout_s: float) -> StatsRound:
+        self.sampled += [t.fqn for t in tensors]
+        if self.unreadable in self.sampled[-len(tensors) :]:
+            raise UnreachableError("a rank is away")
         well = {
             t.fqn: TensorInput(fqn=t.fqn, count=8, nan_count=0, inf_count=0, norm=3.0)
             for t in tensors
@@ -202,10 +207,11 @@ async def test_posts_are_bounded_and_a_receiver_that_hangs_delays_nobody(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hang(request: httpx2.Request) -> httpx2.Response:
-        await asyncio.Event().wait()
-        raise AssertionError
+        await asyncio.sleep(0.05 if b'"w1"' in request.content else 600)
+        return httpx2.Response(200)
 
     monkeypatch.setattr(webhook, "MAX_POSTS", 3)
+    monkeypatch.setattr(webhook, "TIMEOUT_S", 1.0)
     hooks = Webhooks(["https://a.example.com/secret-path"], transport=httpx2.MockTransport(hang))
     watcher = watcher_of(world, [], webhooks=hooks)
     world.differing = {f"w{n}": (1,) for n in range(4)}
@@ -215,6 +221,23 @@ async def test_posts_are_bounded_and_a_receiver_that_hangs_delays_nobody(
     assert "secret-path" not in caplog.text
     await watcher.close()
     await hooks.close()
+    assert (hooks.posted_count, hooks.failed_count) == (1, 3), "those that hang at the end, too"
+
+
+@pytest.mark.parametrize("disabled", [(), ("non-finite",)])
+async def test_values_are_looked_at_once_a_round_succeeds_and_past_what_fails(
+    world: World, disabled: tuple[str, ...]
+) -> None:
+    config = AlertConfig(watch=True, stats_every_s=0.01, sample_bytes=32, disabled=disabled)
+    watcher = watcher_of(world, [], config)
+    assert not watcher.looks_at_values
+    world.unreadable = "w0"
+    watcher.start()
+    await _until(lambda: "w2" in world.sampled)
+    world.unreadable = ""
+    await _until(lambda: watcher.looks_at_values or len(world.sampled) > 20)
+    assert watcher.looks_at_values is not bool(disabled)
+    await watcher.close()
 
 
 async def test_a_slow_rank_and_a_stuck_one_are_told_from_looks_and_held_training_is_not(

@@ -106,8 +106,7 @@ async def until(condition: object) -> None:
 
 async def test_numbers_are_never_lowered() -> None:
     """By what an older control plane used, nor by ranks that were respawned and know of none."""
-    sidecars = Sidecars()
-    ready = iter([41, 41, 0, 3])
+    sidecars, ready = Sidecars(), iter([41, 41, 0, 3])
     rounds = Coordinator(sidecars, lambda: mesh(0, 1, ready=next(ready)), incarnation=1)
     await rounds.schedule({}, timeout_s=5.0)
     rounds.used(50)

@@ -52,8 +52,7 @@ def test_a_newer_incarnation_takes_the_endpoint_over_and_an_older_one_cannot() -
 
 
 def test_the_successor_is_a_living_process_of_no_older_incarnation() -> None:
-    mine = announced(2)
-    start = places.process_start(os.getppid())
+    mine, start = announced(2), places.process_start(os.getppid())
     theirs = {"url": "u", "token": "t", "job": "run", "grpc_address": "g"}
     other = places.Endpoint(**theirs, pid=os.getppid(), pid_start=start, incarnation=3)
     places.write_endpoint(other)
@@ -63,8 +62,7 @@ def test_the_successor_is_a_living_process_of_no_older_incarnation() -> None:
 
 
 def test_no_endpoint_of_another_host_ends_a_control_plane() -> None:
-    mine = announced(2)
-    start = places.process_start(os.getppid())
+    mine, start = announced(2), places.process_start(os.getppid())
     theirs = replace(mine, pid=os.getppid(), pid_start=start, incarnation=2**62)
     path = places.state_dir() / "run" / places.ENDPOINT_FILE
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx2
 import pytest
 from fastapi import FastAPI
 
+from paramd.errors import ConflictError
 from paramd_service.control.access.authority import Tokens
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
@@ -54,6 +56,21 @@ def services() -> Services:
         denied=lambda *told: None, failures=FailureLimit(burst=1000.0), events=EventBus(),
         stopping=lambda: False,
     )  # fmt: skip
+
+
+async def test_nothing_is_kept_of_an_evicted_job() -> None:
+    of = services()
+    mesh = of.jobs.get("run")
+    of.jobs._end(mesh, ConflictError("over"))
+    of.jobs.on_evict.append(of.edits.evicted)
+    of.watchers.start(of.jobs)
+    of.exports.start(of.jobs)
+    of.edits.began(mesh)
+    of.watchers._watchers["run"] = of.exports._queues["run"] = AsyncMock()
+    of.jobs._evict_one([mesh])
+    await of.exports.close()
+    kept = of.watchers._watchers, of.exports._queues, of.edits._services, of.edits._paces
+    assert not any(kept)
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 import pytest
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.v1 import common_pb2
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.origin import Origin
 from paramd_service.control.mesh.registry import MAX_TEXT_CHARS, Membership, Registry, State
@@ -28,6 +29,9 @@ def registry() -> Registry:
         ({"header.rank": -1, "peer.rank": -1, "state.rank": -1}, UsageError),
         ({"state.rank": 1}, UsageError),
         ({"version": "x" * (MAX_TEXT_CHARS + 1)}, UsageError),
+        ({"state.unserved_reason": "x" * (MAX_TEXT_CHARS + 1)}, UsageError),
+        ({"state.stands": [common_pb2.Stand()] * 100}, UsageError),
+        ({"state.stands": [common_pb2.Stand(cause="x" * 1000)]}, UsageError),
         ({"peer.address": "127.0.0.1"}, UsageError),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else value.__name__,
@@ -38,7 +42,8 @@ def test_a_foreign_or_malformed_report_is_refused_first_and_later(
     bad = request()
     for path, value in spoilt.items():
         part, _, field = path.rpartition(".")
-        setattr(getattr(bad, part) if part else bad, field, value)
+        of = getattr(bad, part) if part else bad
+        getattr(of, field).extend(value) if isinstance(value, list) else setattr(of, field, value)
     with pytest.raises(error):
         registry.join(bad, HERE)
     assert registry.peers() == []
@@ -51,8 +56,7 @@ def test_a_foreign_or_malformed_report_is_refused_first_and_later(
 @pytest.mark.parametrize("step", [0, -1, -(2**63), 2**63 - 1])
 def test_a_rank_that_lies_about_its_step_harms_nobody(registry: Registry, step: int) -> None:
     registry.join(request(0), HERE)
-    liar = registry.join(request(1), HERE)
-    lie = request(1)
+    liar, lie = registry.join(request(1), HERE), request(1)
     lie.header.step = step
     lie.state.step_time_ns = lie.state.boundary_age_ns = -(2**63)
     registry.update(liar, lie)

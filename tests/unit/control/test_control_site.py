@@ -63,11 +63,14 @@ async def test_a_job_is_its_tokens_and_a_token_has_a_share_of_all_jobs(
     ended.add("a")
     assert (await jobs.register("run", world_size=1, owner="b")).owner == "b"
     assert (await jobs.register("run", world_size=1)).owner is None
+    evicted: list[str] = []
+    jobs.on_evict.append(evicted.append)
     monkeypatch.setattr(jobs_module, "JOBS_OF_TOKEN", 2)
     monkeypatch.setattr(jobs_module, "MAX_JOBS", 4)
     for number in range(5):
         await jobs.register(f"b{number}", world_size=1, owner="b")
     assert [mesh.job for mesh in jobs.all()] == ["b3", "b4", "run"], "it evicts only its own"
+    assert evicted == ["b0", "b1", "b2"]
     for number in (3, 4):
         request = join_request(0, incarnation=1, world_size=1)
         request.header.job = f"b{number}"

@@ -40,8 +40,7 @@ def test_the_stranger_that_came_first_makes_place() -> None:
 
 def test_strangers_of_one_address_push_out_none_of_another() -> None:
     doorway = Doorway(places=4)
-    other = doors(doorway, 1, "b")
-    many = doors(doorway, 50)
+    other, many = doors(doorway, 1, "b"), doors(doorway, 50)
     assert (shut(other), shut(many)) == ([], list(range(47)))
     third = doors(doorway, 1, "c")
     assert (shut(third), shut(other), len(shut(many))) == ([], [], 48)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 
 from paramd_service.control import http_server
 from paramd_service.control.access.doorway import Doorway
@@ -14,6 +14,7 @@ from paramd_service.control.http_server import HttpServer
 
 LIMIT_S = 0.3
 PATIENCE_S = 60.0
+LARGE_BYTES = 16 << 20
 POST = b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
 
 
@@ -33,6 +34,10 @@ async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
         async with asyncio.timeout(PATIENCE_S), connected(port) as (reader, _):
             assert await reader.read() == b""
         return "closed"
+
+    @app.get("/large")
+    async def large() -> Response:
+        return Response(b"x" * LARGE_BYTES)
 
     listener = socket.create_server(("127.0.0.1", 0))
     server = HttpServer(Doorway())
@@ -90,3 +95,20 @@ async def test_the_next_requests_head_has_the_same_limit_as_the_first(port: int)
             await asyncio.wait_for(reader.readuntil(b'"body"'), PATIENCE_S)
         writer.write(b"GET /until HTTP/1.1\r\nx-slow: ")
         assert await hung_up(reader, writer) == b""
+
+
+@pytest.mark.parametrize("ending", ["keep-alive", "close"])
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_large_answer_is_sent_for_as_long_as_it_is_read(
+    port: int, ending: str, reads: bool
+) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(f"GET /large HTTP/1.1\r\nhost: x\r\nconnection: {ending}\r\n\r\n".encode())
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+        size_bytes = 0
+        await asyncio.sleep(0 if reads else 3 * LIMIT_S)
+        with contextlib.suppress(ConnectionError):
+            while size_bytes < LARGE_BYTES and (count := len(await reader.read(1 << 20))):
+                size_bytes += count
+                await asyncio.sleep(LIMIT_S / 8 if reads else 0)
+    assert (size_bytes == LARGE_BYTES) is reads

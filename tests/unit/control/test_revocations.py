@@ -131,8 +131,7 @@ async def test_what_expires_or_is_revoked_elsewhere_is_seen_at_the_next_look(
 async def test_a_stream_is_written_to_by_one_at_a_time_and_hears_what_came_meanwhile() -> None:
     revocations = Revocations(ticket_ttl_s=TTL_S, clock=Clock())
     written: list[tuple[str, ...]] = []
-    writing = 0
-    free = asyncio.Event()
+    writing, free = 0, asyncio.Event()
     free.set()
 
     async def write(notice: Notice) -> None:

@@ -158,8 +158,7 @@ def test_overlapping_regions_and_names_of_one_tensor_are_refused() -> None:
 
     top, low = fill("f", (0, 0), (2, 4)), fill("f", (2, 0), (4, 4))
     assert plan_edit(PLAIN, [low, top]).numel == 16
-    column = fill("f", (0, 1), (4, 2))
-    empty = fill("f", (1, 1), (1, 4))
+    column, empty = fill("f", (0, 1), (4, 2)), fill("f", (1, 1), (1, 4))
     plan_edit(PLAIN, [top, empty])
     for ops in ([top, column], [column, low], [fill("f"), top], [fill("f"), fill("tied.f")]):
         with pytest.raises(UsageError, match="the same elements of 'f'"):

@@ -56,8 +56,7 @@ def test_cells_are_the_means_of_their_elements(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(module, "BLOCK_NUMEL", 11)
-    a = torch.zeros(shape)
-    b = torch.randn(shape)
+    a, b = torch.zeros(shape), torch.randn(shape)
     most = 8
     matrix = b.double().reshape(shape[0] if len(shape) > 1 else 1, -1)
     rows, columns = matrix.shape

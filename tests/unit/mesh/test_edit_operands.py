@@ -49,8 +49,7 @@ def operands() -> Operands:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_data_is_every_item_of_the_plan_in_its_place(operands: Operands, rank: int) -> None:
-    plan = operands.plan.ranks[rank]
-    data = staged(operands, rank)
+    plan, data = operands.plan.ranks[rank], staged(operands, rank)
     assert len(data) == plan.data_bytes > 1 << 20
     for item in plan.items:
         tensor = operands.tensors[item.op].clone()

@@ -23,8 +23,7 @@ def layout() -> Layout:
 
 def test_a_sum_is_probed_on_all_holders_then_read_from_its_group() -> None:
     index = NameIndex(layout())
-    asked = ask_for(index, ["*"], None)
-    learnt = PartialGroups()
+    asked, learnt = ask_for(index, ["*"], None), PartialGroups()
     first = make_plan(index.layout, asked, learnt, costs=None)
     assert not first.sums.ranks
     reader = next(rank for rank, number in first.used if number == 0)
@@ -51,8 +50,7 @@ def test_a_sum_is_probed_on_all_holders_then_read_from_its_group() -> None:
 def test_what_was_asked_for_before_the_groups_were_known_is_never_read() -> None:
     """Frames are asked for ahead: two under each plan."""
     index = NameIndex(layout())
-    asked = ask_for(index, ["w"], None)
-    learnt = PartialGroups()
+    asked, learnt = ask_for(index, ["w"], None), PartialGroups()
     notes = [GradNote(rank, 0, 0, 1 + rank // 2 * 2) for rank in range(4)]
     plans = [make_plan(index.layout, asked, learnt, costs=None) for _ in range(2)]
     read = []

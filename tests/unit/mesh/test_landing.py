@@ -57,8 +57,7 @@ def test_a_stream_lands_whole_however_it_is_cut(cuts: list[int]) -> None:
         memory.direct(210, 220),
         memory.direct(300, 400),
     ]
-    sink = PlaceSink(places)
-    edges = sorted({0, 400, *cuts})
+    sink, edges = PlaceSink(places), sorted({0, 400, *cuts})
     for begin, end in pairwise(edges):
         sink.write(begin, memory.source_at + begin, end - begin)
     expected = bytearray(memory.source)

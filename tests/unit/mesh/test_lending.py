@@ -39,8 +39,7 @@ def test_lent_memory_is_found_by_its_bytes_and_keeps_its_size() -> None:
 
 def test_a_memory_is_lent_again_once_nothing_uses_it(lender: Lender) -> None:
     first = lender.lend(8192)
-    address = ctypes.addressof(first)
-    second = lender.lend(8192)
+    address, second = ctypes.addressof(first), lender.lend(8192)
     assert ctypes.addressof(second) != address
     view = memoryview(first).cast("B")
     del first

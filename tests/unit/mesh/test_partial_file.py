@@ -63,8 +63,7 @@ def test_what_others_planted_is_refused_and_left_alone(kind: str, tmp_path: Path
 
 
 def test_only_the_whole_file_has_the_mode_that_the_user_wants(tmp_path: Path) -> None:
-    path = tmp_path / NAME
-    before = os.umask(0o027)
+    path, before = tmp_path / NAME, os.umask(0o027)
     try:
         file = PartialFile(path)
         with file.opened():

@@ -39,8 +39,7 @@ def test_an_incarnation_that_went_on_ends_it_by_its_number() -> None:
 
 def test_a_rank_that_is_away_for_a_while_does_not_end_it() -> None:
     reach = Heard()
-    stream = subscribed(reach)
-    before = reach.document
+    stream, before = subscribed(reach), reach.document
     for digest in ("", before.layout_digest):
         reach.document = replace(before, layout_digest=digest)
         stream._check_identity()

@@ -381,8 +381,7 @@ async def test_a_stalled_stream_of_a_living_peer_is_begun_again(
     monkeypatch.setattr(reading, "LIVENESS_S", 0.1)
     with port() as at:
         at.answers = lambda number, sealed: stalled(at, number, sealed)
-        source = Source(at.number)
-        target = Target()
+        source, target = Source(at.number), Target()
         reader = StreamReader(source, target.sink, EXPECTED)
         running = asyncio.ensure_future(reader.run(time.monotonic() + 30))
         # One at a time answers here: the first must be told to go on.

@@ -86,8 +86,7 @@ def test_ranges_that_leave_the_snapshot_or_cut_elements_are_refused(
 
 
 def test_a_base_that_nobody_asks_for_is_forgotten(bench: Bench) -> None:
-    kept = bench.kept(1)
-    idle_ns = int(IDLE_S * 1e9)
+    kept, idle_ns = bench.kept(1), int(IDLE_S * 1e9)
     bench.now_ns = idle_ns - 1
     assert bench.bases.sweep() == idle_ns
     bench.now_ns = idle_ns

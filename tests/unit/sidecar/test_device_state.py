@@ -49,8 +49,7 @@ def attached(standin: Standin) -> Iterator[AttachedMemory]:
 def test_memory_that_never_reached_the_trainer_gives_way_to_the_next(
     attached: AttachedMemory,
 ) -> None:
-    first = attached.add_state(0, 100)
-    lost = attached.add_state(1, 100)
+    first, lost = attached.add_state(0, 100), attached.add_state(1, 100)
     room = ctypes.create_string_buffer(8)
     second_begin = STATE_BASE + first.size_bytes
     attached.copy([CopySpan(second_begin, ctypes.addressof(room), 8)])

@@ -161,8 +161,7 @@ async def test_what_was_asked_for_before_a_rollback_is_over(training: Training) 
 async def test_a_program_after_idle_memory_was_given_back_is_another_one() -> None:
     """The trainer's plan of a program is kept by version: no version may come again."""
     with ThreadPoolExecutor(1) as executor:
-        training = Training(executor, idle_memory_s=0.0)
-        versions = []
+        training, versions = Training(executor, idle_memory_s=0.0), []
         for step in (5, 7, 9):
             asked = training.reduce(step, step)
             slot = await training.armed(step)

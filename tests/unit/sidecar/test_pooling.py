@@ -53,8 +53,7 @@ def test_every_cell_tells_of_exactly_its_elements(
     values = torch.arange(rows * columns).sub(50).mul(3).remainder(101).sub(30).to(dtype)
     matrix = values.reshape(rows, columns)
     grid = pooling.Grid(mode, rows, columns, min(5, rows), min(4, columns))
-    heatmap = picture_of(matrix, grid)
-    cells = naive(matrix, grid)
+    heatmap, cells = picture_of(matrix, grid), naive(matrix, grid)
     assert len(cells) == heatmap.values.numel()
     for (r, c), found in cells.items():
         assert float(heatmap.values[r, c]) == expected(found, mode)

@@ -120,8 +120,7 @@ def test_one_buffer_is_used_alone(
     trainer: Trainer, blocks: BlockMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     standing = Standing(blocks, Log(fields={}), budget_bytes=None)
-    make = blocks.make
-    count = 0
+    make, count = blocks.make, 0
 
     def only_one(size_bytes: int) -> Block:
         nonlocal count

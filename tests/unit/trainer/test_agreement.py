@@ -145,8 +145,7 @@ def test_a_request_that_was_agreed_is_not_agreed_again(make: Callable[..., Ranks
 
 
 def test_without_clients_rounds_are_rare_until_one_rank_has_one(make: Callable[..., Ranks]) -> None:
-    ranks = make(2)
-    step_ns = 20 * MS
+    ranks, step_ns = make(2), 20 * MS
     quiet = quiet_interval(step_ns)
     assert quiet == 5 * idle_interval(step_ns)
 

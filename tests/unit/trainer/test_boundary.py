@@ -262,8 +262,7 @@ def test_a_step_within_a_step_ends_with_the_outer_one(make: Make) -> None:
 
 
 def test_any_optimizer_of_the_model_makes_updates_and_no_other(make: Make) -> None:
-    bench = make()
-    stranger = nn.Parameter(torch.zeros(3))
+    bench, stranger = make(), nn.Parameter(torch.zeros(3))
     stranger.grad = torch.ones(3)
     torch.optim.SGD([stranger], lr=0.1).step()
     assert bench.boundary.step == 0
@@ -359,8 +358,7 @@ def test_nothing_rests_while_a_backward_has_updated_some_parameters(make: Make) 
 
 def test_a_backward_that_raises_leaves_its_update_open(make: Make) -> None:
     model = Looked()
-    bench = make(model)
-    container = Container(list(model.parameters()))
+    bench, container = make(model), Container(list(model.parameters()))
     bench.forward_backward()
     container.step()
 

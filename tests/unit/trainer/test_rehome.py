@@ -143,8 +143,7 @@ def test_moving_keeps_identity_gradients_versions_and_randomness() -> None:
     def facts() -> list[object]:
         return [(id(p), id(p.grad), p.requires_grad, p._version) for p in model.parameters()]
 
-    before = facts()
-    home = ParameterStorage(model)
+    before, home = facts(), ParameterStorage(model)
     arena = Arena(home.arena_bytes)
     home.move_in(arena.memory)
     inside = facts()
@@ -233,8 +232,7 @@ def test_memory_put_aside_keeps_its_values(move_in: MoveIn) -> None:
     model = nn.Linear(3, 3)
     home, arena = move_in(model)
     aside = model.weight.data
-    view = aside[1:]
-    before = aside.clone()
+    view, before = aside[1:], aside.clone()
 
     model.weight.data = torch.zeros(3, 3)
 
@@ -268,8 +266,7 @@ def test_memory_that_a_graph_still_needs_is_not_written_to(move_in: MoveIn) -> N
     model = nn.Linear(3, 3)
     home, _ = move_in(model)
     inputs = torch.ones(2, 3, requires_grad=True)
-    loss = model(inputs).sum()
-    old = model.weight.detach().clone()
+    loss, old = model(inputs).sum(), model.weight.detach().clone()
 
     model.weight = nn.Parameter(torch.zeros(3, 3))
 

@@ -78,13 +78,13 @@ class Alerts(Table[Alert]):
     job: str
     incarnation: int
     watch: bool
-    """Whether parameters are sampled, without which some rules find nothing."""
+    """Whether NaN and Inf are looked for, and the last round succeeded."""
 
     def summary(self) -> str:
         return (
             f"{sum(row.firing for row in self)} of {len(self)} alerts of {self.job!r} firing "
             f"(run {self.incarnation})"
-            + ("" if self.watch else "; parameters are not being sampled")
+            + ("" if self.watch else "; NaN and Inf are not being looked for")
         )
 
 

@@ -1283,7 +1283,7 @@ export interface components {
             next_page_token: string;
             /**
              * Watch
-             * @description Whether parameters are sampled: [alerts] watch
+             * @description Whether NaN and Inf are looked for: in the last round
              */
             watch: boolean;
         };

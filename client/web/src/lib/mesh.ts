@@ -79,13 +79,15 @@ const STRAGGLER_MARGIN_NS = 10e6;
 /** Joined ranks whose step time is far above the median; the same rule as the alert's. */
 export function stragglers(ranks: readonly RankLike[]): Set<number> {
   const timed = ranks.filter((rank) => rank.membership === "joined" && rank.step_time_ns > 0);
-  const middle = median(timed.map((rank) => rank.step_time_ns));
+  const times = timed.map((rank) => rank.step_time_ns);
+  // The median of two is their mean, which hides the slower one: compare with the faster.
+  const middle = times.length === 2 ? Math.min(...times) : median(times);
   return new Set(
     timed
       .filter(
         (rank) =>
-          rank.step_time_ns > middle * STRAGGLER_FACTOR &&
-          rank.step_time_ns - middle > STRAGGLER_MARGIN_NS,
+          rank.step_time_ns >= middle * STRAGGLER_FACTOR &&
+          rank.step_time_ns - middle >= STRAGGLER_MARGIN_NS,
       )
       .map((rank) => rank.rank),
   );

@@ -91,7 +91,7 @@ function AlertList(): ReactNode {
       {alerts.error && <Trouble>{alerts.error}</Trouble>}
       {alerts.data && !alerts.data.watch && (
         <p className="faint">
-          Parameters are not sampled, so NaN and jumps of norms raise no alerts. To turn sampling on, set <code>watch = true</code> in <code>[alerts]</code>.
+          NaN and Inf are not looked for, or no round has succeeded lately. To turn sampling on, set <code>watch = true</code> in <code>[alerts]</code>.
         </p>
       )}
       {!alerts.data && !alerts.error && <ChartSpace height={160}>Loading …</ChartSpace>}

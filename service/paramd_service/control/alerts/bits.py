@@ -145,7 +145,7 @@ class BitRounds:
         self._ahead = AHEAD
         self._number += 1
         findings = drift_findings(found.differences, found.places, found.step)
-        names = part.names
+        names = {"more tensors", *part.names}
         self.observe(findings, lambda a: a.rule == Rule.REPLICA_DRIFT and a.subject in names)
         return True
 

@@ -146,8 +146,7 @@ class AlertConfig:
     """Longest wait of one update for a copy, in seconds, above 0. Defaults to the trainers' budget
     if the environment has it."""
     stall_window_s: float = 60.0
-    """Window over which the stall budget is judged, in seconds, above 0. A straggler is slow at
-    both ends of it."""
+    """Window of the stall budget, in seconds, above 0. A straggler is slow at both ends of it."""
     certificate_days: float = 14.0
     """A certificate that expires within this many days is reported, 0 or more."""
     numbers: tuple[str, ...] = ()

@@ -149,8 +149,7 @@ def stalled_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
 
 def stragglers(now: Ranks, before: Ranks, config: AlertConfig) -> Iterator[Finding]:
     """Ranks whose steps are longer than others', now and a window ago: a single long step, such as
-    one with a checkpoint, makes no straggler. Ranks that wait for each other at every step have
-    equal times."""
+    one with a checkpoint, is no straggler. Ranks that wait for each other have equal times."""
     then = {rank.rank for rank, _ in _slow(before, config)}
     for rank, usual_s in _slow(now, config):
         if rank.rank in then:

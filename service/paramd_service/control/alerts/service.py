@@ -70,6 +70,7 @@ class Watchers:
     def start(self, jobs: Jobs) -> None:
         """Watch the open jobs and every later one."""
         jobs.follow(self._begin, self._end, self._look)
+        jobs.on_evict.append(lambda job: self._watchers.pop(job, None))
 
     async def close(self) -> None:
         """Stop all watchers; firing alerts stay firing in the store. Idempotent."""
@@ -138,8 +139,7 @@ class Watchers:
 def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:
     """The fields of AlertConfig set by a table, with types checked; `place` is its origin, for
     errors. One that is not `trusted` may come with someone else's project: it may set thresholds,
-    but not the receivers of alerts. Raises UsageError: an unknown key or a value of the wrong
-    type."""
+    but no receivers of alerts. Raises UsageError: an unknown key or a value of the wrong type."""
     for key in ("webhooks", "pause"):
         if key in table and not trusted:
             raise UsageError(

@@ -104,8 +104,9 @@ class Rounds:
         sample = self._next(layout, self._stats_begin, TENSOR_RULES)
         if not sample.tensors:
             return
-        found = await self._sampler.stats(sample.tensors, timeout_s=self._config.sample_timeout_s)
+        # Before it is read: what cannot be read must not keep the rest from being looked at.
         self._stats_begin = sample.next_begin
+        found = await self._sampler.stats(sample.tensors, timeout_s=self._config.sample_timeout_s)
         findings = tensor_findings(found.tensors, self._norms, found.step, self._config)
         # Only afterwards: a round must not be part of its own baseline.
         self._norms.seen(found.tensors)
@@ -127,8 +128,8 @@ class Rounds:
             return
         whole = sample.next_begin == begin
         names = ["*"] if whole else [tensor.fqn for tensor in sample.tensors]
-        found = await self._sampler.gradients(names, timeout_s=self._config.sample_timeout_s)
         self._gradients_begin = sample.next_begin
+        found = await self._sampler.gradients(names, timeout_s=self._config.sample_timeout_s)
         if any(one.nan_count or one.inf_count for one in found.tensors):
             self._watcher.hurry()
         findings = gradient_findings(found.tensors, self._gradients, found.step, self._config)
@@ -248,6 +249,12 @@ class Watcher:
     def ready(self) -> bool:
         """Whether stored alerts have been restored and checks are running."""
         return self._restored
+
+    @property
+    def looks_at_values(self) -> bool:
+        """Whether values are looked at: by the rule, and in the last round."""
+        looked = self.round_counts["stats"] > 0 and "stats" not in self._trouble
+        return looked and self.config.looks_for(Rule.NON_FINITE)
 
     def start(self) -> None:
         """Resume the stored alerts, then watch."""

@@ -57,16 +57,20 @@ class Webhooks:
                 kept(self._tasks, self._post(url, alert), "paramd-webhook")
 
     async def close(self) -> None:
-        """Stop; posts in progress may not arrive. Idempotent."""
+        """Stop. Posts in progress have `TIMEOUT_S` to arrive. Idempotent."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=TIMEOUT_S)
         await stopped(*self._tasks)
         await self._client.aclose()
 
     async def _post(self, url: str, alert: Alert) -> None:
         try:
             answer = await self._client.post(url, json=asdict(alert))
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, asyncio.CancelledError) as error:
             # The error text may contain the URL.
             self._failed(url, alert, type(error).__name__)
+            if isinstance(error, asyncio.CancelledError):
+                raise
             return
         if answer.status_code < 300:
             self.posted_count += 1

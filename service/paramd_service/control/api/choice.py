@@ -43,8 +43,8 @@ class NormHistory:
         self._clock = clock
         self._noted_s: dict[tuple[str, str], float] = {}
 
-    def take(self, document: Mapping[str, Any]) -> None:
-        """Record the norms of a frame, at most once per `PERIOD_S`."""
+    def take(self, document: Mapping[str, Any], *, whole: bool) -> None:
+        """Record the norms of a frame, at most once per `PERIOD_S`; its total if it is `whole`."""
         now_s = self._clock()
         names = [row["name"] for row in document["params"]]
         # Streams of other parameters are sampled separately.
@@ -65,7 +65,7 @@ class NormHistory:
                 step=document["step"],
                 value=row["norm"] if row["norm"] is not None else math.nan,
             )
-            for row in (*rows, {**document["total"], "name": "total"})
+            for row in (*rows, *([{**document["total"], "name": "total"}] if whole else ()))
         )
 
 

@@ -57,13 +57,11 @@ class ControlConfig:
     """Time between two reports of a sidecar, in seconds, 0.05 to 60; 2.5 times as long in meshes
     of more than 1,024 ranks, like the next one."""
     silent_after_s: float = 4.5
-    """A joined sidecar that has not reported for this long is shown as silent, in seconds;
-    above report_s."""
+    """A sidecar that has not reported for so many seconds, above report_s, is shown as silent."""
     ticket_ttl_s: float = 600.0
     """Validity of a reader's ticket, in seconds, 1 to 86400."""
     no_watch: bool = False
-    """Never sample or compare parameters for alerts; the sidecars' own reports are still
-    checked."""
+    """Never sample or compare parameters for alerts; sidecars' own reports are still checked."""
     readonly: bool = False
     """Refuse to change parameters, pause training, export or create tokens, whatever the role;
     jobs still register. Same as PARAMD_READONLY=1."""
@@ -280,8 +278,7 @@ def settings_of(
     table: Mapping[str, Any], kind: type[Any], *, name: str, place: str
 ) -> dict[str, Any]:
     """The fields that a table sets of a config of this `kind`, whose defaults determine the types.
-    `name` and `place` are the table's, for errors. Raises UsageError: an unknown key or a value of
-    the wrong type."""
+    `name` and `place`: the table's, for errors. Raises UsageError: unknown key or wrong type."""
     defaults = {one.name: one.default for one in fields(kind)}
     for key in table:
         if key not in defaults:

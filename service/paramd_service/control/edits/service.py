@@ -339,6 +339,12 @@ class EditRegistry:
         if mesh.over is None:
             work.begin()
 
+    def evicted(self, job: str) -> None:
+        """Let go of a job, once none of its edits is open."""
+        self._paces.pop(job, None)
+        if job in self._services:
+            self._older.append(self._services.pop(job))
+
     def is_over(self, mesh: Incarnation) -> None:
         """Resolve the open edits of an incarnation that ended: ABORTED, or LOST if committed."""
         service = self._services.get(mesh.job)

@@ -70,8 +70,7 @@ class Assets:
     def put(self, owner: str, name: str, offset_bytes: int, data: str) -> int:
         """Write the next part of a file; return the file's size. A part may be repeated. Raises
         UsageError: `name` is not a plain file name, or `data` not base64. ConflictError: the part
-        before it is missing. ExhaustedError: too many files, bytes or owners. UnreachableError: the
-        disk failed."""
+        before it is missing. ExhaustedError: too many files, bytes or owners. UnreachableError."""
         check_asset_name(name)
         try:
             part = base64.b64decode(data, validate=True)
@@ -145,8 +144,7 @@ class Assets:
 
 
 def check_asset_name(name: str) -> str:
-    """Check for a plain file name that cannot clash with an export's own files. Raises UsageError:
-    it is not."""
+    """Raise UsageError unless this is a plain file name that clashes with none of an export's."""
     check_file_name(name)
     if name.endswith(_RESERVED):
         raise UsageError(
@@ -161,8 +159,7 @@ def load_destinations(
     """Destinations by name: of the user's own paramd.toml, overridden by the environment. Where
     neither has a table, the folder `own`, which is made; None where their tables are empty. `files`
     are (path, is_own): one that is not the user's own may come with a cloned project and must not
-    decide where checkpoints are sent. Raises UsageError: a source is unreadable, invalid or not the
-    user's own."""
+    decide where checkpoints go. Raises UsageError: a source is unreadable, invalid or not own."""
     found: dict[str, Destination] = {}
     given = ENVIRONMENT in environment
     for path, trusted in files:
@@ -203,8 +200,7 @@ class ExportSpec:
 
 
 def read_spec(request: Mapping[str, Any]) -> ExportSpec:
-    """Parse a request with the fields of `ExportRequest`. Raises UsageError: an invalid size, dtype
-    or name rule."""
+    """Parse fields of `ExportRequest`. Raises UsageError: an invalid size, dtype or name rule."""
     include = set(request["include"])
     return ExportSpec(
         settings=ExportSettings(

@@ -86,6 +86,7 @@ class ExportService:
     def start(self, jobs: Jobs) -> None:
         """Serve the open jobs and every later one."""
         jobs.follow(self._begin, self._end, self._look)
+        jobs.on_evict.append(lambda job: kept(self._tasks, self._forget(job)))
 
     async def close(self) -> None:
         """Stop without ending exports; the next control plane resumes them. Idempotent."""
@@ -182,8 +183,7 @@ class ExportService:
 
     async def whole(self, job: str) -> list[Mapping[str, Any]]:
         """The last finished exports of a job, newest first, and their directories, without those of
-        a history that a rollback has left: their steps may be higher than the present one. Raises
-        StoreError."""
+        a history that was rolled back: their steps may be above the present. Raises StoreError."""
         rows = await self.store.page(job, limit=WHOLE_COUNT, state="DONE")
         applied = await self._records.edits.of_job(job, (EditState.APPLIED,))
         applied.sort(key=lambda row: (row.incarnation, row.edits))
@@ -231,14 +231,13 @@ class ExportService:
             raise ConflictError(f"export {export_id} is {found.state}; it cannot be cancelled")
         return found
 
-    async def read_file(
-        self, mesh: Incarnation, destination: str, name: str, offset_bytes: int
-    ) -> tuple[int, bytes]:
-        """Read a file of any job's finished export: (its size, up to 8 MiB from the offset). Raises
+    async def read_file(self, mesh: Incarnation, destination: str, *what: Any) -> tuple[int, bytes]:
+        """Read a file of a finished export of any job that the caller sees, or its manifest: (its
+        size, up to 8 MiB from the offset). `what`: name, offset, whether a job is seen. Raises
         UsageError, NotFoundError: there is no such destination, export or file."""
         mesh.check()
         target = target_of(self.destinations, destination)
-        return await read_file(self._queues[mesh.job].group, target, name, offset_bytes)
+        return await read_file(self._queues[mesh.job].group, target, *what)
 
     def schedules(self, job: str) -> Schedules:
         if job not in self._schedules:
@@ -307,6 +306,15 @@ class ExportService:
         if queue is not None:
             why = f"run {mesh.number} of the job has ended; export again"
             kept(self._tasks, queue.end(why), "paramd-exports-end")
+
+    async def _forget(self, job: str) -> None:
+        # Once its end has run: exports that end look for their queue.
+        if (queue := self._queues.get(job)) is not None:
+            await queue.close()
+            if self._queues.get(job) is queue:
+                del self._queues[job]
+                if (schedules := self._schedules.pop(job, None)) is not None:
+                    await schedules.close()
 
     async def _tidy(self) -> None:
         try:

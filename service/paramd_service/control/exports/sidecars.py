@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 UNARY_TIMEOUT_S: Final = 60.0
 READ_BYTES: Final = 8 << 20
+MANIFEST_BYTES: Final = 64 << 20
 STORE_PART_BYTES: Final = 512 << 10
 EXPORT_LEASE_S: Final = 60.0
 """Lease of an export's snapshots; a control plane restarted within it resumes the export."""
@@ -235,8 +236,7 @@ class Leases:
         self._keeping = asyncio.create_task(self._keep(), name="paramd-export-leases")
 
     async def close(self, *, release: bool) -> None:
-        """Stop renewing, and release the snapshots or leave them leased for the next control plane.
-        Idempotent."""
+        """Stop renewing; release the snapshots, or leave them to the next process. Idempotent."""
         await stopped(self._keeping)
         if release:
             pins, self.pins = self.pins, ()
@@ -295,17 +295,23 @@ def target_of(
 
 
 async def read_file(
-    group: SidecarGroup, target: export_pb2.ExportTarget, name: str, offset_bytes: int
+    group: SidecarGroup, target: Any, name: str, offset_bytes: int, sees: Callable[[str], bool]
 ) -> tuple[int, bytes]:
-    """Read a finished export's manifest or file: (its size, up to 8 MiB from the offset). Raises
-    NotFoundError if there is no export, or it has no such file."""
+    """As `ExportService.read_file`."""
     read = partial(part_of, group.calls, target=target)
-    if name != MANIFEST:
-        _, (_, text) = await group.any(partial(read, name=MANIFEST, offset_bytes=0))
+    text, more, size_bytes = b"", b" ", 1
+    while more and len(text) < min(size_bytes, MANIFEST_BYTES):
+        part = partial(read, name=MANIFEST, offset_bytes=len(text))
+        _, (size_bytes, more) = await group.any(part)
+        text += more
+    where = f"{target.destination}/{target.key}"
+    try:
+        found = json.loads(text)
         # Only files listed in the manifest: the directory may hold others.
-        if name not in {str(file["name"]) for file in json.loads(text)["files"]}:
-            raise NotFoundError(
-                f"{target.destination}/{target.key}: its manifest has no file {name[:80]!r}"
-            )
+        names, seen = {MANIFEST, *(file["name"] for file in found["files"])}, sees(found["job"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataLossError(f"{where}: its {MANIFEST} cannot be read") from error
+    if name not in names or not seen:
+        raise NotFoundError(f"{where}: it has no file {name[:80]!r}, or your token is not for it")
     _, answer = await group.any(partial(read, name=name, offset_bytes=offset_bytes))
     return answer

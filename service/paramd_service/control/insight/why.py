@@ -30,8 +30,7 @@ Found = tuple[RankView, pb.InspectTrainerResponse | ParamdError | None]
 
 
 def chosen(ranks: Sequence[RankView], wanted: Collection[int]) -> list[RankView]:
-    """The ranks to ask: the wanted ones, else the worst ones. Raises NotFoundError if the job has
-    no such rank."""
+    """The ranks to ask: those wanted, else the worst. Raises NotFoundError: no such rank."""
     unknown = set(wanted) - {one.rank for one in ranks}
     if unknown:
         raise NotFoundError(

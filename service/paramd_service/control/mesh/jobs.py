@@ -252,6 +252,8 @@ class Jobs:
         """Called with each incarnation when it begins."""
         self.on_end: list[OnChange] = []
         """Called with each incarnation when it ends."""
+        self.on_evict: list[Callable[[str], object]] = []
+        """Called with each job that is listed no more, after its end."""
         self.on_view: list[Callable[[Incarnation, MeshView], None]] = []
         """Called once a second with the mesh of each open incarnation."""
 
@@ -520,6 +522,8 @@ class Jobs:
         if idle:
             self._end(idle[0], ConflictError("evicted for newer jobs; attach again"))
             del self._current[idle[0].job]
+            for callback in self.on_evict:
+                callback(idle[0].job)
             return
         raise ExhaustedError(
             f"{len(known)} jobs are served; expected at most {MAX_JOBS}, and {JOBS_OF_TOKEN} with "

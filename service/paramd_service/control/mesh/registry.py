@@ -33,7 +33,7 @@ MAX_TEXT_CHARS = 4096
 UNJOINED_TIMES = 10
 """How much longer an incarnation may be empty before any sidecar has joined."""
 
-MAX_ALERTS = 64
+MAX_ALERTS = 64 + 5  # with the causes of stands
 MAX_ALERT_CHARS = 256
 
 
@@ -382,8 +382,7 @@ class Registry:
 
     def join(self, request: control_pb2.JoinRequest, origin: Origin) -> Member:
         """Store a stream's first report. The newest stream of a rank takes it over. Raises
-        UsageError: rank, world size or a text is out of range. ConflictError: another job or
-        incarnation."""
+        UsageError: rank, world size or a text out of range. ConflictError: another job or run."""
         self._check(request)
         # Newest wins: a respawned sidecar may join before the old one's stream breaks.
         self._next_serial += 1
@@ -393,8 +392,7 @@ class Registry:
         return member
 
     def update(self, member: Member, request: control_pb2.JoinRequest) -> None:
-        """Store a stream's later report. Raises as `join`, and ConflictError if another stream took
-        the rank over."""
+        """Store a stream's later report. Raises as `join`; ConflictError: another took over."""
         self._check(request)
         if request.header.rank != member.rank:
             raise UsageError(f"rank {request.header.rank} on the stream of rank {member.rank}")
@@ -476,11 +474,12 @@ def _check_texts(request: control_pb2.JoinRequest) -> None:
         "agreement_reason": request.state.agreement_reason,
         "phase_reason": request.state.phase_reason,
         "last_refusal": request.state.last_refusal,
+        "unserved_reason": request.state.unserved_reason,
     }
     for name, text in texts.items():
         if len(text) > MAX_TEXT_CHARS:
             raise UsageError(f"{name}: {len(text)} characters; expected at most {MAX_TEXT_CHARS}")
-    alerts = request.state.alerts
+    alerts = [*request.state.alerts, *(one.cause for one in request.state.stands)]
     if len(alerts) > MAX_ALERTS or any(len(alert) > MAX_ALERT_CHARS for alert in alerts):
         raise UsageError(
             f"alerts: expected at most {MAX_ALERTS} of at most {MAX_ALERT_CHARS} characters"

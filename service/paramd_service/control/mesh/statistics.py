@@ -242,8 +242,7 @@ class StatsSource:
         from paramd.mesh.reading.transfer import Chosen
 
         reach = await self._reaching()
-        # Before the attempts: what cannot be chosen is no outage. In the caller's share: what is
-        # refused needs no plan.
+        # First: what cannot be chosen is no outage. In the share: what is refused needs no plan.
         with self._queries.one(CALLER.get()):
             ready = await self._planned(choice, layout, pick, reach.costs())
 
@@ -296,8 +295,7 @@ class StatsSource:
             return ready
 
     async def kept(self, choice: object) -> Rows | None:
-        """The last `rows`, if their ranks are still at that state: they prove it as for any read,
-        but copy nothing."""
+        """The last `rows`, if their ranks are still at that state, without copying anything."""
         from paramd.mesh.reading.pin import Pinner
 
         found = self._kept
@@ -341,8 +339,7 @@ class StatsSource:
     async def heatmap(
         self, pattern: str, *, mode: str, rows: int, columns: int, row_dims: int | None
     ) -> tuple[int, int, TensorHeatmap]:
-        """(incarnation, step, heatmap) of the one matching tensor. Raises as `get` and
-        `compute_heatmap`."""
+        """(incarnation, step, heatmap) of the tensor. Raises as `get` and `compute_heatmap`."""
         from paramd.mesh.reading.reductions import compute_heatmap
 
         work = partial(
@@ -351,8 +348,7 @@ class StatsSource:
         return await self._stated(pattern, work)
 
     async def values(self, pattern: str) -> tuple[int, int, list[str]]:
-        """(incarnation, step, elements as exact text) of the one matching tensor. Raises as `get`
-        and `read_texts`."""
+        """(incarnation, step, elements as text) of one tensor. Raises as `get` and `read_texts`."""
         from paramd.mesh.reading.reductions import read_texts
 
         return await self._stated(pattern, read_texts)
@@ -394,8 +390,7 @@ class StatsSource:
     async def pin(
         self, patterns: Sequence[str], *, with_buffers: bool, filter_text: str, lease_s: float
     ) -> LeasedSnapshot:
-        """Pin a snapshot of all matching tensors and hold it under a lease; see `HeldSnapshots`.
-        Raises as `get`."""
+        """Pin and lease a snapshot of all matching tensors: `HeldSnapshots`. Raises as `get`."""
         from paramd.mesh.reading.pin import while_pinned
 
         reach = await self._reaching()
@@ -419,8 +414,7 @@ class StatsSource:
     async def gradients(
         self, patterns: Sequence[str], *, every: int, kind: Kind
     ) -> AsyncGenerator[GradFrame[Any], None]:
-        """Stream gradient statistics. Raises as `AsyncMesh.grads`, and ExhaustedError for too many
-        concurrent streams."""
+        """Stream statistics. Raises as `AsyncMesh.grads`; ExhaustedError: too many streams."""
         from paramd.mesh.frames.grads import GradRequest, open_stream
         from paramd.mesh.reading.transfer import Transfer
 

@@ -41,8 +41,7 @@ class Records:
     def __init__(self, store: str, directory: Path, *, chain: str, incarnation: int = 0) -> None:
         """No I/O. `store`: its URL; empty for a file in `directory`, which is the job's or the
         site's, with mode 0700. `chain`: of the control plane's own actions: the job's when
-        embedded, empty for a site. `incarnation`: the embedded one's. Raises UsageError if `store`
-        is not supported."""
+        embedded, empty for a site. `incarnation`: its. Raises UsageError: unsupported `store`."""
         self.store = Store(parse_store(store, directory=directory))
         self.audit = Audit(self.store)
         self.directory = directory
@@ -58,8 +57,7 @@ class Records:
 
     async def start(self, settings: Mapping[str, Any]) -> None:
         """Open the store and record the start. An unavailable store is only logged. Raises
-        UsageError: the store's driver is not installed. ConflictError: a newer paramd has used this
-        store."""
+        UsageError: the store's driver is missing. ConflictError: a newer paramd has used it."""
         try:
             await self.store.start()
         except StoreError as error:
@@ -154,8 +152,7 @@ class Records:
 
 
 async def open_records(config: ControlConfig, mine: Bootstrap | None) -> Records:
-    """Make and start a control plane's records; `mine` is the job of an embedded one. Raises as
-    `Records.start`."""
+    """Start a control plane's records; `mine`: the embedded job. Raises as `Records.start`."""
     if mine is None:
         directory = site_dir()
     else:

@@ -410,8 +410,7 @@ class Capture:
         return Outcome(state.step, "", edits=state.edits, history=state.history)
 
     def _spans_of(self, boundary: Boundary) -> Sequence[CopySpan] | str:
-        """All spans to copy, with the optimizer state; or why that is not available. Extra state
-        is filled in at once."""
+        """Spans to copy, with optimizer state, or why not. Extra state is filled in at once."""
         words = self._words
         if boundary.fill_extra is not None:
             if words[Word.EXTRA_FOR] != boundary.number:

@@ -70,8 +70,7 @@ def check_spans(spans: Sequence[pb.Span], arena_bytes: int) -> tuple[tuple[int, 
 
 
 def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[int, int]:
-    """[begin, end) of a read; size 0 means up to the end. Raises UsageError if it leaves what is
-    read."""
+    """[begin, end) of a read; size 0: up to the end. Raises UsageError: it leaves the total."""
     if not 0 <= offset_bytes <= total_bytes or not 0 <= size_bytes <= total_bytes - offset_bytes:
         raise UsageError(
             f"offset_bytes, size_bytes: {offset_bytes}, {size_bytes}; expected a range within "

@@ -142,8 +142,7 @@ class Memories:
 
     async def __aenter__(self) -> dict[tuple[int, str], Memory]:
         """Open the snapshots; return them by rank and state key. Raises UsageError: the message
-        lacks a snapshot of the plan. NotFoundError: the lease of a snapshot on this host has
-        ended."""
+        lacks a snapshot of the plan. NotFoundError: a snapshot's lease on this host has ended."""
         # Taken here: the threads that read have no context of the call.
         reads = handed_over()
         self._peers = peers = Peers(self._rank, self._rank.ready_mesh(), lambda: reads)

@@ -70,8 +70,7 @@ _STARTED_S = time.time()
 
 
 Row: TypeAlias = tuple[str, str, float | Mapping[str, float]]
-"""A metric's name without the common prefix "paramd_sidecar_", its text, its value or values by
-cause."""
+"""A metric's name without "paramd_sidecar_", its text, its value or values by cause."""
 
 
 def sidecar_metrics(rank: RankSidecar) -> str:

@@ -277,8 +277,7 @@ def multiply(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplaySnapshots:
-    """The state before an update, the gradients it consumed and the state after it, all held by the
-    caller."""
+    """The state before an update, its gradients and the state after it, held by the caller."""
 
     before: Mapping[str, Snapshot]
     """By state key; "" is the parameters."""

@@ -37,8 +37,7 @@ from paramd_service.sidecar.snapshots.store import Snapshot
 MAX_CONNECTIONS = 256
 """Most connections of clients that have shown a valid ticket."""
 MAX_STRANGERS = 64
-"""Most connections without a ticket whose peer is not the trainer; beyond this, the oldest is
-closed for a new one."""
+"""Most connections of non-trainers without a ticket; beyond it the oldest is closed."""
 MAX_LAYOUT_BYTES = 1 << 30
 
 _OPS = frozenset((

@@ -212,8 +212,7 @@ class Moments:
         return prepare
 
     def fill_extra(self, snapshots: Sequence[Snapshot]) -> str:
-        """Fill tables of extra state, as the trainer noted it last; why not, else empty. On the
-        copying thread."""
+        """Fill tables of extra state as noted last; why not, else empty. On the copying thread."""
         kept = read_kept(self._continuation.buffer, EXTRA)
         table = with_length(kept[0].payload) if kept else b""
         if not 0 < len(table) <= TABLE_BYTES:

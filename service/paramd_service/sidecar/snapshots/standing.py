@@ -223,8 +223,7 @@ class Standing:
             return self._missed(step, "training was past its boundary")
         record, table = kept
         label = label_of(attached, step, record, table, layout_digest)
-        # The state that all ranks have elsewhere stays until they have a newer one
-        # (docs/resume.md).
+        # What all ranks have elsewhere stays until they have a newer one (docs/resume.md).
         self._kept_step = page[Word.COPIES_STEP] or self._kept_step
         made = in_time(step, rewound=page[Word.REWOUND])
         buffer = self._room(label.size_bytes, page[Word.STANDING_COMMON])

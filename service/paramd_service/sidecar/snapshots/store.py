@@ -389,8 +389,7 @@ class SnapshotStore:
 
     def lease(self, snapshot: Snapshot, lease_s: float, who: Who = None) -> Lease:
         """Turn one hold on the snapshot into a lease. Raises ExhaustedError: too many leases or
-        bytes; the caller keeps its hold. ConflictError: the incarnation has ended; the caller keeps
-        its hold."""
+        bytes. ConflictError: the incarnation has ended. Then the caller keeps its hold."""
         if self._closed:
             raise ConflictError("the run of the snapshot has ended; fetch the layout again")
         size_bytes = pages(snapshot.size_bytes)
@@ -414,8 +413,7 @@ class SnapshotStore:
 
     def filled(self, snapshot_id: str) -> Snapshot:
         """The filled snapshot of a lease. Raises NotFoundError: as `get`. ConflictError: its
-        boundary has not been captured. AbortedError: its bytes turned out not to be of a single
-        state."""
+        boundary was not captured. AbortedError: its bytes turned out not to be of one state."""
         snapshot = self.get(snapshot_id).snapshot
         if snapshot.fill is not Fill.FILLED:
             raise ConflictError(f"the snapshot is {snapshot.fill.value}; schedule a boundary first")

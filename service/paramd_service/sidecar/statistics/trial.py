@@ -25,8 +25,7 @@ def try_record(
     after: reduce.Reduced,
 ) -> None:
     """Add a record's elements, before and after, to statistics. The view's first element lies at
-    `begin_bytes` of the snapshot; `dtype` is the parameter's: the record may name another one of
-    the same size."""
+    `begin_bytes` of the snapshot; `dtype`: the parameter's; the record's is of its size."""
     reduce.item_bytes(dtype)
     kind = getattr(torch, record.dtype)
     end_bytes = begin_bytes + record.arena_end - record.arena_begin

@@ -39,7 +39,7 @@ class AlertPage(BaseModel):
     """A page of alerts: firing ones, then resolved ones, each newest first."""
 
     incarnation: int = Field(description="The alerts' run")
-    watch: bool = Field(description="Whether parameters are sampled: [alerts] watch")
+    watch: bool = Field(description="Whether NaN and Inf are looked for: in the last round")
     firing_count: int = Field(description="Alerts firing now, on all pages; 0 for a past run")
     alerts: list[Alert]
     next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
@@ -79,7 +79,7 @@ def router(services: Services) -> APIRouter:
         shown = firing if begin is None and state != "resolved" else ()
         return AlertPage(
             incarnation=number,
-            watch=services.watchers.config.watch,
+            watch=watcher is not None and watcher.looks_at_values,
             firing_count=len(firing),
             alerts=[*shown, *(alert for _, alert in rows)],
             next_page_token=make_token(rows[-1][0], _LIST) if len(rows) == limit else "",

@@ -59,11 +59,12 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/jobs/{job}/export-file", response_class=Response, responses=_BYTES)
     async def read_export_file(
-        job: str, destination: Where, name: FileName, offset_bytes: Offset = 0
+        job: str, destination: Where, name: FileName, request: Request, offset_bytes: Offset = 0
     ) -> Response:
         """Up to 8 MiB of a file of a finished export; header paramd-file-bytes has its size."""
-        mesh = services.jobs.get(job)
-        size_bytes, data = await services.exports.read_file(mesh, destination, name, offset_bytes)
+        mesh, sees = services.jobs.get(job), principal_of(request).sees
+        wanted = destination, name, offset_bytes, sees
+        size_bytes, data = await services.exports.read_file(mesh, *wanted)
         headers = {"paramd-file-bytes": str(size_bytes)}
         return Response(data, media_type="application/octet-stream", headers=headers)
 

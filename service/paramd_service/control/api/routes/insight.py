@@ -15,7 +15,7 @@ from paramd.mesh.insight.updates import UpdateRow
 from paramd.mesh.peers.grpc import PHASE_NAMES
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.access.doorway import may_see_logs, principal_of
+from paramd_service.control.access.doorway import check_job, may_see_logs, principal_of
 from paramd_service.control.api.choice import choose_one
 from paramd_service.control.api.routes.jobs import job_document
 from paramd_service.control.api.routes.params import Name
@@ -209,8 +209,8 @@ def router(services: Services) -> APIRouter:
                 path, destination = await services.exports.directory(job, rest)
                 return {"path": path, "label": f"export {destination}"}
             if kind == "job":
-                other_mesh = services.jobs.get(rest)
-                jobs[rest] = await job_document(services, other_mesh, who)
+                check_job(who, rest)  # first: whether another's job exists is nobody's business
+                jobs[rest] = await job_document(services, services.jobs.get(rest), who)
             return {kind: rest}
 
         one, other = await resolved(a), await resolved(b)

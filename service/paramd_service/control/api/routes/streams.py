@@ -114,7 +114,9 @@ def grads_router(services: Services) -> APIRouter:
     following = Depends(followed)
 
     @routes.get("/jobs/{job}/grads", response_class=EventSourceResponse)
-    async def follow_grads(job: str, frames: Frames = following) -> AsyncIterator[ServerSentEvent]:
+    async def follow_grads(
+        job: str, wanted: Wanted, request: Request, frames: Frames = following
+    ) -> AsyncIterator[ServerSentEvent]:
         """Statistics of the gradients consumed by every n-th update, over all ranks.
 
         Events of kind frame:
@@ -126,7 +128,8 @@ def grads_router(services: Services) -> APIRouter:
         try:
             async for frame in frames:
                 document = frame.document()
-                norms.take(document)
+                # Another filter's total is another quantity, and may reveal an element's value.
+                norms.take(document, whole=wanted == "*" and may_read(request))
                 yield ServerSentEvent(
                     raw_data=json.dumps(document, allow_nan=False, separators=(",", ":")),
                     event="frame",

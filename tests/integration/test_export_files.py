@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -140,6 +141,12 @@ def test_what_stands_there_is_replaced_only_when_asked(mesh: StillMesh, tmp_path
     assert (tmp_path / "mine" / "notes.txt").read_text() == "do not lose"
     mesh.drop(first, finished=True)
     assert (tmp_path / "key").is_dir(), "another export stands there"
+    inner = mesh.target(tmp_path, "key/step-1")
+    mesh.export(settings, inner)
+    third = mesh.target(tmp_path, "key", overwrite=True)
+    assert "also holds 'step-1'" in refused(precondition, mesh.begin, third)
+    assert "also holds 'step-1'" in refused(precondition, partial(mesh.drop, second, finished=True))
+    mesh.drop(inner, finished=True)
     mesh.drop(second, finished=True)
     assert sorted(os.listdir(tmp_path)) == ["mine"]
 

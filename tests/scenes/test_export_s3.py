@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from paramd.errors import ConflictError, DataLossError, NotFoundError
+from paramd.errors import ConflictError, DataLossError, NotFoundError, ParamdError
 from paramd.layout.exports.settings import ExportSettings
 from paramd.mesh.exports.calls import ExportState
 from paramd.v1.export_pb2 import ExportTarget
@@ -232,11 +232,34 @@ def test_two_that_finish_at_once_do_not_both_win(store: Store) -> None:
     one.begin(0)
     other.begin(0)
     marker = {MANIFEST: json.dumps({"export_id": other.target.export_id, "files": []}).encode()}
+    with pytest.raises(ConflictError, match="meanwhile"):
+        one.commit({MANIFEST: b"{}"}, {}, nothing)
+    one.drop([], finished=True)
     other.commit(marker, {}, nothing)
     with pytest.raises(ConflictError, match="meanwhile"):
         one.commit({MANIFEST: b"{}"}, {}, nothing)
     other.drop([], finished=True)
     assert store.names() == set()
+
+
+@pytest.mark.parametrize("there", [(MANIFEST, "a"), ("a",)])
+def test_who_gave_up_or_was_killed_at_its_begin_removes_nothing_of_others(
+    store: Store, there: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in there:
+        store.s3.put_object(Bucket=BUCKET, Key=f"pre/late/{name}", Body=b"{}")
+    late = store.place("late", overwrite=True)
+
+    def killed(_: object) -> None:
+        raise OSError("killed")
+
+    monkeypatch.setattr(late, "_delete_export", killed)
+    with pytest.raises(ParamdError):
+        late.begin(0)
+    late.drop(["a"], finished=True)
+    assert store.names() == {f"pre/late/{name}" for name in there}
+    for name in there:
+        store.s3.delete_object(Bucket=BUCKET, Key=f"pre/late/{name}")
 
 
 def test_a_bucket_that_is_gone_is_named(store: Store) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -16,9 +18,12 @@ from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.edits.calls import in_effect
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.edits import service
+from paramd_service.control.edits.incarnation import IncarnationEdits
 from paramd_service.control.edits.machine import Commit, EditMachine, Staged
 from paramd_service.control.edits.runner import EditRun
 from paramd_service.control.edits.spec import (
+    EditConfig,
     EditSpec,
     merged,
     ops_of,
@@ -103,6 +108,30 @@ def test_replicas_must_have_the_same_data_and_shards_need_not() -> None:
     check = same_data(index, ops_of(index, done.manifest))
     assert check({0: (b"a", b"x"), 1: (b"a", b"y")}) == ""
     assert "'bias'" in check({0: (b"a", b"x"), 1: (b"b", b"x")})
+
+
+async def test_before_a_commit_data_is_checked_and_numbers_of_a_preview_are_taken_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of an edit that an earlier control plane left staged, too: it is driven without a check."""
+    index = NameIndex(layout())
+    done = plan(OpSpec(pattern="bias", op="set", data=True)).manifest
+
+    async def found(*_: object, **__: object) -> Any:
+        return index, ""
+
+    monkeypatch.setattr(service, "verify_staged", found)
+    detail = {"before": {"mean": 1.0}, "after": {"mean": 2.0}}
+    row = SimpleNamespace(
+        undo_of="", manifest=done.SerializeToString(), detail=detail, size_bytes=9
+    )
+    driver: Any = SimpleNamespace(row=row, machine=SimpleNamespace(same_data=None))
+    driver.describe = lambda **more: detail.update(more)
+    whole: Any = SimpleNamespace(_layout=found, config=EditConfig(range_bytes=8), mesh=MagicMock())
+    _, ops = await service.EditService._verified(whole, driver)
+    assert "'bias'" in driver.machine.same_data({0: (b"a",), 1: (b"b",)})
+    await IncarnationEdits._ranges(whole, driver, index, ops)
+    assert detail == {"before": None, "after": None}, "too large to be taken in time"
 
 
 def test_statistics_count_replicas_once() -> None:

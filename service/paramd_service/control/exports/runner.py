@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -452,13 +451,11 @@ async def _verify_share(
             await job.save_progress()
 
 
-async def drop(job: ExportJob, *, finished: bool = False) -> bool:
-    """Remove an export's files from its destination, with `finished` also those of a committed one;
-    return whether that succeeded."""
+async def drop(job: ExportJob) -> bool:
+    """Remove an export's files, committed or not; return whether that succeeded."""
     try:
-        request = export_pb2.DropExportRequest(
-            target=job.target, names=list(job.export.files), finished=finished
-        )
+        names = list(job.export.files)
+        request = export_pb2.DropExportRequest(target=job.target, names=names, finished=True)
         waiting = export_pb2.DropExportRequest(wait_only=True)
         waiting.MergeFrom(request)
         async with asyncio.timeout(DROP_S):
@@ -505,9 +502,9 @@ class ExportRun(ExportJob):
             self._work.cancel()
 
     async def run(self) -> None:
-        """Run it to its end; errors end it as FAILED. Cancelling this call stops without ending the
-        export, as if the process had died: leases are kept, and the next control plane resumes
-        it."""
+        """Run it to its end; errors end it as FAILED, except TakenOverError, which is raised.
+        Cancelling this call stops without ending the export, as if the process had died: leases are
+        kept, and the next control plane resumes it."""
         work = self._work = asyncio.create_task(
             self._timed(), name=f"paramd-export-{self.row.id[:8]}"
         )
@@ -523,8 +520,9 @@ class ExportRun(ExportJob):
             raise
         error = work.exception() if not work.cancelled() else None
         if isinstance(error, TakenOverError):
-            log.warning("export %s: %s", self.row.id, error)
-            return
+            if self.leases is not None:
+                await self.leases.close(release=False)
+            raise error
         self._ended(error)
         await self._clean_up()
         await self._keep_end()
@@ -581,18 +579,13 @@ class ExportRun(ExportJob):
         if self.leases is not None:
             await self.leases.close(release=True)
         if self.export.state is not ExportState.DONE and self.has_begun:
-            gone = await drop(self)
-            if self.committing:
-                # The commit got no answer, so the export may be visible: remove that as well.
-                gone = await drop(self, finished=True) and gone
-            self.row = replace(self.row, drop_owed=not gone)
+            # A commit without an answer, or of an earlier control plane, may have made it visible.
+            self.row = replace(self.row, drop_owed=not await drop(self))
 
     async def _keep_end(self) -> None:
         while True:
             try:
-                with suppress(TakenOverError):
-                    await self.save()
-                return
+                return await self.save()
             except StoreError as error:
                 log.warning("the end of export %s is not saved yet: %s", self.row.id, error)
                 await asyncio.sleep(_SAVE_AGAIN_S)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+import pytest
+
+from paramd.clock import now_s
 from paramd.layout.exports.files import ExportState
-from paramd_service.control.exports import machine
+from paramd_service.control.exports import incarnation, machine, runner
 from paramd_service.control.exports.machine import Export
-from paramd_service.control.store.exports import File, FileState
+from paramd_service.control.store.exports import ExportRow, File, FileState, TakenOverError
 
 NEW = Export(files={})
 
@@ -89,3 +97,31 @@ def test_after_a_restart() -> None:
     found, _ = machine.after_restart(verifying, incarnation=3, snapshot_lives=False)
     assert found == verifying, "the snapshot is needed no more"
     assert machine.after_restart(NEW, incarnation=9, snapshot_lives=False)[0] == NEW
+
+
+async def test_a_run_waits_for_the_last_ones_queue_and_what_was_taken_over_ends_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, ended, taken = AsyncMock(), AsyncMock(), AsyncMock(side_effect=TakenOverError("by one"))
+    store.unfinished.return_value = []
+    monkeypatch.setattr(incarnation, "SidecarGroup", AsyncMock)
+    monkeypatch.setattr(runner, "read_spec", lambda _: MagicMock(timeout_s=60.0))
+    doing: dict[str, Any] = {
+        "mesh": MagicMock(),
+        "place": None,
+        "on_change": MagicMock(),
+        "ended": ended,
+    }
+    queue = partial(incarnation.IncarnationExports, store=store, assets=AsyncMock(), **doing)
+    last, new, now = queue(), queue(), now_s()
+    fields = dict.fromkeys(("id", "job", "destination", "format", "actor"), "a")
+    row = ExportRow(**fields, request={}, generation=1, created_s=now)
+    monkeypatch.setattr(runner.ExportRun, "_stages", taken)
+    last.add(row, [])
+    await last.settled()
+    assert not ended.called
+    monkeypatch.setattr(runner.ExportRun, "_stages", lambda _: asyncio.Event().wait())
+    last.add(row, [])
+    new.start(last)
+    await asyncio.gather(last.end("over"), new.settled())
+    assert [call[0] for call in store.mock_calls] == ["save", "unfinished"]

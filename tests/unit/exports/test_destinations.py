@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 
 from paramd.errors import DeniedError, UsageError
-from paramd.v1.export_pb2 import ExportTarget
+from paramd.v1.common_pb2 import Header
+from paramd.v1.export_pb2 import (
+    BeginExportRequest,
+    DropExportRequest,
+    ExportTarget,
+    FinishExportRequest,
+)
 from paramd_service.destinations.destinations import (
     Destination,
     DestinationKind,
@@ -20,6 +29,7 @@ from paramd_service.destinations.destinations import (
     parse_destinations,
 )
 from paramd_service.destinations.open import open_place
+from paramd_service.sidecar.rpc import export_service
 
 EXPORT_ID = "0123456789abcdef" * 2
 
@@ -171,3 +181,30 @@ def test_symbolic_links_below_the_root_are_never_followed(where: str, tmp_path: 
         place.drop(["x"], finished=False)
         assert secret.read_text() == "s"
     assert {path.name for path in outside.iterdir()} <= {"secret"}
+
+
+@pytest.mark.parametrize("call", ["begin", "finish"])
+async def test_a_removal_waits_for_what_still_runs(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, go, begun, loop = [], Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def slow(*_: object) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        done.append(f"{call} {go.wait(10)}")
+
+    place = Mock(begin=slow, commit=slow, drop=lambda *_, **__: done.append("drop"))
+    exports = export_service.Exports(MagicMock())
+    plan = AsyncMock(return_value=Mock(files=(), finish=lambda _: {}))
+    monkeypatch.setattr(exports._plans, "plan", plan)
+    monkeypatch.setattr(export_service, "open_place", lambda _: place)
+    monkeypatch.setattr(export_service, "manifest", lambda *_, **__: b"")
+    monkeypatch.setattr(export_service.messages, "header", lambda *_: Header())
+    request = {"begin": BeginExportRequest, "finish": FinishExportRequest}[call]()
+    running = asyncio.create_task(getattr(exports, call)(request, 1.0))
+    await begun.wait()
+    dropping = asyncio.create_task(exports.drop(DropExportRequest(), 1.0))
+    await asyncio.wait({dropping}, timeout=0.1)
+    go.set()
+    await asyncio.gather(running, dropping)
+    assert done == [f"{call} True", "drop"]

@@ -42,8 +42,7 @@ _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, 
 
 
 def checked(name: str) -> str:
-    """Check the name of an export's file, and return it. Raises UsageError."""
-    # The only name with a leading dot: the format requires it.
+    """Check a file's name; return it. Raises UsageError. The format requires ".metadata"."""
     return name if name == ".metadata" else check_file_name(name)
 
 
@@ -187,10 +186,9 @@ class DirectoryPlace:
             found = os.fstatvfs(parent)
             free_bytes = found.f_bavail * found.f_frsize
             if free_bytes < size_bytes:
-                raise ExhaustedError(
-                    f"{self._target.destination}: {size_bytes:,} bytes needed, {free_bytes:,} "
-                    "free; free some space or export elsewhere"
-                )
+                need = f"{size_bytes:,} bytes needed, {free_bytes:,} free"
+                why = f"{need}; free some space or export elsewhere"
+                raise ExhaustedError(f"{self._target.destination}: {why}")
             with suppress(FileExistsError):
                 os.mkdir(self._hidden, dir_fd=parent)
             os.close(os.open(self._hidden, DIRECTORY, dir_fd=parent))
@@ -280,11 +278,9 @@ class DirectoryPlace:
         finally:
             os.close(folder)
         if others:
-            raise ConflictError(
-                f"{self._target.destination}/{self._target.key} also holds {min(others)[:80]!r}, "
-                "which is not of the paramd export there, so nothing is replaced or removed; "
-                "move it or choose another key"
-            )
+            where = f"{self._target.destination}/{self._target.key} also holds {min(others)!r}"
+            why = "which is not of the paramd export there, so nothing is replaced or removed"
+            raise ConflictError(f"{where}, {why}; move it or choose another key")
 
     def _is_ours(self, parent: int) -> bool:
         """Whether this very export is already at the key."""

@@ -137,10 +137,8 @@ class ObjectSource:
         if length <= 0:
             return b""
         with self._place.explained():
-            found = obstore.get_range(
-                self._place.store, self._path, start=offset_bytes, length=length
-            )
-            return bytes(found)
+            store, path = self._place.store, self._path
+            return bytes(obstore.get_range(store, path, start=offset_bytes, length=length))
 
     def close(self) -> None:
         pass
@@ -213,10 +211,8 @@ class ObjectPlace:
                 return
             found = self._sizes()
             for name, size_bytes in sizes.items():
-                if found.get(name) != size_bytes:
-                    raise DataLossError(
-                        f"{name} has {found.get(name)} bytes stored; {size_bytes} were written"
-                    )
+                if (has := found.get(name)) != size_bytes:
+                    raise DataLossError(f"{name} has {has} bytes stored; {size_bytes} were written")
             *others, (last, marker) = small.items()
             for name, content in others:
                 obstore.put(self.store, self._path(name), content, use_multipart=False)
@@ -231,10 +227,9 @@ class ObjectPlace:
         if isinstance(error, ParamdError):
             return error
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-            return DeniedError(
-                f"{self._where}: the object store denied access; the sidecars' environment must "
-                "have credentials that may read, write, list and delete there"
-            )
+            why = "the sidecars' environment must have credentials"
+            may = f"{why} that may read, write, list and delete there"
+            return DeniedError(f"{self._where}: the object store denied access; {may}")
         # obstore has no class for a listing's 404.
         if isinstance(error, FileNotFoundError) or "404 Not Found" in str(error):
             return NotFoundError(f"{self._where}: bucket or object not found")
@@ -304,10 +299,8 @@ class ObjectPlace:
             self._put_new(RESERVATION, self.target.export_id.encode())
         except ConflictError:
             if not self.target.overwrite:
-                raise ConflictError(
-                    f"another export to {self._where} is in progress, or was abandoned; "
-                    "choose another key, or overwrite=True"
-                ) from None
+                why = "is in progress, or was abandoned; choose another key, or overwrite=True"
+                raise ConflictError(f"another export to {self._where} {why}") from None
             content = self.target.export_id.encode()
             obstore.put(self.store, self._path(RESERVATION), content, use_multipart=False)
 

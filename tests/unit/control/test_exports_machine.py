@@ -104,7 +104,7 @@ async def test_a_run_waits_for_the_last_ones_queue_and_what_was_taken_over_ends_
 ) -> None:
     store, ended, taken = AsyncMock(), AsyncMock(), AsyncMock(side_effect=TakenOverError("by one"))
     store.unfinished.return_value = []
-    monkeypatch.setattr(incarnation, "SidecarGroup", AsyncMock)
+    monkeypatch.setattr(incarnation, "SidecarGroup", lambda _: AsyncMock())
     monkeypatch.setattr(runner, "read_spec", lambda _: MagicMock(timeout_s=60.0))
     doing: dict[str, Any] = {
         "mesh": MagicMock(),

@@ -28,8 +28,8 @@ KEY = "paramd/durations"
 LINES = {
     "./": 2700, "contract/": 390, "fuzz/": 1137, "gpu/": 359, "integration/": 10952, "model/": 680,
     "multiprocess/": 5554, "multiprocess/workers/": 5629, "mutants/": 605, "packages/": 316,
-    "scenes/": 3527, "sequences/": 3200, "soak/": 2232, "soak/inject/": 54, "unit/": 2214,
-    "unit/cli/": 583, "unit/control/": 4144, "unit/exports/": 250, "unit/layout/": 1607,
+    "scenes/": 3531, "sequences/": 3200, "soak/": 2232, "soak/inject/": 54, "unit/": 2214,
+    "unit/cli/": 583, "unit/control/": 4208, "unit/exports/": 270, "unit/layout/": 1607,
     "unit/memory/": 1041, "unit/mesh/": 2627, "unit/sidecar/": 3058, "unit/trainer/": 3883,
     "walks/": 142, "walks/inject/": 52, "web/": 1050,
 }  # fmt: skip

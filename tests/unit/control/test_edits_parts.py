@@ -113,7 +113,6 @@ def test_replicas_must_have_the_same_data_and_shards_need_not() -> None:
 async def test_before_a_commit_data_is_checked_and_numbers_of_a_preview_are_taken_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of an edit that an earlier control plane left staged, too: it is driven without a check."""
     index = NameIndex(layout())
     done = plan(OpSpec(pattern="bias", op="set", data=True)).manifest
 

@@ -169,13 +169,10 @@ def test_a_file_that_was_changed_is_not_finished(mesh: StillMesh, tmp_path: Path
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        "export-file-begun", "export-chunk", "export-file-written", "export-finish",
-        "export-marker", "export-renamed",
-    ],
-)  # fmt: skip
+POINTS = ("file-begun", "chunk", "file-written", "finish", "marker", "renamed")
+
+
+@pytest.mark.parametrize("point", [f"export-{name}" for name in POINTS])
 def test_a_writer_killed_at_any_point_leaves_nothing_visible(point: str, tmp_path: Path) -> None:
     """Or all of it, once it has been renamed; the other rank, which has the same, goes on."""
     tensors, root = odd_tensors(), tmp_path / "out"

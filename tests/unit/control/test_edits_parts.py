@@ -36,6 +36,9 @@ from paramd_service.control.store.engine import StoreError
 from tests.unit.control.reports import mesh
 
 ID = "0" * 32
+ROW: Any = dict.fromkeys(("job", "actor", "role"), "a") | {
+    "incarnation": 1, "state": "STAGING", "created_s": 0.0, "manifest": b"", "digest": "6d",
+}  # fmt: skip
 
 
 def layout() -> Layout:
@@ -74,16 +77,9 @@ def test_what_does_not_fit_is_refused(words: OpSpec, error: type[Exception]) -> 
 def test_an_edit_is_in_effect_after_an_even_number_of_undos_of_undos(depth: int) -> None:
     chain = [
         EditRow(
+            **{**ROW, "state": "APPLIED"},
             id=f"{number}",
-            job="j",
-            incarnation=1,
-            state="APPLIED",
-            actor="a",
-            role="owner",
-            created_s=0.0,
             boundary=2 * number,
-            manifest=b"",
-            digest="",
             undo_of=f"{number - 1}" if number else "",
             undone_by=f"{number + 1}" if number < depth else "",
         )
@@ -95,16 +91,13 @@ def test_an_edit_is_in_effect_after_an_even_number_of_undos_of_undos(depth: int)
     pairs = [(first.id, last.id) for first, last in found]
     left = [("0", f"{depth}")] * (depth % 2 == 0)
     assert sorted(pairs) == sorted([*left, ("other", "other"), ("undo", "undo")])
-    assert [last.boundary for _, last in found] == sorted(
-        (one.boundary for _, one in found), reverse=True
-    )
+    boundaries = [last.boundary for _, last in found]
+    assert boundaries == sorted(boundaries, reverse=True)
 
 
 def test_replicas_must_have_the_same_data_and_shards_need_not() -> None:
     index = NameIndex(layout())
-    done = plan(
-        OpSpec(pattern="bias", op="set", data=True), OpSpec(pattern="weight", op="set", data=True)
-    )
+    done = plan(*(OpSpec(pattern=name, op="set", data=True) for name in ("bias", "weight")))
     check = same_data(index, ops_of(index, done.manifest))
     assert check({0: (b"a", b"x"), 1: (b"a", b"y")}) == ""
     assert "'bias'" in check({0: (b"a", b"x"), 1: (b"b", b"x")})
@@ -165,13 +158,9 @@ async def committed(
     calls: Calls, save: Callable[[EditRow], Awaitable[None]], told: list[str]
 ) -> EditRow:
     """How an edit of two ranks ends that both have staged, and that is committed."""
-    row = EditRow(
-        id=ID, job="run", incarnation=1, state="STAGING", actor="a", role="admin", created_s=0.0,
-        manifest=b"", digest="6d",
-    )  # fmt: skip
     driver = EditRun(
         EditMachine(world_size=2, manifest_digest=b"m"),
-        row,
+        EditRow(**ROW, id=ID),
         calls=calls,  # type: ignore[arg-type]
         view=lambda: mesh(0, 1),
         save=save,

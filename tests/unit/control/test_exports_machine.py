@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from functools import partial
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
@@ -35,12 +36,8 @@ def write_all(export: Export) -> Export:
 
 def test_what_is_over_stays_over() -> None:
     done = machine.committed(write_all(running(file("a", 0))))
-    for end in (
-        machine.failed(done, "x"),
-        machine.cancelled(done, "x"),
-        machine.lost(done, 0, why="x"),
-    ):
-        assert end == done
+    assert machine.failed(done, "x") == machine.cancelled(done, "x") == done
+    assert machine.lost(done, 0, why="x") == done
     failed = machine.failed(running(file("a", 0)), "the cause")
     assert machine.cancelled(failed, "later").reason == "the cause"
     assert machine.next_files(failed, [0], per_rank=1) == []
@@ -65,8 +62,7 @@ def test_a_lost_snapshot_ends_it_only_while_it_is_needed() -> None:
     both = machine.given(machine.given(export, "a", 0), "b", 1)
     ended = machine.lost(both, 1, why="its sidecar was killed")
     assert ended.state is ExportState.FAILED
-    assert "rank 1" in ended.reason
-    assert "killed" in ended.reason
+    assert {"rank", "1", "killed"} <= set(re.findall(r"\w+", ended.reason))
     written = machine.written(both, "b", "")
     assert machine.lost(written, 1, why="x").state is ExportState.FAILED
     whole = machine.written(written, "a", "")
@@ -88,11 +84,9 @@ def test_after_a_restart() -> None:
     states = {name: one.state for name, one in found.files.items()}
     assert states == {"a": FileState.WRITTEN, "b": FileState.WAITING}, "what was whole stays"
     found, _ = machine.after_restart(export, incarnation=3, snapshot_lives=False)
-    assert found.state is ExportState.FAILED
-    assert "lease" in found.reason
+    assert (found.state, "lease" in found.reason) == (ExportState.FAILED, True)
     found, _ = machine.after_restart(export, incarnation=4, snapshot_lives=True)
-    assert found.state is ExportState.FAILED
-    assert "run 3" in found.reason
+    assert (found.state, "run 3" in found.reason) == (ExportState.FAILED, True)
     verifying = machine.written(export, "b", "bb")
     found, _ = machine.after_restart(verifying, incarnation=3, snapshot_lives=False)
     assert found == verifying, "the snapshot is needed no more"

@@ -555,8 +555,8 @@ class ExportRun(ExportJob):
             end = machine.cancelled if state is ExportState.CANCELLED else machine.failed
             self.change(end(self.export, reason))
         self.row = replace(self.row, ended_s=time.time())
-        told = self.row.id, self.row.destination, self.row.step, self.row.state, self.row.reason
-        log.info("export %s to %s, step %d: %s %s", *told)
+        now = self.row.id, self.row.destination, self.row.step, self.row.state, self.row.reason
+        log.info("export %s to %s, step %d: %s %s", *now)
 
     async def _clean_up(self) -> None:
         if self.leases is not None:

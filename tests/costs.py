@@ -28,9 +28,9 @@ KEY = "paramd/durations"
 LINES = {
     "./": 2700, "contract/": 390, "fuzz/": 1137, "gpu/": 359, "integration/": 10952, "model/": 680,
     "multiprocess/": 5554, "multiprocess/workers/": 5629, "mutants/": 605, "packages/": 316,
-    "scenes/": 3527, "sequences/": 3200, "soak/": 2232, "soak/inject/": 54, "unit/": 2214,
-    "unit/cli/": 590, "unit/control/": 4220, "unit/exports/": 250, "unit/layout/": 1607,
-    "unit/memory/": 1041, "unit/mesh/": 2627, "unit/sidecar/": 3058, "unit/trainer/": 3883,
+    "scenes/": 3531, "sequences/": 3200, "soak/": 2232, "soak/inject/": 54, "unit/": 2175,
+    "unit/cli/": 583, "unit/control/": 4219, "unit/exports/": 266, "unit/layout/": 1591,
+    "unit/memory/": 1031, "unit/mesh/": 2640, "unit/sidecar/": 3250, "unit/trainer/": 3881,
     "walks/": 142, "walks/inject/": 52, "web/": 1050,
 }  # fmt: skip
 """At most, by folder."""

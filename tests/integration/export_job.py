@@ -95,11 +95,9 @@ class ExportingJob:
         ticket = bound(job.signer, Role.READER, rank, job=JOB, incarnation=job.incarnation)
         with grpc.insecure_channel(job.ranks[rank].address) as channel:
             stub: Any = sidecar_pb2_grpc.SidecarServiceStub(channel)
-            stub.ReleaseSnapshot(
-                sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=snapshot_id),
-                timeout=5,
-                metadata=(("authorization", f"Bearer {ticket}"),),
-            )
+            request = sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=snapshot_id)
+            allowed = (("authorization", f"Bearer {ticket}"),)
+            stub.ReleaseSnapshot(request, timeout=5, metadata=allowed)
 
     def kill_control(self) -> None:
         """SIGKILL."""
@@ -110,11 +108,9 @@ class ExportingJob:
         """Another one at the same addresses."""
         url, grpc = self.job.url.removeprefix("http://"), self.job.control_address
         with self._log.open("ab") as log:
+            command = [sys.executable, "-m", "paramd_service.control", "--job", JOB]
             control = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "paramd_service.control", "--job", JOB),
-                    *("--listen", url, "--grpc-listen", grpc),
-                ],
+                [*command, "--listen", url, "--grpc-listen", grpc],
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

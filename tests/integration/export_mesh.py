@@ -105,9 +105,8 @@ class StillMesh:
         plan: export_pb2.ExportPlan,
         files: Sequence[export_pb2.ExportedFile],
     ) -> list[export_pb2.ExportedFile]:
-        request = export_pb2.FinishExportRequest(
-            target=target, plan=plan, files=files, created_s=1.0
-        )
+        fields = {"target": target, "plan": plan, "files": files, "created_s": 1.0}
+        request = export_pb2.FinishExportRequest(**fields)  # type: ignore[arg-type]
         return list(self.call(0, "FinishExport", request).files)
 
     def drop(self, target: export_pb2.ExportTarget, **fields: Any) -> None:
@@ -209,17 +208,10 @@ def _distributed(
                 arena.extend(b"\x5a" * (-len(arena) % ALIGNMENT_BYTES))
                 pieces.append(Piece(rank, len(arena), region, strides))
                 arena.extend(_memory(tensors[spec.fqn], region, strides))
-            found.append(
-                TensorLayout(
-                    fqn=spec.fqn,
-                    dtype=spec.dtype,
-                    shape=spec.shape,
-                    kind=TensorKind.PARAMETER,
-                    placement=way,
-                    pieces=tuple(pieces),
-                    aliases=tuple(aliases.get(spec.fqn, ())),
-                )
-            )
+            named = {name: getattr(spec, name) for name in ("fqn", "dtype", "shape")}
+            known = tuple(aliases.get(spec.fqn, ()))
+            named |= {"kind": TensorKind.PARAMETER, "placement": way, "aliases": known}
+            found.append(TensorLayout(**named, pieces=tuple(pieces)))
         arena.extend(bytes(8 + -len(arena) % 8))
         locals_.append(LocalLayout(rank=rank, arena_bytes=len(arena), tensors=tuple(found)))
         arenas.append(arena)

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -138,6 +139,12 @@ def test_what_stands_there_is_replaced_only_when_asked(mesh: StillMesh, tmp_path
     assert (tmp_path / "mine" / "notes.txt").read_text() == "do not lose"
     mesh.drop(first, finished=True)
     assert (tmp_path / "key").is_dir(), "another export stands there"
+    inner = mesh.target(tmp_path, "key/step-1")
+    mesh.export(settings, inner)
+    third = mesh.target(tmp_path, "key", overwrite=True)
+    assert "also holds 'step-1'" in refused(precondition, mesh.begin, third)
+    assert "also holds 'step-1'" in refused(precondition, partial(mesh.drop, second, finished=True))
+    mesh.drop(inner, finished=True)
     mesh.drop(second, finished=True)
     assert sorted(os.listdir(tmp_path)) == ["mine"]
 
@@ -160,13 +167,10 @@ def test_a_file_that_was_changed_is_not_finished(mesh: StillMesh, tmp_path: Path
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        "export-file-begun", "export-chunk", "export-file-written", "export-finish",
-        "export-marker", "export-renamed",
-    ],
-)  # fmt: skip
+POINTS = ("file-begun", "chunk", "file-written", "finish", "marker", "renamed")
+
+
+@pytest.mark.parametrize("point", [f"export-{name}" for name in POINTS])
 def test_a_writer_killed_at_any_point_leaves_nothing_visible(point: str, tmp_path: Path) -> None:
     """Or all of it, once it has been renamed; the other rank, which has the same, goes on."""
     tensors, root = odd_tensors(), tmp_path / "out"

@@ -26,10 +26,8 @@ PARAMETERS = ("parameters",)
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportingJob]:
     folder = tmp_path_factory.mktemp("exports")
-    tiny, few = folder / "tiny", folder / "few"
-    with exporting_job(
-        folder, tiny=str(tiny), few=str(few), forbidden=str(folder / "forbidden")
-    ) as found:
+    places = {name: str(folder / name) for name in ("tiny", "few", "forbidden")}
+    with exporting_job(folder, of=None, **places) as found:
         found.job.train(lambda rank, step: None, 0.02)
         yield found
 
@@ -70,15 +68,9 @@ def test_options_reach_the_files(site: ExportingJob, mesh: Mesh, tmp_path: Path)
     assert load_file(site.folder / "other" / "model.safetensors")["both"][0] == -1
     assert other.replicas_differ == tuple(manifest["replicas_differ"]) == ("both",)
     arena[64] = site.whole["both"][0]
-    export = mesh.export(
-        "checkpoints/options-{step}",
-        dtype="bfloat16",
-        include=PARAMETERS,
-        tied="keep",
-        name_map={"rows": "lines"},
-        assets=tmp_path,
-    )
-    done = export.wait(30)
+    more: Any = {"dtype": "bfloat16", "tied": "keep", "name_map": {"rows": "lines"}}
+    more |= {"include": PARAMETERS, "assets": tmp_path}
+    done = mesh.export("checkpoints/options-{step}", **more).wait(30)
     assert done.replicas_differ in ((), None), "equal, or not compared in time"
     folder = site.folder / f"options-{done.step}"
     assert done.destination == f"checkpoints/options-{done.step}"

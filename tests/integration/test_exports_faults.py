@@ -97,6 +97,11 @@ def test_a_control_plane_killed_in_the_middle_goes_on_or_fails_cleanly(tmp_path:
         site.restart_control()
         assert ended(site, "cd" * 16)["state"] == "DONE"
         site.check_whole("on")
+        # Killed after the commit: it is there, and is told so.
+        killed_in_the_middle(site, {**body, "destination": "checkpoints/last"}, "ab" * 16, 0)
+        site.restart_control()
+        assert ended(site, "ab" * 16)["state"] == "DONE"
+        site.check_whole("last")
         # Killed, and a sidecar with a part of the step, too: it ends, and nothing is left.
         killed_in_the_middle(site, {**body, "destination": "checkpoints/off"}, "ef" * 16)
         site.job.ranks[1].process.kill()
@@ -116,11 +121,13 @@ def test_a_control_plane_killed_in_the_middle_goes_on_or_fails_cleanly(tmp_path:
         assert not (site.folder / "off" / MANIFEST).exists()
 
 
-def killed_in_the_middle(site: ExportingJob, body: dict[str, str], export_id: str) -> None:
-    """Begins an export, and kills the control plane while rank 1 writes a file."""
+def killed_in_the_middle(
+    site: ExportingJob, body: dict[str, str], export_id: str, rank: int = 1
+) -> None:
+    """Begins an export, and kills the control plane while rank 1 writes a file, or rank 0 ends."""
     until(lambda: all_joined(site), "a whole mesh")
-    writer = site.job.ranks[1].process
-    site.arm(1, "export-chunk:stop")
+    writer = site.job.ranks[rank].process
+    site.arm(rank, "export-chunk:stop" if rank else "export-renamed:stop")
     answer = site.job.ask("POST", "/exports", json={**body, "id": export_id})
     assert answer.status_code == 202, answer.text
     until(lambda: is_stopped(writer.pid), "the writing")

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import boto3
 import grpc
@@ -16,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from paramd.errors import ConflictError, DataLossError, NotFoundError
+from paramd.errors import ConflictError, DataLossError, NotFoundError, ParamdError
 from paramd.layout.exports.settings import ExportSettings
 from paramd.mesh.exports.calls import ExportState
 from paramd.v1.export_pb2 import ExportTarget
@@ -43,11 +45,8 @@ class Store:
     """The server, and what is in it."""
 
     def __init__(self, port: int) -> None:
-        self.options = {
-            "endpoint": f"http://127.0.0.1:{port}",
-            "region": "us-east-1",
-            "allow_http": "true",
-        }
+        address = f"http://127.0.0.1:{port}"
+        self.options = {"endpoint": address, "region": "us-east-1", "allow_http": "true"}
         self.s3 = boto3.client("s3", endpoint_url=self.options["endpoint"], region_name="us-east-1")
         self.s3.create_bucket(Bucket=BUCKET)
 
@@ -64,16 +63,12 @@ class Store:
         for one in found:
             self.s3.abort_multipart_upload(Bucket=BUCKET, Key=one["Key"], UploadId=one["UploadId"])
 
+    def target(self, root: str, **fields: Any) -> ExportTarget:
+        return ExportTarget(destination="cloud", root=root, options=self.options, **fields)
+
     def place(self, key: str, **fields: object) -> ObjectPlace:
         fields = {"export_id": secrets.token_hex(16), "overwrite": False, **fields}
-        target = ExportTarget(
-            destination="cloud",
-            root=f"s3://{BUCKET}/pre",
-            options=self.options,
-            key=key,
-            **fields,  # type: ignore[arg-type]
-        )
-        found = open_place(target)
+        found = open_place(self.target(f"s3://{BUCKET}/pre", key=key, **fields))
         assert isinstance(found, ObjectPlace)
         return found
 
@@ -107,10 +102,8 @@ def nothing(_: str) -> None:
 
 def test_an_export_goes_there_in_parts_and_its_marker_last(store: Store, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(2)
-    tensors = {
-        "a": torch.randn(1_000, 5_001, generator=generator),
-        "b": torch.randn(7, generator=generator),
-    }
+    shapes = {"a": (1_000, 5_001), "b": (7,)}
+    tensors = {name: torch.randn(*one, generator=generator) for name, one in shapes.items()}
     with still_mesh(tmp_path / "m", tensors, "fsdp2", ranks=2, same_host=False) as mesh:
         target = mesh.target(f"s3://{BUCKET}/pre", "run/one")
         for name, value in store.options.items():
@@ -232,6 +225,9 @@ def test_two_that_finish_at_once_do_not_both_win(store: Store) -> None:
     one.begin(0)
     other.begin(0)
     marker = {MANIFEST: json.dumps({"export_id": other.target.export_id, "files": []}).encode()}
+    with pytest.raises(ConflictError, match="meanwhile"):
+        one.commit({MANIFEST: b"{}"}, {}, nothing)
+    one.drop([], finished=True)
     other.commit(marker, {}, nothing)
     with pytest.raises(ConflictError, match="meanwhile"):
         one.commit({MANIFEST: b"{}"}, {}, nothing)
@@ -239,14 +235,24 @@ def test_two_that_finish_at_once_do_not_both_win(store: Store) -> None:
     assert store.names() == set()
 
 
+@pytest.mark.parametrize("there", [(MANIFEST, "a"), ("a",)])
+def test_who_gave_up_or_was_killed_at_its_begin_removes_nothing_of_others(
+    store: Store, there: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in there:
+        store.s3.put_object(Bucket=BUCKET, Key=f"pre/late/{name}", Body=b"{}")
+    late = store.place("late", overwrite=True)
+
+    monkeypatch.setattr(late, "_delete_export", Mock(side_effect=OSError("killed")))
+    with pytest.raises(ParamdError):
+        late.begin(0)
+    late.drop(["a"], finished=True)
+    assert store.names() == {f"pre/late/{name}" for name in there}
+    for name in there:
+        store.s3.delete_object(Bucket=BUCKET, Key=f"pre/late/{name}")
+
+
 def test_a_bucket_that_is_gone_is_named(store: Store) -> None:
-    target = ExportTarget(
-        destination="cloud",
-        root="s3://no-such-bucket/x",
-        options=store.options,
-        key="k",
-        export_id=secrets.token_hex(16),
-        overwrite=False,
-    )
+    target = store.target("s3://no-such-bucket/x", key="k", export_id=secrets.token_hex(16))
     with pytest.raises(NotFoundError, match="cloud/k"):
         open_place(target).begin(0)

@@ -42,8 +42,7 @@ _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, 
 
 
 def checked(name: str) -> str:
-    """Check the name of an export's file, and return it. Raises UsageError."""
-    # The only name with a leading dot: the format requires it.
+    """Check a file's name; return it. Raises UsageError. The format requires ".metadata"."""
     return name if name == ".metadata" else check_file_name(name)
 
 
@@ -58,17 +57,17 @@ def open_file(parent: int, folder_name: str, name: str) -> int:
         os.close(folder)
 
 
-def export_id_at(parent: int, folder_name: str) -> str | None:
-    """The id of the export in that folder; None if it is no export."""
+def export_at(parent: int, folder_name: str) -> tuple[str, set[str]]:
+    """(id, names of its files) of the export in that folder; the id is empty if it is no export."""
     try:
         file = open_file(parent, folder_name, MANIFEST)
     except OSError:
-        return None
+        return "", set()
     try:
         found = json.loads(os.pread(file, _MAX_MANIFEST_BYTES, 0))
-        return str(found["export_id"])
+        return str(found["export_id"]), {MANIFEST, *(one["name"] for one in found["files"])}
     except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+        return "", set()
     finally:
         os.close(file)
 
@@ -187,10 +186,9 @@ class DirectoryPlace:
             found = os.fstatvfs(parent)
             free_bytes = found.f_bavail * found.f_frsize
             if free_bytes < size_bytes:
-                raise ExhaustedError(
-                    f"{self._target.destination}: {size_bytes:,} bytes needed, {free_bytes:,} "
-                    "free; free some space or export elsewhere"
-                )
+                need = f"{size_bytes:,} bytes needed, {free_bytes:,} free"
+                why = f"{need}; free some space or export elsewhere"
+                raise ExhaustedError(f"{self._target.destination}: {why}")
             with suppress(FileExistsError):
                 os.mkdir(self._hidden, dir_fd=parent)
             os.close(os.open(self._hidden, DIRECTORY, dir_fd=parent))
@@ -198,7 +196,7 @@ class DirectoryPlace:
     def create(self, name: str, size_bytes: int) -> DirectorySink:
         checked(name)
         with explained(self._target), self._parent() as parent:
-            folder = os.open(self._hidden, DIRECTORY, dir_fd=parent)
+            folder = os.open(self._folder(parent), DIRECTORY, dir_fd=parent)
             try:
                 return DirectorySink(folder, name, self._target)
             except BaseException:
@@ -208,7 +206,7 @@ class DirectoryPlace:
     def open(self, name: str, *, finished: bool) -> DirectorySource:
         checked(name)
         with explained(self._target), self._parent() as parent:
-            folder = self._last if finished else self._hidden
+            folder = self._last if finished else self._folder(parent)
             return DirectorySource(open_file(parent, folder, name))
 
     def commit(
@@ -239,6 +237,7 @@ class DirectoryPlace:
         with explained(self._target), suppress(FileNotFoundError), self._parent() as parent:
             remove(parent, self._hidden)
             if finished and self._is_ours(parent):
+                self._check_nothing_else(parent)
                 # Hidden first, so that no reader finds a half-removed export.
                 os.rename(self._last, self._hidden, src_dir_fd=parent, dst_dir_fd=parent)
                 remove(parent, self._hidden)
@@ -263,18 +262,33 @@ class DirectoryPlace:
             os.stat(self._last, dir_fd=parent, follow_symlinks=False)
         except FileNotFoundError:
             return
-        where = f"{self._target.destination}/{self._target.key}"
+        where = f"{self._target.destination}/{self._target.key} exists"
         if not self._target.overwrite:
-            raise ConflictError(f"{where} exists; choose another key, or overwrite=True")
-        if export_id_at(parent, self._last) is None:
-            raise ConflictError(
-                f"{where} exists and is not a paramd export, so it is not replaced; choose "
-                "another key"
-            )
+            raise ConflictError(f"{where}; choose another key, or overwrite=True")
+        if not export_at(parent, self._last)[0]:
+            why = "is not a paramd export, so it is not replaced; choose another key"
+            raise ConflictError(f"{where} and {why}")
+        self._check_nothing_else(parent)
+
+    def _check_nothing_else(self, parent: int) -> None:
+        """Raise ConflictError if more lies at the key than files of the export there."""
+        folder = os.open(self._last, DIRECTORY, dir_fd=parent)
+        try:
+            others = set(os.listdir(folder)) - export_at(parent, self._last)[1]
+        finally:
+            os.close(folder)
+        if others:
+            where = f"{self._target.destination}/{self._target.key} also holds {min(others)!r}"
+            why = "which is not of the paramd export there, so nothing is replaced or removed"
+            raise ConflictError(f"{where}, {why}; move it or choose another key")
 
     def _is_ours(self, parent: int) -> bool:
         """Whether this very export is already at the key."""
-        return export_id_at(parent, self._last) == self._target.export_id
+        return export_at(parent, self._last)[0] == self._target.export_id
+
+    def _folder(self, parent: int) -> str:
+        """Where its files are: at the key if a control plane died after it was published."""
+        return self._last if self._is_ours(parent) else self._hidden
 
     @contextmanager
     def _parent(self, *, make: bool = False) -> Iterator[int]:

@@ -137,10 +137,8 @@ class ObjectSource:
         if length <= 0:
             return b""
         with self._place.explained():
-            found = obstore.get_range(
-                self._place.store, self._path, start=offset_bytes, length=length
-            )
-            return bytes(found)
+            store, path = self._place.store, self._path
+            return bytes(obstore.get_range(store, path, start=offset_bytes, length=length))
 
     def close(self) -> None:
         pass
@@ -183,20 +181,17 @@ class ObjectPlace:
             if manifest is None and self._reserved_by() == self.target.export_id:
                 # Begun by a control plane that died: the files belong to this export.
                 return
+            # Looked at before: under its reservation `drop` removes what it finds of its names.
+            self._check_free(manifest)
             self._reserve()
-            names = [name for name in self._names() if name != RESERVATION]
-            if not names:
-                return
-            if not self.target.overwrite:
+            manifest = self._manifest()
+            try:
+                self._check_free(manifest)  # another export may have ended meanwhile
+            except ConflictError:
                 self._unreserve()
-                raise ConflictError(f"{self._where} exists; choose another key, or overwrite=True")
-            if manifest is None:
-                self._unreserve()
-                raise ConflictError(
-                    f"{self._where} exists and is not a paramd export, so it is not replaced; "
-                    "choose another key"
-                )
-            self._delete_export(manifest)
+                raise
+            if manifest is not None:
+                self._delete_export(manifest)
 
     def create(self, name: str, size_bytes: int) -> ObjectSink:
         return ObjectSink(self, self._path(name), size_bytes)
@@ -216,14 +211,14 @@ class ObjectPlace:
                 return
             found = self._sizes()
             for name, size_bytes in sizes.items():
-                if found.get(name) != size_bytes:
-                    raise DataLossError(
-                        f"{name} has {found.get(name)} bytes stored; {size_bytes} were written"
-                    )
+                if (has := found.get(name)) != size_bytes:
+                    raise DataLossError(f"{name} has {has} bytes stored; {size_bytes} were written")
             *others, (last, marker) = small.items()
             for name, content in others:
                 obstore.put(self.store, self._path(name), content, use_multipart=False)
             at_point("export-marker")
+            if self._reserved_by() != self.target.export_id:
+                raise ConflictError(f"{self._where} was taken by another export meanwhile")
             self._put_new(last, marker)
             at_point("export-renamed")
             self._unreserve()
@@ -232,11 +227,11 @@ class ObjectPlace:
         if isinstance(error, ParamdError):
             return error
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-            return DeniedError(
-                f"{self._where}: the object store denied access; the sidecars' environment must "
-                "have credentials that may read, write, list and delete there"
-            )
-        if isinstance(error, FileNotFoundError):
+            why = "the sidecars' environment must have credentials"
+            may = f"{why} that may read, write, list and delete there"
+            return DeniedError(f"{self._where}: the object store denied access; {may}")
+        # obstore has no class for a listing's 404.
+        if isinstance(error, FileNotFoundError) or "404 Not Found" in str(error):
             return NotFoundError(f"{self._where}: bucket or object not found")
         return UnreachableError(f"{self._where}: the object store failed ({_first_line(error)})")
 
@@ -247,8 +242,8 @@ class ObjectPlace:
             if ours and finished:
                 assert manifest is not None
                 self._delete_export(manifest)
-            elif not ours and self._reserved_by() == self.target.export_id:
-                # Only under this export's reservation: otherwise the files may be another's.
+            elif manifest is None and self._reserved_by() == self.target.export_id:
+                # Otherwise the files may be another's.
                 self._delete(names)
             self._unreserve()
 
@@ -284,6 +279,15 @@ class ObjectPlace:
             return None
         return found if isinstance(found, dict) else None
 
+    def _check_free(self, manifest: Mapping[str, Any] | None) -> None:
+        if not set(self._names()) - {RESERVATION}:
+            return
+        if not self.target.overwrite:
+            raise ConflictError(f"{self._where} exists; choose another key, or overwrite=True")
+        if manifest is None:
+            why = "is not a paramd export, so it is not replaced; choose another key"
+            raise ConflictError(f"{self._where} exists and {why}")
+
     def _reserved_by(self) -> str | None:
         content = self._get(RESERVATION)
         return content.decode("ascii", "replace") if content is not None else None
@@ -295,10 +299,8 @@ class ObjectPlace:
             self._put_new(RESERVATION, self.target.export_id.encode())
         except ConflictError:
             if not self.target.overwrite:
-                raise ConflictError(
-                    f"another export to {self._where} is in progress, or was abandoned; "
-                    "choose another key, or overwrite=True"
-                ) from None
+                why = "is in progress, or was abandoned; choose another key, or overwrite=True"
+                raise ConflictError(f"another export to {self._where} {why}") from None
             content = self.target.export_id.encode()
             obstore.put(self.store, self._path(RESERVATION), content, use_multipart=False)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -16,9 +18,12 @@ from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.edits.calls import in_effect
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.edits import service
+from paramd_service.control.edits.incarnation import IncarnationEdits
 from paramd_service.control.edits.machine import Commit, EditMachine, Staged
 from paramd_service.control.edits.runner import EditRun
 from paramd_service.control.edits.spec import (
+    EditConfig,
     EditSpec,
     merged,
     ops_of,
@@ -31,6 +36,9 @@ from paramd_service.control.store.engine import StoreError
 from tests.unit.control.reports import mesh
 
 ID = "0" * 32
+ROW: Any = dict.fromkeys(("job", "actor", "role"), "a") | {
+    "incarnation": 1, "state": "STAGING", "created_s": 0.0, "manifest": b"", "digest": "6d",
+}  # fmt: skip
 
 
 def layout() -> Layout:
@@ -69,16 +77,9 @@ def test_what_does_not_fit_is_refused(words: OpSpec, error: type[Exception]) -> 
 def test_an_edit_is_in_effect_after_an_even_number_of_undos_of_undos(depth: int) -> None:
     chain = [
         EditRow(
+            **{**ROW, "state": "APPLIED"},
             id=f"{number}",
-            job="j",
-            incarnation=1,
-            state="APPLIED",
-            actor="a",
-            role="owner",
-            created_s=0.0,
             boundary=2 * number,
-            manifest=b"",
-            digest="",
             undo_of=f"{number - 1}" if number else "",
             undone_by=f"{number + 1}" if number < depth else "",
         )
@@ -90,19 +91,39 @@ def test_an_edit_is_in_effect_after_an_even_number_of_undos_of_undos(depth: int)
     pairs = [(first.id, last.id) for first, last in found]
     left = [("0", f"{depth}")] * (depth % 2 == 0)
     assert sorted(pairs) == sorted([*left, ("other", "other"), ("undo", "undo")])
-    assert [last.boundary for _, last in found] == sorted(
-        (one.boundary for _, one in found), reverse=True
-    )
+    boundaries = [last.boundary for _, last in found]
+    assert boundaries == sorted(boundaries, reverse=True)
 
 
 def test_replicas_must_have_the_same_data_and_shards_need_not() -> None:
     index = NameIndex(layout())
-    done = plan(
-        OpSpec(pattern="bias", op="set", data=True), OpSpec(pattern="weight", op="set", data=True)
-    )
+    done = plan(*(OpSpec(pattern=name, op="set", data=True) for name in ("bias", "weight")))
     check = same_data(index, ops_of(index, done.manifest))
     assert check({0: (b"a", b"x"), 1: (b"a", b"y")}) == ""
     assert "'bias'" in check({0: (b"a", b"x"), 1: (b"b", b"x")})
+
+
+async def test_before_a_commit_data_is_checked_and_numbers_of_a_preview_are_taken_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = NameIndex(layout())
+    done = plan(OpSpec(pattern="bias", op="set", data=True)).manifest
+
+    async def found(*_: object, **__: object) -> Any:
+        return index, ""
+
+    monkeypatch.setattr(service, "verify_staged", found)
+    detail = {"before": {"mean": 1.0}, "after": {"mean": 2.0}}
+    row = SimpleNamespace(
+        undo_of="", manifest=done.SerializeToString(), detail=detail, size_bytes=9
+    )
+    driver: Any = SimpleNamespace(row=row, machine=SimpleNamespace(same_data=None))
+    driver.describe = lambda **more: detail.update(more)
+    whole: Any = SimpleNamespace(_layout=found, config=EditConfig(range_bytes=8), mesh=MagicMock())
+    _, ops = await service.EditService._verified(whole, driver)
+    assert "'bias'" in driver.machine.same_data({0: (b"a",), 1: (b"b",)})
+    await IncarnationEdits._ranges(whole, driver, index, ops)
+    assert detail == {"before": None, "after": None}, "too large to be taken in time"
 
 
 def test_statistics_count_replicas_once() -> None:
@@ -137,13 +158,9 @@ async def committed(
     calls: Calls, save: Callable[[EditRow], Awaitable[None]], told: list[str]
 ) -> EditRow:
     """How an edit of two ranks ends that both have staged, and that is committed."""
-    row = EditRow(
-        id=ID, job="run", incarnation=1, state="STAGING", actor="a", role="admin", created_s=0.0,
-        manifest=b"", digest="6d",
-    )  # fmt: skip
     driver = EditRun(
         EditMachine(world_size=2, manifest_digest=b"m"),
-        row,
+        EditRow(**ROW, id=ID),
         calls=calls,  # type: ignore[arg-type]
         view=lambda: mesh(0, 1),
         save=save,

@@ -1,14 +1,20 @@
 """Destinations and keys: what an attacker may write opens nothing."""
 
+import asyncio
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 
 from paramd.errors import DeniedError, UsageError
+from paramd.v1 import export_pb2
+from paramd.v1.common_pb2 import Header
 from paramd.v1.export_pb2 import ExportTarget
 from paramd_service.destinations.destinations import (
     Destination,
@@ -18,8 +24,10 @@ from paramd_service.destinations.destinations import (
     parse_destinations,
 )
 from paramd_service.destinations.open import open_place
+from paramd_service.sidecar.rpc import export_service
 
 EXPORT_ID = "0123456789abcdef" * 2
+HERE: Any = {"destination": "here", "export_id": EXPORT_ID, "overwrite": True}
 
 
 def attacks() -> Iterator[str]:
@@ -92,16 +100,7 @@ def test_every_attack_is_refused_before_anything_is_opened(
             locate(known, f"here/{key}")
         # A message holds no lone surrogate: such a key cannot reach a sidecar at all.
         with pytest.raises((UsageError, UnicodeEncodeError)):
-            open_place(
-                ExportTarget(
-                    destination="here",
-                    root=str(tmp_path),
-                    options={},
-                    key=key,
-                    export_id=EXPORT_ID,
-                    overwrite=True,
-                )
-            )
+            open_place(ExportTarget(**HERE, root=str(tmp_path), key=key))
 
 
 @pytest.mark.parametrize(
@@ -128,15 +127,7 @@ def test_symbolic_links_below_the_root_are_never_followed(where: str, tmp_path: 
     outside, root = tmp_path / "outside", tmp_path / "root"
     outside.mkdir()
     root.mkdir()
-    target = ExportTarget(
-        destination="here",
-        root=str(root),
-        options={},
-        key="run/key",
-        export_id=EXPORT_ID,
-        overwrite=True,
-    )
-    place = open_place(target)
+    place = open_place(ExportTarget(**HERE, root=str(root), key="run/key"))
     if where == "parent":
         (root / "run").symlink_to(outside)
         with pytest.raises(DeniedError):
@@ -169,3 +160,29 @@ def test_symbolic_links_below_the_root_are_never_followed(where: str, tmp_path: 
         place.drop(["x"], finished=False)
         assert secret.read_text() == "s"
     assert {path.name for path in outside.iterdir()} <= {"secret"}
+
+
+@pytest.mark.parametrize("call", ["begin", "finish"])
+async def test_a_removal_waits_for_what_still_runs(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, go, begun, loop = [], Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def slow(*_: object) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        done.append(f"{call} {go.wait(10)}")
+
+    place = Mock(begin=slow, commit=slow, drop=lambda *_, **__: done.append("drop"))
+    exports = export_service.Exports(MagicMock())
+    exports._plans = AsyncMock(**{"plan.return_value": Mock(files=(), finish=lambda _: {})})
+    monkeypatch.setattr(export_service, "open_place", lambda _: place)
+    monkeypatch.setattr(export_service, "manifest", lambda *_, **__: b"")
+    monkeypatch.setattr(export_service.messages, "header", lambda *_: Header())
+    request = getattr(export_pb2, f"{call.title()}ExportRequest")()
+    running = asyncio.create_task(getattr(exports, call)(request, 1.0))
+    await begun.wait()
+    dropping = asyncio.create_task(exports.drop(export_pb2.DropExportRequest(), 1.0))
+    await asyncio.wait({dropping}, timeout=0.1)
+    go.set()
+    await asyncio.gather(running, dropping)
+    assert done == [f"{call} True", "drop"]

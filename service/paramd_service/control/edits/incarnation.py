@@ -243,12 +243,9 @@ class IncarnationEdits:
     async def _ranges(self, driver: EditRun, index: NameIndex, ops: tuple[PlannedOp, ...]) -> None:
         """Add statistics before and after for the audit if they arrive within range_s."""
         row, config = driver.row, self.config
-        if (
-            not ops
-            or row.detail.get("before")
-            or not config.range_s
-            or row.size_bytes > config.range_bytes
-        ):
+        if row.detail.get("before"):
+            driver.describe(before=None, after=None)  # a preview's, of an earlier step
+        if not ops or not config.range_s or row.size_bytes > config.range_bytes:
             return
         view = self.mesh.registry.view()
         asking = preview_all(self.mesh.calls, view, row.id, index, ops, timeout_s=config.range_s)

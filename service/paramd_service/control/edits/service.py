@@ -243,9 +243,11 @@ class EditService:
         """The layout and the ops of an edit that all ranks have. Raises as `verify_staged`."""
         index, _ = await self._layout()
         manifest = pb.EditManifest.FromString(driver.row.manifest)
-        view = self.mesh.coordinator.joined()
+        view, ops = self.mesh.coordinator.joined(), ops_of(index, manifest)
+        # An edit taken up from an earlier control plane has no check of its data yet.
+        driver.machine.same_data = no_data if driver.row.undo_of else same_data(index, ops)
         await verify_staged(driver, self.mesh.calls, view, manifest)
-        return index, ops_of(index, manifest)
+        return index, ops
 
     async def abort(self, by: Principal, row: EditRow) -> EditRow:
         """Abort the edit unless the trainers have agreed on it; the returned row has its state.

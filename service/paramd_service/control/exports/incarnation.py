@@ -49,9 +49,10 @@ class IncarnationExports:
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = ""
 
-    def start(self) -> None:
-        """Resume the job's unfinished exports from the store."""
-        self._task(self._take_over(), "paramd-exports-found")
+    def start(self, earlier: IncarnationExports | None) -> None:
+        """Resume the job's unfinished exports from the store, once the queue of its earlier run,
+        whose end was asked for, has ended its own."""
+        self._task(self._take_over(earlier), "paramd-exports-found")
 
     def check_room(self) -> None:
         """Raises ExhaustedError when the queue is full."""
@@ -83,7 +84,7 @@ class IncarnationExports:
         self._over = reason
         for run in list(self.runs.values()):
             run.fail(reason)
-        await self._wait()
+        await self.settled()
         await self.group.close()
 
     async def close(self) -> None:
@@ -91,7 +92,7 @@ class IncarnationExports:
         if not self._over:
             for task in self._tasks:
                 task.cancel()
-        await self._wait()
+        await self.settled()
         await self.group.close()
 
     async def _run(self, run: ExportRun) -> None:
@@ -121,7 +122,9 @@ class IncarnationExports:
             if not place.cancel() and not place.cancelled():
                 self._slots.release()
 
-    async def _take_over(self) -> None:
+    async def _take_over(self, earlier: IncarnationExports | None) -> None:
+        if earlier is not None:
+            await earlier.settled()
         while True:
             try:
                 for row in await self.store.unfinished(self.mesh.job):
@@ -160,6 +163,7 @@ class IncarnationExports:
             level = logging.WARNING if isinstance(error, ParamdError) else logging.ERROR
             log.log(level, "%s ended with %r", task.get_name(), error)
 
-    async def _wait(self) -> None:
+    async def settled(self) -> None:
+        """Wait until nothing runs here."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -198,11 +197,8 @@ class Writing:
         request = export_pb2.WriteExportFileRequest(
             target=job.target, plan=job.message, file=self._index[name]
         )
-        sources = [
-            (source, joined[source])
-            for source in sorted(job.export.files[name].sources - {rank})
-            if source in joined
-        ]
+        wanted = sorted(job.export.files[name].sources - {rank})
+        sources = [(source, joined[source]) for source in wanted if source in joined]
         return await made(
             job.group.calls,
             rank,
@@ -249,10 +245,8 @@ class Writing:
         job = self._job
         size_bytes = job.export.files[name].size_bytes
         if (found.name, found.size_bytes) != (name, size_bytes):
-            raise ConflictError(
-                f"rank {rank} wrote {found.size_bytes:,} bytes to {found.name!r}; expected "
-                f"{size_bytes:,} bytes to {name!r}"
-            )
+            wrote = f"rank {rank} wrote {found.size_bytes:,} bytes to {found.name!r}"
+            raise ConflictError(f"{wrote}; expected {size_bytes:,} bytes to {name!r}")
         if job.export.files[name].state is FileState.WRITING:
             job.change(machine.written(job.export, name, found.xxh3.hex()))
 
@@ -387,9 +381,8 @@ def _file(plan: ExportPlan, index: int) -> File:
         if entry.tensor >= 0:
             tensor = plan.sources[entry.state_key].tensors[entry.tensor]
             ranks.update(piece.rank for piece in tensor.pieces)
-    return File(
-        name=file.name, size_bytes=file.size_bytes, rank=file.rank, sources=frozenset(ranks)
-    )
+    named = {name: getattr(file, name) for name in ("name", "size_bytes", "rank")}
+    return File(**named, sources=frozenset(ranks))
 
 
 async def finish(job: ExportJob) -> None:
@@ -442,23 +435,19 @@ async def _verify_share(
         verify = partial(made, job.group.calls, request=request, timeout_s=job.spec.timeout_s)
         _, found = await job.group.any(verify, first=rank)
         if (found.size_bytes, found.xxh3) != (file.size_bytes, file.xxh3):
-            raise DataLossError(
-                f"{file.name} was read back as {found.size_bytes:,} bytes with checksum "
-                f"{found.xxh3.hex()}, but written as {file.size_bytes:,} with "
-                f"{file.xxh3.hex()}: the destination corrupts data"
-            )
+            read = f"read back as {found.size_bytes:,} bytes with checksum {found.xxh3.hex()}"
+            was = f"written as {file.size_bytes:,} with {file.xxh3.hex()}"
+            raise DataLossError(f"{file.name} was {read}, but {was}: the destination corrupts data")
         if file.name in job.export.files:
             job.change(machine.verified(job.export, file.name))
             await job.save_progress()
 
 
-async def drop(job: ExportJob, *, finished: bool = False) -> bool:
-    """Remove an export's files from its destination, with `finished` also those of a committed one;
-    return whether that succeeded."""
+async def drop(job: ExportJob) -> bool:
+    """Remove an export's files, committed or not; return whether that succeeded."""
     try:
-        request = export_pb2.DropExportRequest(
-            target=job.target, names=list(job.export.files), finished=finished
-        )
+        names = list(job.export.files)
+        request = export_pb2.DropExportRequest(target=job.target, names=names, finished=True)
         waiting = export_pb2.DropExportRequest(wait_only=True)
         waiting.MergeFrom(request)
         async with asyncio.timeout(DROP_S):
@@ -493,9 +482,8 @@ class ExportRun(ExportJob):
         """End it as CANCELLED. Idempotent. Raises ConflictError if it has ended or is being
         committed."""
         if self.export.is_over or self.committing:
-            raise ConflictError(
-                f"export {self.row.id} is {self.export.state}; it can no longer be cancelled"
-            )
+            now = f"export {self.row.id} is {self.export.state}"
+            raise ConflictError(f"{now}; it can no longer be cancelled")
         self._end(ExportState.CANCELLED, reason)
 
     def _end(self, state: ExportState, reason: str) -> None:
@@ -505,12 +493,11 @@ class ExportRun(ExportJob):
             self._work.cancel()
 
     async def run(self) -> None:
-        """Run it to its end; errors end it as FAILED. Cancelling this call stops without ending the
-        export, as if the process had died: leases are kept, and the next control plane resumes
-        it."""
-        work = self._work = asyncio.create_task(
-            self._timed(), name=f"paramd-export-{self.row.id[:8]}"
-        )
+        """Run it to its end; errors end it as FAILED, except TakenOverError, which is raised.
+        Cancelling this call stops without ending the export, as if the process had died: leases are
+        kept, and the next control plane resumes it."""
+        name = f"paramd-export-{self.row.id[:8]}"
+        work = self._work = asyncio.create_task(self._timed(), name=name)
         if self._ending is not None:
             work.cancel()
         try:
@@ -523,8 +510,9 @@ class ExportRun(ExportJob):
             raise
         error = work.exception() if not work.cancelled() else None
         if isinstance(error, TakenOverError):
-            log.warning("export %s: %s", self.row.id, error)
-            return
+            if self.leases is not None:
+                await self.leases.close(release=False)
+            raise error
         self._ended(error)
         await self._clean_up()
         await self._keep_end()
@@ -539,9 +527,8 @@ class ExportRun(ExportJob):
         except TimeoutError:
             if not timer.expired():
                 raise
-            raise DeadlineError(
-                f"it did not finish within {limit_s:g} s; allow more (timeout=)"
-            ) from None
+            why = f"it did not finish within {limit_s:g} s; allow more (timeout=)"
+            raise DeadlineError(why) from None
 
     async def _stages(self) -> None:
         await (adopt(self) if self.has_begun else begin(self))
@@ -568,31 +555,20 @@ class ExportRun(ExportJob):
             end = machine.cancelled if state is ExportState.CANCELLED else machine.failed
             self.change(end(self.export, reason))
         self.row = replace(self.row, ended_s=time.time())
-        log.info(
-            "export %s to %s, step %d: %s %s",
-            self.row.id,
-            self.row.destination,
-            self.export.step,
-            self.export.state,
-            self.export.reason,
-        )
+        now = self.row.id, self.row.destination, self.row.step, self.row.state, self.row.reason
+        log.info("export %s to %s, step %d: %s %s", *now)
 
     async def _clean_up(self) -> None:
         if self.leases is not None:
             await self.leases.close(release=True)
         if self.export.state is not ExportState.DONE and self.has_begun:
-            gone = await drop(self)
-            if self.committing:
-                # The commit got no answer, so the export may be visible: remove that as well.
-                gone = await drop(self, finished=True) and gone
-            self.row = replace(self.row, drop_owed=not gone)
+            # A commit without an answer, or of an earlier control plane, may have made it visible.
+            self.row = replace(self.row, drop_owed=not await drop(self))
 
     async def _keep_end(self) -> None:
         while True:
             try:
-                with suppress(TakenOverError):
-                    await self.save()
-                return
+                return await self.save()
             except StoreError as error:
                 log.warning("the end of export %s is not saved yet: %s", self.row.id, error)
                 await asyncio.sleep(_SAVE_AGAIN_S)

@@ -137,7 +137,7 @@ class Schedules:
     async def _remove(self, row: ExportRow, queue: IncarnationExports) -> None:
         row = replace(row, generation=queue.mesh.terms.generation)
         job = ExportJob(row, await self._store.files(row.id), queue)
-        if await drop(job, finished=True):
+        if await drop(job):
             await self._store.save(replace(row, removed=True))
             log.info("export %s at %s: removed by its schedule", row.id, row.destination)
 

@@ -296,8 +296,8 @@ class ExportService:
             on_change=self._tell,
             ended=self._ended,
         )
+        queue.start(self._queues.get(mesh.job))
         self._queues[mesh.job] = queue
-        queue.start()
         kept(self._tasks, self._tidy(), "paramd-exports-tidy")
 
     def _end(self, mesh: Incarnation) -> None:

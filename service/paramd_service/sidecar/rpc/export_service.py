@@ -53,7 +53,8 @@ class Exports:
     async def begin(self, request: export_pb2.BeginExportRequest, _timeout_s: float) -> Message:
         self._rank.follow_control(request.generation)
         place = open_place(request.target)
-        await in_thread(partial(place.begin, request.size_bytes))
+        async with self._writes(request.target.export_id):
+            await in_thread(partial(place.begin, request.size_bytes))
         self._rank.faults.at("export-begun")
         return export_pb2.BeginExportResponse(header=messages.header(self._rank))
 
@@ -146,9 +147,9 @@ class Exports:
             place.commit(small, sizes, rank.faults.at)
             return [*files, digest_of(MANIFEST, memoryview(small[MANIFEST]))]
 
-        return export_pb2.FinishExportResponse(
-            header=self._header(request.plan), files=await in_thread(work)
-        )
+        header = self._header(request.plan)
+        async with self._writes(target.export_id):
+            return export_pb2.FinishExportResponse(header=header, files=await in_thread(work))
 
     async def drop(self, request: export_pb2.DropExportRequest, _timeout_s: float) -> Message:
         self._rank.follow_control(request.generation)

@@ -26,12 +26,12 @@ KEY = "paramd/durations"
 """Under which pytest's cache keeps the seconds of each file."""
 
 LINES = {
-    "./": 2700, "contract/": 390, "fuzz/": 1137, "gpu/": 359, "integration/": 10952, "model/": 680,
-    "multiprocess/": 5554, "multiprocess/workers/": 5629, "mutants/": 605, "packages/": 316,
-    "scenes/": 3531, "sequences/": 3200, "soak/": 2232, "soak/inject/": 54, "unit/": 2175,
-    "unit/cli/": 583, "unit/control/": 4219, "unit/exports/": 266, "unit/layout/": 1591,
-    "unit/memory/": 1031, "unit/mesh/": 2640, "unit/sidecar/": 3250, "unit/trainer/": 3881,
-    "walks/": 142, "walks/inject/": 52, "web/": 1050,
+    "./": 2672, "contract/": 378, "fuzz/": 1123, "gpu/": 359, "integration/": 10849, "model/": 684,
+    "multiprocess/": 5477, "multiprocess/workers/": 5600, "mutants/": 608, "packages/": 316,
+    "scenes/": 3514, "sequences/": 3179, "soak/": 2232, "soak/inject/": 56, "unit/": 2177,
+    "unit/cli/": 585, "unit/control/": 4221, "unit/exports/": 268, "unit/layout/": 1593,
+    "unit/memory/": 1033, "unit/mesh/": 2642, "unit/sidecar/": 3252, "unit/trainer/": 3883,
+    "walks/": 144, "walks/inject/": 54, "web/": 1049,
 }  # fmt: skip
 """At most, by folder."""
 FILE_LINES = 700

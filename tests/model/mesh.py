@@ -5,8 +5,6 @@ handled. In which order they come is for the test to choose. Trainers never do w
 does not let them; whether the control plane's conclusions are right is what the test finds out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from paramd_service.control.edits.machine import Applied, Outcome

@@ -1,7 +1,5 @@
 """A control plane of one edit for the model: its machine, its store, its messages on the way."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 

@@ -4,8 +4,6 @@ All ranks have the edit or none; what the control plane says of it is true and s
 search is worth something: with a bug planted in the machine it finds a history that shows it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import Enum
 from random import Random

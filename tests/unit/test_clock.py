@@ -1,7 +1,5 @@
 """The process's own time: corrections are followed, jumps are not, unless they stay."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

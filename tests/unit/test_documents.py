@@ -1,7 +1,5 @@
 """Shapes of REST: what pydantic writes of them, `read_document` reads again."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What `paramd track` tells a tracker: each number at its own step, each history a run."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any

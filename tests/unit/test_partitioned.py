@@ -1,7 +1,5 @@
 """Partitions of an optimizer: which regions a range of a slice is; what is put back afterwards."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from itertools import combinations
 from math import prod

@@ -1,7 +1,5 @@
 """`paramd top` driven by keys: what it shows, filters and survives; `alerts -w`, `status -w`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

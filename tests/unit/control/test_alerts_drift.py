@@ -1,7 +1,5 @@
 """What is compared, who is named, and where replicas differ."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace

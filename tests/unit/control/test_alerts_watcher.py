@@ -1,7 +1,5 @@
 """The watcher with a mesh made by hand: from what sidecars say to who is told."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Sequence

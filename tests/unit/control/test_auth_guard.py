@@ -3,8 +3,6 @@
 Who may call what is in test_auth_roles.py for REST, and in integration/test_auth_grpc.py.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 from collections.abc import AsyncIterator

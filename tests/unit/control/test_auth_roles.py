@@ -1,7 +1,5 @@
 """Who may do what over REST: every route, every role, from one table written out here."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Tokens: random, kept as digests, good until they expire or are revoked."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The coordinator: one number a round, shared rounds, and answers only when all agree."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field

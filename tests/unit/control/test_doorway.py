@@ -1,7 +1,5 @@
 """Connections of strangers and of tokens' holders: who makes place for whom."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

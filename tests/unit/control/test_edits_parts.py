@@ -1,7 +1,5 @@
 """Planning, limits, and a driver whose store fails."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace

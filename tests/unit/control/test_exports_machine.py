@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
@@ -9,6 +10,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from paramd.clock import now_s
+from paramd.errors import ConflictError
 from paramd.layout.exports.files import ExportState
 from paramd_service.control.exports import incarnation, machine, runner
 from paramd_service.control.exports.machine import Export
@@ -30,6 +32,59 @@ def write_all(export: Export) -> Export:
         export = machine.given(export, name, one.rank)
         export = machine.written(export, name, "00" * 16)
     return export
+
+
+def test_a_life_is_told_whole_at_each_step() -> None:
+    a, b = file("a", 0), file("b", 1)
+    export = running(a, b)
+    assert export == Export(
+        state=ExportState.RUNNING, incarnation=3, step=7, files={"a": a, "b": b}
+    )
+    assert running().state is ExportState.VERIFYING
+    export = machine.given(export, "a", 5)
+    a = replace(a, rank=5, state=FileState.WRITING)
+    assert export.files == {"a": a, "b": b}
+    export = machine.moved(export, "a", 4)
+    assert (export.files["a"], export.written_bytes, export.size_bytes) == (
+        replace(a, written_bytes=4), 4, 20,
+    )  # fmt: skip
+    assert machine.moved(export, "a", 99).files["a"].written_bytes == 10
+    assert machine.given(machine.returned(export, "a"), "a", 5).files == {"a": a, "b": b}
+    export = machine.given(export, "b", 1)
+    assert machine.lost(export, 5, why="x").files["b"] == export.files["b"]
+    export = machine.written(export, "a", "aa")
+    a = replace(a, state=FileState.WRITTEN, written_bytes=10, checksum="aa")
+    assert (export.state, export.files["a"]) == (ExportState.RUNNING, a)
+    for early in (lambda: machine.verified(export, "a"), lambda: machine.committed(export)):
+        with pytest.raises(ConflictError, match="expected VERIFYING"):
+            early()
+    whole = machine.written(export, "b", "bb")
+    b = whole.files["b"]
+    for late in (lambda: machine.given(whole, "a", 0), lambda: machine.written(whole, "a", "")):
+        with pytest.raises(ConflictError, match="expected RUNNING"):
+            late()
+    with pytest.raises(ConflictError, match="expected PLANNED"):
+        machine.planned(whole, incarnation=3, step=7, files=[])
+    read = machine.verified(whole, "a")
+    assert read.files == {"a": replace(a, state=FileState.VERIFIED), "b": b}
+    done = machine.committed(read, [file("index", 0)])
+    files = {**read.files, "index": file("index", 0)}
+    assert done == replace(read, state=ExportState.DONE, files=files)
+    for end, state in (
+        (machine.failed, ExportState.FAILED),
+        (machine.cancelled, ExportState.CANCELLED),
+    ):
+        assert end(whole, "why") == replace(whole, state=state, reason="why")
+
+
+def test_files_go_to_their_planned_rank_or_to_whoever_has_fewest_bytes_left() -> None:
+    export = running(file("a", 0, 50), file("b", 1, 40), *(file(n, 9, 20) for n in "cdef"))
+    export = machine.moved(machine.given(export, "a", 0), "a", 45)
+    assert machine.next_files(export, [], per_rank=9) == []
+    assert machine.next_files(export, [0, 1], per_rank=1) == [("b", 1)]
+    assert machine.next_files(export, [0, 1], per_rank=9) == [
+        ("b", 1), ("c", 0), ("d", 0), ("e", 1), ("f", 0),
+    ]  # fmt: skip
 
 
 def test_what_is_over_stays_over() -> None:

@@ -1,7 +1,5 @@
 """A hold's steps are done when every rank has shown so, and not before."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Revoked tokens: who is told, for how long, and what ends with them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

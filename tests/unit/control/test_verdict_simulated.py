@@ -6,8 +6,6 @@ first and no other; an hour of healthy training, with a warm-up, spikes of the l
 evaluations, is told of with no word.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import selectors

@@ -1,7 +1,5 @@
 """Ranks that hold tensors as torch's wrappers would, with real bytes."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The driver's binding and arenas on a device, on the simulated driver of tests/gpu/driver."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

@@ -1,7 +1,5 @@
 """The gate: a copy is of one step or is none, and the trainer waits a bounded time."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator

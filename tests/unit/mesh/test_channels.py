@@ -1,7 +1,5 @@
 """Calls whose channel is closed because their peer has left the mesh are outages."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """What several ranks have of one step counts when it is one state, edits included."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Bytes land where places say, however a stream is cut and whoever copies."""
 
-from __future__ import annotations
-
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A live read is of one settled state of all ranks, or it is none."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence

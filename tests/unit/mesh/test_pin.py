@@ -1,7 +1,5 @@
 """One step on all ranks, or nothing pinned."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 

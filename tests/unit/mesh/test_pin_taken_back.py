@@ -1,7 +1,5 @@
 """A pin that nobody waits for any more holds nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from types import SimpleNamespace

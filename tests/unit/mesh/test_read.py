@@ -1,7 +1,5 @@
 """A read resumes, checks, and gives up in time."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import time

@@ -1,7 +1,5 @@
 """The job document, and what goes wrong on the way to it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A snapshot's memory: asked for, read, and let go of exactly when nobody holds it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

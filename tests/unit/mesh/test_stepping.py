@@ -1,7 +1,5 @@
 """When a subscription ends because its job is another one by now, and when it does not."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

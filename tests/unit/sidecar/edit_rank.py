@@ -1,7 +1,5 @@
 """One rank with edits and without servers: memory, page, and a trainer that applies."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """States kept for followers: shared, within a budget of their own, forgotten when idle."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd.errors import ExhaustedError, UsageError

@@ -1,7 +1,5 @@
 """Copies of other ranks' standing snapshots: whole or not there, within the budget."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

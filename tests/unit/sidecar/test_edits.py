@@ -1,7 +1,5 @@
 """Edits of one rank: what is staged is what is applied, told true, undone exactly."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

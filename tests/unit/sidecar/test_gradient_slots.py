@@ -1,7 +1,5 @@
 """Slots of one sidecar with a trainer played by the test: what is asked for, served and missed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """Decisions of the copying thread, with a page, a clock and copies of the test's own."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Leases, budget and kept memory, with a clock and blocks of the test's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd.errors import ExhaustedError, NotFoundError

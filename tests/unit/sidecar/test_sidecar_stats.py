@@ -1,7 +1,5 @@
 """Reductions against numpy in float64, for every dtype and for the nasty values."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import subprocess

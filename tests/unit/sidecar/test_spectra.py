@@ -1,7 +1,5 @@
 """Singular values from shards in odd views, against `torch.linalg.svdvals`."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence

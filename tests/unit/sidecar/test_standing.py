@@ -1,7 +1,5 @@
 """Standing snapshots: whole, of one step, two of them, and what a successor is offered."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Whether an edit would be applied at this boundary: known before it is promised."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What `attach` takes as an optimizer: found inside wrappers, or refused with its type named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

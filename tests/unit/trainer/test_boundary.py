@@ -1,7 +1,5 @@
 """When an update settles, when it rests, and what is proven: the hooks in one process."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

@@ -1,7 +1,5 @@
 """What ranks compare of their unsharded parameters, wrappers refused by name, extra state."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Parameters that live on a device, within one process and on the simulated driver."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterator

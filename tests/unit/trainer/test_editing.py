@@ -1,7 +1,5 @@
 """Editing: programs run on views of the arena, keep what was there, and reset moments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Watch at a glance: every way of leaving is noticed, as by looking at each tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Holding: its states, its lease and its cap, by what rounds tell."""
 
-from __future__ import annotations
-
 import pytest
 
 from paramd.memory.control_page import Word

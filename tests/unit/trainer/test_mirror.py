@@ -1,7 +1,5 @@
 """Mirrored homes: nothing moves, copies are of what was asked for, places are found by adding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

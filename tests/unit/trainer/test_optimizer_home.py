@@ -1,7 +1,5 @@
 """Optimizer state in shared memory: the same bits, found again by a successor."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Home on models of one process: what moves, what is noticed, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import mmap

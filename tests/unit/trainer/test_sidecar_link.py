@@ -1,7 +1,5 @@
 """The trainer's end of its sidecar, as far as it needs no sidecar's process."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -26,12 +26,12 @@ KEY = "paramd/durations"
 """Under which pytest's cache keeps the seconds of each file."""
 
 LINES = {
-    "./": 2672, "contract/": 378, "fuzz/": 1123, "gpu/": 359, "integration/": 10849, "model/": 684,
-    "multiprocess/": 5477, "multiprocess/workers/": 5600, "mutants/": 608, "packages/": 316,
-    "scenes/": 3514, "sequences/": 3179, "soak/": 2232, "soak/inject/": 56, "unit/": 2177,
-    "unit/cli/": 585, "unit/control/": 4221, "unit/exports/": 268, "unit/layout/": 1593,
-    "unit/memory/": 1033, "unit/mesh/": 2642, "unit/sidecar/": 3252, "unit/trainer/": 3883,
-    "walks/": 144, "walks/inject/": 54, "web/": 1049,
+    "./": 2671, "contract/": 377, "fuzz/": 1122, "gpu/": 358, "integration/": 10848, "model/": 677,
+    "multiprocess/": 5476, "multiprocess/workers/": 5599, "mutants/": 607, "packages/": 315,
+    "scenes/": 3513, "sequences/": 3178, "soak/": 2231, "soak/inject/": 55, "unit/": 2168,
+    "unit/cli/": 582, "unit/control/": 4330, "unit/exports/": 267, "unit/layout/": 1590,
+    "unit/memory/": 1028, "unit/mesh/": 2621, "unit/sidecar/": 3231, "unit/trainer/": 3858,
+    "walks/": 143, "walks/inject/": 53, "web/": 1048,
 }  # fmt: skip
 """At most, by folder."""
 FILE_LINES = 700

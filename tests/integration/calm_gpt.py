@@ -1,7 +1,5 @@
 """The demo's training with pauses, for tests that look at it for long: it need not take a core."""
 
-from __future__ import annotations
-
 import time
 
 from torch import Tensor

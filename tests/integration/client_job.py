@@ -4,8 +4,6 @@ The test's own process plays the trainers of all ranks in lockstep, so that a te
 when an update happens. Arenas hold whatever the test writes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

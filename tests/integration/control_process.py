@@ -1,7 +1,5 @@
 """A real control plane process for tests, fake sidecars that join it, and calls to it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import select

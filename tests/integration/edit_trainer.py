@@ -1,7 +1,5 @@
 """A fake trainer that runs edit programs, and a client that stages edits at its sidecar."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict

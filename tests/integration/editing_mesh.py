@@ -1,7 +1,5 @@
 """Fake sidecars that stage, agree on and apply edits, and hold; the test says when."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

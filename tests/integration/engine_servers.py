@@ -6,8 +6,6 @@ order of effects. What stands for the model is a dict of tensors, loaded from sa
 as the engines do, so that a load that fails half way leaves a mix.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A job of `client_job` that exports into a directory, and what tests look at there."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

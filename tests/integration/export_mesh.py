@@ -4,8 +4,6 @@ with still_mesh(tmp_path, tensors, "fsdp2", ranks=2) as mesh:
     files = mesh.export(ExportSettings(), mesh.target(root, "key"))
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -5,8 +5,6 @@ pauses between. So a snapshot that mixes two steps shows at once. Runs as a thre
 test, or as a process (`python -m tests.integration.fake_trainer`) that may be killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import os

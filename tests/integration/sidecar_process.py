@@ -1,7 +1,5 @@
 """A real sidecar process for tests, and calls to it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -25,7 +25,7 @@ _OPS = (
 )
 
 SUITES: dict[str, tuple[str, ...]] = {
-    "paramd/security/tickets.py": ("unit/test_tickets.py",),
+    "paramd/security/tickets.py": ("unit/test_tickets.py", "unit/sidecar/test_auth.py"),
     "paramd_service/control/access/roles.py": ("unit/control/test_auth_roles.py",),
     "paramd_service/control/access/authority.py": (
         "unit/control/test_auth_tokens.py",

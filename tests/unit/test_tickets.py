@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from paramd.errors import DeniedError, UsageError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage
+from paramd.security import tickets
 from paramd.security.tickets import (
     CLOCK_SKEW_S,
     Claims,
@@ -270,6 +271,30 @@ def test_no_ticket_is_good_at_more_than_one_server_and_no_order_for_more_than_a_
     for more in {"keys"} - with_:
         with pytest.raises(DeniedError):
             verify(signed(CLAIMS | {"role": roles[0].value} | bound | {more: BOUND[more]}))
+
+
+def test_what_is_handed_over_and_minted_is_good_where_it_says() -> None:
+    seed, ranks = "ab" * 16, 3
+    text = ticket(role=Role.GATHERER, rank=None, keys=tickets.key_root(seed, ranks))
+    for rank, place in ((None, 0), (0, 1), (2, 3)):
+        shown = tickets.shown_of(tickets.handed(text, seed), rank, ranks)
+        Verifier(PUBLIC, place).verify(shown, job="run", incarnation=3, now_s=NOW_S)
+    with pytest.raises(DeniedError, match="no ticket with its seed"):
+        tickets.shown_of(f"{text}~no seed", 0, ranks)
+    terms: dict[str, Any] = {"job": "run", "incarnation": 3, "token_id": "t", "ttl_s": 60.0}
+    minted = tickets.mint_of_ranks(SIGNER, Role.SIDECAR, ranks=range(1, 3), **terms)
+    found = [verify(one, now_s=None) for one in minted]
+    assert [(one.rank, one.role, one.token_id) for one in found] == [
+        (1, Role.SIDECAR, "t"), (2, Role.SIDECAR, "t"),
+    ]  # fmt: skip
+    assert tickets.claimed(minted[0]) == ("run", 3)
+    assert tickets.life_s(minted[0]) == pytest.approx(60.0)
+    order = verify(ticket(role=Role.CONTROL, number=2**63 - 1, told="x", ttl_s=0.5))
+    assert (order.number, order.told, order.rank) == (2**63 - 1, "x", 5)
+    with pytest.raises(UsageError, match=r"from 1 to 2\*\*63 - 1"):
+        ticket(role=Role.CONTROL, number=2**63, told="x")
+    assert tickets.holds_token(f"x{tickets.new_token()}y")
+    assert not tickets.holds_token(tickets.new_token()[:46])
 
 
 def test_an_order_is_taken_once_also_by_the_next_process(tmp_path: Path) -> None:

@@ -254,7 +254,8 @@ class Tokens:
 
     async def principal(self, offered: str) -> Principal | None:
         """The principal of a token; None when it is unknown, expired or revoked. Digests are
-        compared in constant time; any text may be offered. Raises UnreachableError of the store."""
+        compared in constant time; any text may be offered. Raises UnreachableError when the store
+        cannot be reached."""
         if not offered or len(offered) > MAX_TOKEN_CHARS:
             return None
         if not holds_token(offered) and not self._is_own(offered):

@@ -256,7 +256,8 @@ def recorded(refusal: str) -> Callable[[Request], Awaitable[None]]:
 
 def check_job(principal: Principal, job: str | None, operation: str = "") -> None:
     """Check that the caller's token is for `job`, or for `operation` if that has no job (None).
-    Raises NotFoundError: it is not, if there is the job or not. DeniedError: it is about all."""
+    Raises NotFoundError: it is not, whether or not the job exists. DeniedError: the operation is
+    about all jobs."""
     if job is not None and not principal.sees(job):
         raise NotFoundError(
             f"job {job[:64]!r} is not one of those that your token is for ({principal.jobs})"

@@ -381,8 +381,9 @@ def _file(plan: ExportPlan, index: int) -> File:
         if entry.tensor >= 0:
             tensor = plan.sources[entry.state_key].tensors[entry.tensor]
             ranks.update(piece.rank for piece in tensor.pieces)
-    named = {name: getattr(file, name) for name in ("name", "size_bytes", "rank")}
-    return File(**named, sources=frozenset(ranks))
+    return File(
+        name=file.name, size_bytes=file.size_bytes, rank=file.rank, sources=frozenset(ranks)
+    )
 
 
 async def finish(job: ExportJob) -> None:

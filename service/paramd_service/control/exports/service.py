@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -231,13 +231,20 @@ class ExportService:
             raise ConflictError(f"export {export_id} is {found.state}; it cannot be cancelled")
         return found
 
-    async def read_file(self, mesh: Incarnation, destination: str, *what: Any) -> tuple[int, bytes]:
+    async def read_file(
+        self,
+        mesh: Incarnation,
+        destination: str,
+        name: str,
+        offset_bytes: int,
+        sees: Callable[[str], bool],
+    ) -> tuple[int, bytes]:
         """Read a file of a finished export of any job that the caller sees, or its manifest: (its
-        size, up to 8 MiB from the offset). `what`: name, offset, whether a job is seen. Raises
+        size, up to 8 MiB from the offset). `sees`: whether the caller sees a job. Raises
         UsageError, NotFoundError: there is no such destination, export or file."""
         mesh.check()
         target = target_of(self.destinations, destination)
-        return await read_file(self._queues[mesh.job].group, target, *what)
+        return await read_file(self._queues[mesh.job].group, target, name, offset_bytes, sees)
 
     def schedules(self, job: str) -> Schedules:
         if job not in self._schedules:

@@ -295,7 +295,11 @@ def target_of(
 
 
 async def read_file(
-    group: SidecarGroup, target: Any, name: str, offset_bytes: int, sees: Callable[[str], bool]
+    group: SidecarGroup,
+    target: export_pb2.ExportTarget,
+    name: str,
+    offset_bytes: int,
+    sees: Callable[[str], bool],
 ) -> tuple[int, bytes]:
     """As `ExportService.read_file`."""
     read = partial(part_of, group.calls, target=target)

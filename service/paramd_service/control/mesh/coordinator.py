@@ -75,7 +75,8 @@ class BoundaryRequest:
 def token_of(
     generation: int, number: int, action: BoundaryAction, digests: Sequence[bytes] = ()
 ) -> int:
-    """A request's token: equal for equal content, 1 to 2**63 - 1. `digests`: an edit's."""
+    """A request's token: equal for equal content, 1 to 2**63 - 1. `digests` are those of an edit's
+    operations and data."""
     told = hashlib.blake2b(f"{generation}:{number}:{int(action)}".encode(), digest_size=8)
     for digest in digests:
         told.update(len(digest).to_bytes(4, "big") + digest)

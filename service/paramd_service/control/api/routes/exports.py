@@ -63,8 +63,9 @@ def router(services: Services) -> APIRouter:
     ) -> Response:
         """Up to 8 MiB of a file of a finished export; header paramd-file-bytes has its size."""
         mesh, sees = services.jobs.get(job), principal_of(request).sees
-        wanted = destination, name, offset_bytes, sees
-        size_bytes, data = await services.exports.read_file(mesh, *wanted)
+        size_bytes, data = await services.exports.read_file(
+            mesh, destination, name, offset_bytes, sees
+        )
         headers = {"paramd-file-bytes": str(size_bytes)}
         return Response(data, media_type="application/octet-stream", headers=headers)
 

@@ -107,15 +107,12 @@ class Uploads:
         if rank.data_bytes and lane == "grpc":
             begin = await self._staged_bytes(rank.rank)
         requests = self._requests(rank, begin, with_data=lane == "grpc")
+        left_s = self.how.deadline_s - time.monotonic()
         try:
-            await self.sidecars.stage(
-                rank.rank,
-                requests,
-                timeout_s=call_timeout_s(self.how.deadline_s - time.monotonic()),
-            )
+            await self.sidecars.stage(rank.rank, requests, timeout_s=call_timeout_s(left_s))
         except grpc.aio.AioRpcError as error:
             found = error_of(error, self.sidecars.who(rank.rank))
-            if isinstance(found, DeadlineError) and time.monotonic() + 1 < self.how.deadline_s:
+            if isinstance(found, DeadlineError) and call_timeout_s(left_s) < left_s:
                 return await self._stage(rank)  # the limit of one call: on from where it ended
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise RankUnreachableError(rank.rank, str(found)) from error

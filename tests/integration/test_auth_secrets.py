@@ -1,7 +1,5 @@
 """A running mesh shows no token, ticket or key, and nothing at all to another local user."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Too much of every field, to every method that there is: refused, and memory is given back."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

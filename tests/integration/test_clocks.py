@@ -1,7 +1,5 @@
 """Clocks that jump by hours, in the processes of a job: nobody is refused who was let in."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import ExitStack

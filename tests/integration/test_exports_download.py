@@ -1,7 +1,5 @@
 """Downloads: the same bytes as a summon, resumed after a break, begun anew when they must."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whoever answers is who was asked: addresses that lead to another rank give no answer at all."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator

@@ -1,7 +1,5 @@
 """A revoked token, with real processes: its tickets are refused and what runs with them ends."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """A site's control plane as a real process: jobs register, are kept apart, and come back."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator

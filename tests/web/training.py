@@ -4,8 +4,6 @@ Files beside `--stop` tell it, each for as long as it is there: `nan` puts NaN i
 element of `--nan-name`, and `slow` has rank 1 sleep in each step.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

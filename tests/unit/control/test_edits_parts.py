@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -16,9 +16,11 @@ from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.edits.calls import in_effect
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.access.authority import Principal
+from paramd_service.control.access.roles import UserRole
 from paramd_service.control.edits import service
 from paramd_service.control.edits.incarnation import IncarnationEdits
-from paramd_service.control.edits.machine import Commit, EditMachine, Staged
+from paramd_service.control.edits.machine import Commit, EditMachine, IncarnationEnded, Staged
 from paramd_service.control.edits.runner import EditRun
 from paramd_service.control.edits.spec import (
     EditConfig,
@@ -122,6 +124,19 @@ async def test_before_a_commit_data_is_checked_and_numbers_of_a_preview_are_take
     assert "'bias'" in driver.machine.same_data({0: (b"a",), 1: (b"b",)})
     await IncarnationEdits._ranges(whole, driver, index, ops)
     assert detail == {"before": None, "after": None}, "too large to be taken in time"
+
+
+async def test_an_edit_that_is_created_while_its_run_ends_ends_with_it() -> None:
+    planned, fed = plan(OpSpec(pattern="bias", op="fill", value=1.0)), []
+    driver = SimpleNamespace(feed=fed.append, is_idle=False)
+    whole: Any = MagicMock(_creating=asyncio.Lock(), mesh=MagicMock(number=3, over="over", job="j"))
+    whole.work = SimpleNamespace(open={}, drive=lambda *_: driver)
+    whole.records.edits = MagicMock(
+        find=AsyncMock(return_value=None), add=AsyncMock(return_value=7)
+    )
+    by = Principal("me", UserRole.EDITOR)
+    row = await service.EditService._begun(whole, by, planned, NameIndex(layout()), "", {})
+    assert (row.number, fed) == (7, [IncarnationEnded("run 3 ended")])
 
 
 def test_statistics_count_replicas_once() -> None:

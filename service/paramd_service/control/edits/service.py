@@ -23,7 +23,7 @@ from paramd.wire import MAX_LEASE_S
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
 from paramd_service.control.edits.incarnation import IncarnationEdits, audit_detail
-from paramd_service.control.edits.machine import CallOff, no_data
+from paramd_service.control.edits.machine import CallOff, IncarnationEnded, no_data
 from paramd_service.control.edits.marks import KeptState, Marks
 from paramd_service.control.edits.pauses import Pause
 from paramd_service.control.edits.runner import EditRun, preview_all, verify_staged
@@ -177,6 +177,8 @@ class EditService:
                     row = replace(row, number=await self.records.edits.add(row))
                 check = no_data if undo_of else same_data(index, planned.ops)
                 driver = self.work.drive(row, check)
+                if self.mesh.over is not None:  # meanwhile: nobody else ends it
+                    driver.feed(IncarnationEnded(f"run {self.mesh.number} ended"))
         if driver is not None and driver.is_idle and not with_data:
             _check_own(by, row)
             driver.start(self.work.stage_and_commit(driver, by, planned, index))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.longer import busy
 from tests.web.conftest import watched
 from tests.web.door import Door, Tab, wait_for
 from tests.web.training import JOB
@@ -32,7 +33,7 @@ class Task:
     """An operator at work: from the view where they are to the answer, by clicks alone."""
 
     def __init__(self, tab: Tab) -> None:
-        tab.page.set_default_timeout(DEAD_END_S * 1000)
+        tab.page.set_default_timeout(DEAD_END_S * 1000 * busy())
         self.tab, self.page, self.clicks = tab, tab.page, 0
 
     def click(self, target: Locator) -> None:
@@ -112,7 +113,7 @@ def test_why_is_it_slow(tab: Tab, door: Door) -> None:
         task.go("Mesh")
         task.press("Ask every rank")
         found = task.page.get_by_text(re.compile("rank 1 was .* it slows the others"))
-        found.wait_for(timeout=DEAD_END_S * 1000)
+        found.wait_for(timeout=DEAD_END_S * 1000 * busy())
 
 
 def test_a_checkpoint_now_and_where_it_is(tab: Tab, door: Door, exports: Path) -> None:

@@ -104,7 +104,7 @@ def bounded(pid: int) -> Iterator[Callable[[object], None]]:
     yield look
     look("its end")
     process = psutil.Process(pid)
-    wait_until(lambda: process.memory_info().rss < before + MOST_BYTES // 2, "it is given back", 20)
+    wait_until(lambda: process.memory_info().rss < before + MOST_BYTES // 2, "it is given back", 60)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,6 @@
 Sizes are primes on purpose: nothing divides evenly, and on four ranks some hold nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Readers of a stamp trainer: every value must equal the step the answer carries."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Container, Iterator

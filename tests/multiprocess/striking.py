@@ -1,7 +1,5 @@
 """Killing and stopping parts of a running job, and what a client then sees."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Followers that have deltas sent: every frame is what torch gathered, in fewer bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """With replicas=1 a training whose whole host is lost goes on elsewhere, with the same bits."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

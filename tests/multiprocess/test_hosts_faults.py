@@ -4,8 +4,6 @@ The process group meets over `eth0`; all of paramd's own connections are on `eth
 are: what delays training then is paramd.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

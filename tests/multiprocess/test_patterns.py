@@ -1,7 +1,5 @@
 """No silent wrong answer: trainings that change parameters in all the places that users do."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """A training that is killed and started again goes on from memory and computes the same bits."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -4,8 +4,6 @@ Servers listen on 127.0.0.2 and say that they are at 127.0.0.1 (PARAMD_ADVERTISE
 stands on the same port. So every connection goes through it, whoever dials.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from contextlib import suppress

@@ -4,8 +4,6 @@ Kinds of faults are dealt from a shuffled deck that goes on from one episode to 
 every kind has its turn before any has its second.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

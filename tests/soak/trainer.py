@@ -14,8 +14,6 @@ what it writes is the truth.
     stop   ends the training        detach   it detaches and attaches again, as a new incarnation
 """
 
-from __future__ import annotations
-
 import argparse
 import mmap
 import os

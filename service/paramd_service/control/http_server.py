@@ -24,6 +24,8 @@ HEAD_S: Final = 10.0
 """Time limit for a request's head, TLS handshake included. Trickling bytes does not extend it."""
 BODY_S: Final = 30.0
 """Time limit for the whole body, after the head."""
+LEAST_READ_BYTES: Final = 64 << 10
+"""What a peer reads of an answer in `HEAD_S` at least: a trickle does not keep its connection."""
 
 
 class Connection(asyncio.Protocol):
@@ -137,7 +139,10 @@ class Connection(asyncio.Protocol):
     def _late(self, unsent_bytes: float) -> None:
         """Shut, unless the last answer is still being read."""
         left_bytes = self._socket.get_write_buffer_size()
-        self._await_head(left_bytes) if 0 < left_bytes < unsent_bytes else self.shut()
+        if 0 < left_bytes <= unsent_bytes - LEAST_READ_BYTES:
+            self._await_head(left_bytes)
+        else:
+            self.shut()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

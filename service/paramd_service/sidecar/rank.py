@@ -230,7 +230,7 @@ class RankSidecar:
 
     @property
     def pins(self) -> Pins:
-        """Snapshots of the current incarnation. Raises UnreachableError: none has attached yet."""
+        """Snapshots of the current incarnation. Raises UnreachableError: no trainer has come."""
         if self._pins is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         return self._pins

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from fastapi import FastAPI, Request, Response
@@ -112,3 +114,11 @@ async def test_a_large_answer_is_sent_for_as_long_as_it_is_read(
                 size_bytes += count
                 await asyncio.sleep(LIMIT_S / 8 if reads else 0)
     assert (size_bytes == LARGE_BYTES) is reads
+
+
+@pytest.mark.parametrize(("before", "left", "ends"), [(9e5, 8e5, 0), (9e5, 9e5 - 9, 1), (9, 0, 1)])
+def test_a_trickle_keeps_no_connection(before: float, left: float, ends: int) -> None:
+    peer: Any = MagicMock()
+    peer._socket.get_write_buffer_size.return_value = left
+    http_server.Connection._late(peer, before)
+    assert (peer.shut.call_count, peer._await_head.call_count) == (ends, 1 - ends)

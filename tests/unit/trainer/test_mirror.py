@@ -1,6 +1,9 @@
 """Mirrored homes: nothing moves, copies are of what was asked for, places are found by adding."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from paramd.memory.edit_program import Record
 from paramd.memory.gate import TrainerGate
 from paramd.memory.handover import Descriptors
 from paramd.trainer.boundary.agreement import CAPTURE, Request
-from paramd.trainer.home.mirrored import MirroredHome
+from paramd.trainer.home.mirrored import MirroredHome, _live
 
 
 class Odd(nn.Module):
@@ -124,3 +127,17 @@ def test_what_is_wanted_survives_its_word() -> None:
     begin, end = unpack_wanted(pack_wanted([]))
     assert begin == end
     assert pack_wanted([]) != pack_wanted([(0, 9 << 40)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "said", "fits"),
+    [
+        ("complex64", "int64", True), ("float8_e5m2", "uint8", True), ("float16", "float16", True),
+        ("float16", "bfloat16", False), ("uint16", "uint8", False),
+    ],
+)  # fmt: skip
+def test_an_edit_is_of_the_parameters_dtype_or_of_its_bits(own: str, said: str, fits: bool) -> None:
+    record = Record(op=EditKind.SET, dtype=said, arena_begin=0, sizes=(2,), strides=(1,))
+    pieces: Any = [(0, SimpleNamespace(tensor=torch.empty(2, dtype=getattr(torch, own))))]
+    with nullcontext() if fits else pytest.raises(ConflictError, match="no parameter's"):
+        assert _live(pieces, record).dtype == getattr(torch, said)

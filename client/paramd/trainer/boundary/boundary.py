@@ -86,10 +86,10 @@ class _Entry:
     """A step in progress on one thread."""
 
     thread: int
+    owner: Callable[[], object]
     depth: int = 1
     outermost: bool = True
     """Not nested in another owner's step on this thread, so it counts as an update."""
-    owner: Callable[[], object] = lambda: True
 
 
 class Boundary:
@@ -214,8 +214,7 @@ class Boundary:
                 self._drop_dead(owner)
             alone = not self._open
             outermost = alone or all(e.thread != thread for e in self._open.values())
-            there = weakref.ref(owner)
-            self._open[thread, id(owner)] = _Entry(thread, outermost=outermost, owner=there)
+            self._open[thread, id(owner)] = _Entry(thread, weakref.ref(owner), outermost=outermost)
             if alone:
                 self._open_window(owner)
 

@@ -28,7 +28,7 @@ from torch import nn
 from paramd.errors import ConflictError
 from paramd.layout.types import TensorKind
 from paramd.memory.arena import unpack_wanted
-from paramd.memory.edit_program import Record
+from paramd.memory.edit_program import DTYPE_CODES, Record
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.home import moving
 from paramd.trainer.home.device import device_home
@@ -41,7 +41,7 @@ from paramd.trainer.home.owned import (
     plan_arena,
 )
 from paramd.trainer.model import accelerator
-from paramd.trainer.model.local_shard import LocalShard
+from paramd.trainer.model.local_shard import LocalShard, dtype_name
 from paramd.trainer.model.shards import find_shards
 
 if TYPE_CHECKING:
@@ -228,7 +228,10 @@ def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Ten
     for begin, shard in reversed(pieces[:index]):
         tensor = shard.tensor
         fits = record.arena_end <= begin + moving.span_bytes(tensor)
-        if fits and record.itemsize == tensor.itemsize:  # many dtypes are set bit by bit
+        # What programs have no code for is set bit by bit.
+        own = dtype_name(tensor.dtype)
+        alike = record.dtype == own or own not in DTYPE_CODES
+        if fits and alike and record.itemsize == tensor.itemsize:
             first = int(tensor.storage_offset()) * tensor.itemsize
             return moving.placed(
                 getattr(torch, record.dtype),

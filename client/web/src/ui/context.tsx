@@ -115,7 +115,7 @@ async function valuesOf(job: string, signal: AbortSignal): Promise<Values> {
     if (bad.length > 0 || !missing) return { bad: bad.length, first: bad[0]?.name ?? "", why: "" };
     why = `${missing.name}: ${missing.reason}`;
   }
-  return { ...UNCHECKED, why: `${why}, and watch in [alerts] is off` };
+  return { ...UNCHECKED, why: `${why}, and the control plane does not look for NaN and Inf (watch in [alerts])` };
 }
 
 async function isSmall(job: string, signal: AbortSignal): Promise<boolean> {

@@ -121,7 +121,7 @@ class Claim:
 
 
 def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
-    """Parse "host:port". Raises UsageError if it is malformed, or reachable without TLS."""
+    """Parse "host:port". Raises UsageError: malformed, or open to other hosts without TLS."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:

@@ -70,7 +70,8 @@ class Assets:
     def put(self, owner: str, name: str, offset_bytes: int, data: str) -> int:
         """Write the next part of a file; return the file's size. A part may be repeated. Raises
         UsageError: `name` is not a plain file name, or `data` not base64. ConflictError: the part
-        before it is missing. ExhaustedError: too many files, bytes or owners. UnreachableError."""
+        before it is missing. ExhaustedError: too many files, bytes or owners. UnreachableError: the
+        disk failed."""
         check_asset_name(name)
         try:
             part = base64.b64decode(data, validate=True)

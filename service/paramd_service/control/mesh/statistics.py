@@ -414,7 +414,7 @@ class StatsSource:
     async def gradients(
         self, patterns: Sequence[str], *, every: int, kind: Kind
     ) -> AsyncGenerator[GradFrame[Any], None]:
-        """Stream statistics. Raises as `AsyncMesh.grads`; ExhaustedError: too many streams."""
+        """Gradient statistics. Raises as `AsyncMesh.grads`; ExhaustedError: too many streams."""
         from paramd.mesh.frames.grads import GradRequest, open_stream
         from paramd.mesh.reading.transfer import Transfer
 

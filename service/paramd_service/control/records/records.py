@@ -41,7 +41,8 @@ class Records:
     def __init__(self, store: str, directory: Path, *, chain: str, incarnation: int = 0) -> None:
         """No I/O. `store`: its URL; empty for a file in `directory`, which is the job's or the
         site's, with mode 0700. `chain`: of the control plane's own actions: the job's when
-        embedded, empty for a site. `incarnation`: its. Raises UsageError: unsupported `store`."""
+        embedded, empty for a site. `incarnation`: the embedded one's. Raises UsageError if `store`
+        is not supported."""
         self.store = Store(parse_store(store, directory=directory))
         self.audit = Audit(self.store)
         self.directory = directory

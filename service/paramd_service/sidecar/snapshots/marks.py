@@ -108,7 +108,8 @@ class Marks:
 
     def fill(self, name: str, attached: AttachedMemory, layout_digest: str) -> Mark:
         """Copy the state at which training is held. Slow. Raises NotFoundError: `reserve` comes
-        first. ExistsError: it is filled. ConflictError: not held, or its step differs."""
+        first. ExistsError: it is filled. ConflictError: training is not held, or its record is not
+        of this step."""
         with self._lock:
             mark = self._marks.get(name)
         if mark is None:

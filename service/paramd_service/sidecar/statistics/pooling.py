@@ -364,7 +364,8 @@ def multiply(
     transposed: bool,
 ) -> tuple[int, torch.Tensor]:
     """The first row of the product, and its rows that the views touch. `factor`: float64 [columns
-    of the matrix from `factor_begin` on (rows if `transposed`), width]. Raises UsageError."""
+    of the matrix from `factor_begin` on (rows if `transposed`), width]. Raises UsageError if it
+    lacks rows."""
     sides = [
         (view.columns, view.rows) if transposed else (view.rows, view.columns) for view in views
     ]

@@ -21,21 +21,10 @@ from tests import longer
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 BEGIN, END = "<!-- costs: python -m tests.costs -->", "<!-- end of costs -->"
-HEAD = ("folder", "files", "lines", "seconds", "what would go unnoticed without it")
+HEAD = ("folder", "files", "seconds", "what would go unnoticed without it")
 KEY = "paramd/durations"
 """Under which pytest's cache keeps the seconds of each file."""
 
-LINES = {
-    "./": 2671, "contract/": 377, "fuzz/": 1122, "gpu/": 358, "integration/": 10814, "model/": 677,
-    "multiprocess/": 5460, "multiprocess/workers/": 5599, "mutants/": 607, "packages/": 315,
-    "scenes/": 3513, "sequences/": 3178, "soak/": 2225, "soak/inject/": 55, "unit/": 2193,
-    "unit/cli/": 582, "unit/control/": 4355, "unit/exports/": 267, "unit/layout/": 1590,
-    "unit/memory/": 1028, "unit/mesh/": 2621, "unit/sidecar/": 3231, "unit/trainer/": 3875,
-    "walks/": 143, "walks/inject/": 53, "web/": 1047,
-}  # fmt: skip
-"""At most, by folder."""
-FILE_LINES = 700
-"""At most, in any file."""
 FILE_S = 300.0
 """What a file may take, all its tests together, where `SECONDS` says nothing else."""
 SECONDS = {
@@ -112,21 +101,8 @@ def table(text: str, seconds: Mapping[str, float], root: Path = FOLDER) -> str:
         raise ValueError(f"expected {BEGIN} and {END}, in lines of their own")
     kept = {row[0]: row for row in map(_cells, old.splitlines()) if len(row) == len(HEAD)}
     rows = [_row(folder, root, seconds, kept) for folder in _folders(root)]
-    lines = [_line(HEAD), "|---|--:|--:|--:|---|", *map(_line, rows)]
+    lines = [_line(HEAD), "|---|--:|--:|---|", *map(_line, rows)]
     return before + "\n".join((BEGIN, *lines, END)) + after
-
-
-def lines_of(root: Path = FOLDER) -> dict[str, int]:
-    """How many lines each folder has, by its name in the table."""
-    return {
-        (row := _row(folder, root, {}, {}))[0].strip("`"): int(row[2]) for folder in _folders(root)
-    }
-
-
-def told_lines(text: str) -> dict[str, int]:
-    """The same, as the table in `text` tells it."""
-    rows = map(_cells, text.partition(BEGIN)[2].partition(END)[0].splitlines())
-    return {row[0].strip("`"): int(row[2]) for row in rows if len(row) > 2 and row[2].isdigit()}
 
 
 def _folders(root: Path) -> list[Path]:
@@ -137,12 +113,11 @@ def _row(
     folder: Path, root: Path, seconds: Mapping[str, float], kept: Mapping[str, list[str]]
 ) -> tuple[str, ...]:
     files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
     name = f"`{folder.relative_to(root).as_posix()}/`"
-    _, _, _, took, reason = kept.get(name, ["", "", "", "?", ""])
+    _, _, took, reason = kept.get(name, ["", "", "?", ""])
     names = (path.relative_to(root.parent).as_posix() for path in files)
     measured = [seconds[name] for name in names if name in seconds]
-    return name, str(len(files)), str(lines), f"{sum(measured):.0f}" if measured else took, reason
+    return name, str(len(files)), f"{sum(measured):.0f}" if measured else took, reason
 
 
 def _cells(line: str) -> list[str]:

@@ -1,6 +1,6 @@
 """`make packages`: build what a release is, install it where nothing of ours is, and use it.
 
-The source archive is below 1 MiB and builds the very wheel; the wheel has the page and the manual.
+The source archive is below 2 MiB and builds the very wheel; the wheel has the page and the manual.
 In a fresh environment outside the checkout the demo trains and reads; environments without any
 extra, one for each Python that is here, read that training and say which extra they lack.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from tests.launch import ROOT
 
-SDIST_MAX_BYTES = 1 << 20
-MANUAL_MAX_BYTES = 3_500_000
+SDIST_MAX_BYTES = 2 << 20
+MANUAL_MAX_BYTES = 6_000_000
 PYTHONS = ("3.11", "3.12", "3.13")
 """As pyproject.toml claims. Where torch is not at hand for one, it reads and does not train."""
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import grp
+import logging
 import mmap
 import os
+import pwd
 import re
 import socket
 import stat
@@ -21,7 +24,10 @@ from paramd.errors import ConflictError, NotFoundError, UsageError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
+log = logging.getLogger("paramd")
+
 FILE_NAME = "paramd.toml"
+MAX_TOML_BYTES = 1 << 20
 
 HOST_SOCKET = "host.sock"
 """Socket of `paramd sidecar host`, in `sidecars_dir`."""
@@ -279,14 +285,72 @@ def file_places() -> list[tuple[Path, bool]]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file says; nothing if there is none. Raises UsageError."""
+    """What a TOML file says; nothing if there is none, or if it is not this user's to believe.
+
+    A file that belongs to another user, or that others may write, could send our token to its
+    owner: a warning names it and says why it is ignored. Raises UsageError if it is not TOML or
+    cannot be read.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            distrust = _distrust(path, os.fstat(file.fileno()))
+            text = "" if distrust else file.read(MAX_TOML_BYTES + 1).decode()
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
+    if distrust:
+        _tell_ignored(path.absolute(), distrust)
+        return {}
+    if len(text) > MAX_TOML_BYTES:
+        raise UsageError(f"{path} is over {MAX_TOML_BYTES >> 20} MiB, too large for settings")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
+
+
+def _distrust(path: Path, found: os.stat_result) -> str:
+    """Why a file of settings is not believed; "" if it is.
+
+    `found` is of the open file, since the name may lead to another one by now. A link counts like
+    the file that it leads to: whoever owns it chose that file.
+    """
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no regular file"
+    for uid in (path.lstat().st_uid, found.st_uid):
+        if uid not in _own_uids():
+            return f"it belongs to uid {uid}, not to you or root; use a copy of your own"
+    if found.st_mode & stat.S_IWOTH:
+        return f"every user of this machine may write it; run: chmod o-w {path}"
+    if found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid):
+        return f"its group (gid {found.st_gid}) may write it; run: chmod g-w {path}"
+    return ""
+
+
+def _own_uids() -> set[int]:
+    """Root's uid, ours, and under sudo that of the user who called it."""
+    own = {0, os.geteuid()}
+    caller = os.environ.get("SUDO_UID", "")
+    # Others cannot set root's environment; a user who sets it has only their own rights.
+    if os.geteuid() == 0 and caller.isascii() and caller.isdigit():
+        own.add(int(caller))
+    return own
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether a group has no member but us: root's, or the one named after its only user."""
+    if gid == 0:
+        return True
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    members = set(group.gr_mem) - {user.pw_name}
+    return group.gr_name == user.pw_name and user.pw_gid == gid and not members
+
+
+@cache
+def _tell_ignored(path: Path, why: str) -> None:
+    """Once for each file: settings are read several times in one command."""
+    log.warning("paramd: %s is ignored: %s", path, why)

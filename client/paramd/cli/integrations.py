@@ -194,7 +194,7 @@ async def _serve(target: Target, *, changes: bool, port: int | None) -> None:
 
         from paramd.mesh.connect import resolve
 
-        chosen = target.settings
+        chosen = target.reached()
         _, token, _ = resolve(chosen.url, chosen.token, chosen.job)
         app = guarded(server.streamable_http_app(host="127.0.0.1"), token)
         config = uvicorn.Config(

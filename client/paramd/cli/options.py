@@ -115,21 +115,55 @@ class Target:
 
     def at(self, endpoint: Endpoint) -> Target:
         """The same settings, with this control plane's address, token and job."""
-        found = {"url": endpoint.url, "token": endpoint.token, "job": endpoint.job}
-        return Target(replace(self.settings, **found))
+        return Target(
+            replace(
+                self.settings,
+                url=endpoint.url,
+                token=endpoint.token,
+                job=endpoint.job,
+                url_file=None,
+            )
+        )
+
+    def reached(self) -> settings.Settings:
+        """The settings to connect with: a url of the working directory's file has its token.
+
+        Such a url may only choose among the jobs that this user runs on this host, whose token is
+        in the state dir; no other token goes there, unless `--token` was given. Raises UsageError
+        if none of them is there.
+        """
+        chosen = self.settings
+        if chosen.url_file is None or chosen.url is None:
+            return chosen
+        from paramd.places import running_jobs
+
+        found = [
+            endpoint
+            for endpoint in running_jobs()
+            if endpoint.url == chosen.url.rstrip("/") and chosen.job in (None, endpoint.job)
+        ]
+        if not found:
+            raise UsageError(
+                f"{chosen.url_file}: url {chosen.url!r} is no job that you run on this host, and a "
+                "file in the working directory sends no token elsewhere; give --url, or set "
+                f"PARAMD_URL and PARAMD_TOKEN, or write both url and token_file into "
+                f"{settings.own_file()}"
+            )
+        token = chosen.token if chosen.token is not None else found[0].token
+        return replace(chosen, token=token, url_file=None)
 
     def connect(self) -> Mesh:
         """A connected mesh, which the caller closes (`with`). Raises as `paramd.connect`."""
         from paramd.mesh.connect import connect
 
-        chosen = self.settings
+        chosen = self.reached()
         return connect(chosen.url, token=chosen.token, job=chosen.job, tls_ca=chosen.tls_ca)
 
     def async_connect(self) -> AbstractAsyncContextManager[AsyncMesh]:
         """As `connect`, for asyncio."""
         from paramd.mesh.connect import async_connect
 
-        chosen = self.settings
+        chosen = self.reached()
         return async_connect(chosen.url, chosen.token, job=chosen.job, tls_ca=chosen.tls_ca)
 
     @asynccontextmanager
@@ -139,7 +173,7 @@ class Target:
         from paramd.mesh.peers.control import NOT_BEGUN, RestClient
         from paramd.places import STARTING_S
 
-        chosen = self.settings
+        chosen = self.reached()
         url, token, job, find = located(chosen.url, chosen.token, chosen.job)
         starts = find if url == NOT_BEGUN else None
         client = RestClient(url, token, tls=trust(url, chosen.tls_ca), find=starts)

@@ -109,29 +109,56 @@ class Settings(Flags):
 
     token: str | None = field(default=None, repr=False)
     """The token itself."""
+    url_file: Path | None = None
+    """The file in the working directory that named the url, which gets no token of other sources:
+    whoever wrote the file could listen there. None if the url is from elsewhere."""
 
 
 def load(flags: Flags, *, stdin: TextIO) -> Settings:
     """Merge flags, environment, files and context; UsageError if one is invalid."""
     files = _read_files()
+    here = files[0]
     context = context_in_force(flags, files)
     if context is not None:
         flags, files = _with_context(context, flags, files)
-    # Each key's value from the environment, else from the first file that has it.
     named = {key: os.environ.get(f"PARAMD_{key.upper()}") for key in ENVIRONMENT_KEYS}
-    merged = {key: value for key, value in named.items() if value}
-    for found in files:
-        merged = {**found, **merged}
-    token = read_token(flags.token, stdin=stdin) if flags.token is not None else None
-    if token is None:
-        token = os.environ.get("PARAMD_TOKEN") or None
-    if token is None and "token_file" in merged:
-        token = read_token("@" + merged["token_file"], stdin=stdin)
+    # A setting is taken from the first of these that has it.
+    sources = [{key: value for key, value in named.items() if value}, *files]
+    merged: dict[str, str] = {}
+    for source in sources:
+        merged = {**source, **merged}
+    url = flags.url if flags.url is not None else merged.get("url")
+    # A context leaves nothing of the working directory's file but its job and output.
+    is_here = flags.url is None and not named["url"] and files[0] is here and "url" in here
+    url_file = file_places()[0][0].absolute() if is_here else None
     below = Settings(
         **{key: merged.get(key) for key in ENVIRONMENT_KEYS},
         context_name=context.name if context is not None else None,
     )
-    return replace(flags.over(below), token=token)
+    token = read_token(flags.token, stdin=stdin) if flags.token is not None else None
+    if token is None and url_file is None:
+        token = os.environ.get("PARAMD_TOKEN") or _token_of_files(files, url, stdin)
+    return replace(flags.over(below), token=token, url_file=url_file)
+
+
+def _token_of_files(
+    files: Sequence[Mapping[str, str]], url: str | None, stdin: TextIO
+) -> str | None:
+    """The token of the first file that names one, if it is for this url.
+
+    A file with a url of its own has the token for that one alone.
+    """
+    for found in files:
+        if "token_file" in found:
+            own_url = found.get("url")
+            if own_url is not None and url is not None and not _same_url(own_url, url):
+                return None
+            return read_token("@" + found["token_file"], stdin=stdin)
+    return None
+
+
+def _same_url(one: str, other: str) -> bool:
+    return one.rstrip("/") == other.rstrip("/")
 
 
 def context_in_force(
@@ -162,7 +189,7 @@ def _with_context(
     url = flags.url
     if url is None and not by_flag:
         url = os.environ.get("PARAMD_URL") or None
-    if url is not None and url.rstrip("/") != context.url.rstrip("/"):
+    if url is not None and not _same_url(url, context.url):
         return flags, list(files)
     # A token or CA from another file must not be used with this context's url.
     rest: list[dict[str, str]] = [

@@ -2,12 +2,15 @@
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from paramd import places
 from paramd.cli import settings
 from paramd.cli.main import main
+from paramd.cli.options import Target
 from paramd.cli.settings import Flags, Settings
 from paramd.errors import UsageError
 
@@ -92,6 +95,97 @@ def test_a_file_in_the_working_directory_cannot_send_a_token_elsewhere(
 def test_a_file_in_the_working_directory_may_name_this_machine(tmp_path: Path, host: str) -> None:
     write(tmp_path, "here", f'url = "http://{host}:8470"')
     assert load().url == f"http://{host}:8470"
+
+
+def test_a_url_of_the_working_directory_gets_no_token_of_other_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("from-file\n")
+    file.chmod(0o600)
+    write(tmp_path, "config/paramd", f'url = "{LAB}"\ntoken_file = "{file}"')
+    write(tmp_path, "here", f'url = "{LOCAL}"')
+    monkeypatch.setenv("PARAMD_TOKEN", "from-environment")
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "state"))
+    assert (load().url, load().token) == (LOCAL, None)
+    with pytest.raises(UsageError, match="is no job that you run on this host"):
+        Target(load()).reached()
+    # What the user names at this call is the user's own choice.
+    assert load(url=LAB).token == "from-environment"
+    monkeypatch.setenv("PARAMD_URL", LAB)
+    assert Target(load()).reached().token == "from-environment"
+
+
+def test_a_url_of_the_working_directory_may_choose_among_our_own_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("PARAMD_TOKEN", "from-environment")
+    endpoint = places.Endpoint(
+        url=LOCAL, token="token-of-job", pid=os.getpid(), job="mine", grpc_address="127.0.0.1:1"
+    )
+    places.write_endpoint(endpoint)
+    write(tmp_path, "here", f'url = "{LOCAL}/"')
+    assert Target(load()).reached().token == "token-of-job"
+    with pytest.raises(UsageError, match="is no job that you run"):
+        Target(load(job="another")).reached()
+
+
+def test_a_token_file_beside_a_url_is_for_that_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("from-file\n")
+    file.chmod(0o600)
+    write(tmp_path, "config/paramd", f'url = "{LAB}"\ntoken_file = "{file}"')
+    assert load().token == load(url=LAB + "/").token == "from-file"
+    assert load(url=LOCAL).token is None
+    monkeypatch.setenv("PARAMD_URL", LOCAL)
+    assert load().token is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file of another user takes root to make")
+@pytest.mark.parametrize("where", ["here", "config/paramd"])
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_file_of_another_user_is_ignored_and_says_so(
+    where: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / where / "paramd.toml"
+    if kind == "link":
+        (tmp_path / "target").write_text('job = "theirs"')
+        path.symlink_to(tmp_path / "target")
+    else:
+        path.write_text('job = "theirs"')
+    os.chown(path, 65534, 65534, follow_symlinks=False)
+    assert load().job is None
+    (record,) = caplog.records
+    assert f"{path} is ignored: it belongs to uid 65534" in record.getMessage()
+
+
+@pytest.mark.parametrize(("mode", "who"), [(0o666, "every user"), (0o662, "every user")])
+def test_a_file_that_others_may_write_is_ignored_and_says_so(
+    mode: int, who: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "here", 'job = "theirs"')
+    (tmp_path / "here/paramd.toml").chmod(mode)
+    assert load().job is None
+    (record,) = caplog.records
+    assert who in record.getMessage()
+    (tmp_path / "here/paramd.toml").chmod(0o644)
+    assert load().job == "theirs"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file of another group takes root to make")
+def test_a_group_of_others_may_not_write_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "here", 'job = "theirs"')
+    path = tmp_path / "here/paramd.toml"
+    path.chmod(0o664)
+    assert load().job == "theirs", "root's own group has nobody else"
+    os.chown(path, -1, 100)
+    assert load().job is None
+    assert "its group (gid 100) may write it" in caplog.text
 
 
 @pytest.fixture

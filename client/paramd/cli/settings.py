@@ -132,7 +132,10 @@ def load(flags: Flags, *, stdin: TextIO) -> Settings:
     is_here = flags.url is None and not named["url"] and files[0] is here and "url" in here
     url_file = file_places()[0][0].absolute() if is_here else None
     below = Settings(
-        **{key: merged.get(key) for key in ENVIRONMENT_KEYS},
+        job=merged.get("job"),
+        url=merged.get("url"),
+        tls_ca=merged.get("tls_ca"),
+        output=merged.get("output"),
         context_name=context.name if context is not None else None,
     )
     token = read_token(flags.token, stdin=stdin) if flags.token is not None else None

@@ -127,6 +127,16 @@ def test_helpers_dump_no_core_and_only_root_may_look_into_them(job: Job) -> None
         assert os.stat(f"/proc/{process.pid}/mem").st_uid == 0
 
 
+def test_helpers_are_the_first_victims_when_memory_runs_out(job: Job) -> None:
+    own_score = int(Path("/proc/self/oom_score").read_text())
+    found = list(processes())
+    assert found
+    for process in found:
+        assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() == "1000"
+        # The kernel's own order: it ends the process with the highest score.
+        assert int(Path(f"/proc/{process.pid}/oom_score").read_text()) > own_score
+
+
 NOBODY = 65534
 _TRIES = """
 import json, os, socket, sys

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from paramd import clock, gone, places
 from paramd.errors import ParamdError, UsageError, codes_of
+from paramd.helpers import be_first_victim
 from paramd_service import core_dumps, logs
 from paramd_service.control.base.config import Bootstrap, ControlConfig, read_bootstrap
 from paramd_service.control.base.endpoint import Claim, Whereabouts, end_past
@@ -32,6 +33,7 @@ log = logging.getLogger("paramd.control")
 
 def main(arguments: Sequence[str]) -> int:
     """Run one control plane until it has nothing left to do; return the exit code."""
+    be_first_victim()
     core_dumps.forbid()
     try:
         formatter = logs.configure(level=_level(os.environ.get("PARAMD_LOG_LEVEL", "INFO")))

@@ -17,7 +17,7 @@ from socket import socket
 from typing import Any
 
 from paramd.errors import DeniedError, ParamdError, UsageError, codes_of
-from paramd.helpers import spawn
+from paramd.helpers import be_first_victim, spawn
 from paramd.memory import handover
 from paramd.memory.descriptors import pidfd
 from paramd.places import job_dir
@@ -34,6 +34,7 @@ MAX_SIDECARS = 64
 
 def main() -> int:
     """Start sidecars until a signal; return the exit code."""
+    be_first_victim()
     core_dumps.forbid()
     try:
         asyncio.run(_run())

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from paramd import clock, gone
 from paramd.errors import ParamdError, UsageError, codes_of
+from paramd.helpers import be_first_victim
 from paramd.memory import descriptors, handover
 from paramd.security.tls import Pems
 from paramd_service import core_dumps
@@ -62,6 +63,7 @@ def keep_memory() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sidecar until it should leave; return the exit code."""
+    be_first_victim()
     core_dumps.forbid()
     try:
         config = parse(argv)

@@ -50,7 +50,8 @@ class AttachSettings:
     """Where the sidecar runs. "own": the trainer starts it. "external": `paramd sidecar host` of
     the same PARAMD_STATE_DIR starts it, in another container of the pod."""
     sidecar_start_timeout_s: float = 20.0
-    """Longest wait for a new sidecar to answer, in seconds."""
+    """How long attach waits for a new sidecar or control plane to come up, in seconds, above 0. One
+    that is later is not ended: training begins without it, and paramd goes on waiting."""
     arena: str = "auto"
     """Where parameters are served from. "auto": those in host memory move into an arena owned by
     the sidecar; if any is on a device, all stay where they are and are copied into the arena at

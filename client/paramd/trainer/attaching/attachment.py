@@ -119,8 +119,15 @@ class Attachment:
         self.job = identity.job
         self.incarnation = identity.incarnation
         self.rank = identity.rank
-        self.url = url
-        """URL of the job's control plane; empty when it did not come up."""
+        self._url = url
+
+    @property
+    def url(self) -> str:
+        """URL of the job's control plane; empty where it has not come up. One that comes up after
+        `attach` is known on rank 0 alone."""
+        if not self._url and self._control is not None:
+            self._url = self._control.url
+        return self._url
 
     @property
     def step(self) -> int:
@@ -198,7 +205,11 @@ class Attachment:
     def _track(self, settings: AttachSettings) -> None:
         """Log to the trackers that these settings name, until `detach`."""
         self._tracking = Tracking(self.job, settings, places.job_dir(self.job))
-        self._tracking.open()
+        if self._control is not None:
+            # A tracker that finds no job ends at once.
+            self._control.when_up(self._tracking.open)
+        else:
+            self._tracking.open()
 
     @contextmanager
     def rollback_scope(self) -> Iterator[None]:
@@ -329,6 +340,9 @@ class Attachment:
             if self._state is not None:
                 self._state.move_out()
             return
+        if self._control is not None and not self.url:
+            # Or it could come up now, and start trackers.
+            self._control.release()
         if self._tracking is not None:
             # Before the sidecar ends: a sample in progress still needs it.
             self._tracking.close()

@@ -107,6 +107,8 @@ class Stages(Discovering):
                     f", over TLS of its own; hosts: {summary(meeting.addresses, meeting.views)}"
                 )
             print(f"paramd: job {self._job!r} is at {where}", file=sys.stderr, flush=True)
+            if self._control is not None and not self._url:
+                self._control.when_up(partial(_say_where, self._job, self._control))
         return {
             "op": "mesh",
             "peers": [answer["peer"] for answer in answers],
@@ -431,6 +433,10 @@ class Stages(Discovering):
             control=self._control,
             url=self._url,
         )
+
+
+def _say_where(job: str, control: ControlLink) -> None:
+    print(f"paramd: job {job!r} is now at {control.url}", file=sys.stderr, flush=True)
 
 
 def _why_not(answers: Sequence[Answer]) -> str:

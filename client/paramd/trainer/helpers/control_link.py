@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import select
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from paramd.errors import ConflictError, DeniedError, ParamdError, UnreachableError, UsageError
@@ -23,7 +23,7 @@ from paramd.memory import descriptors
 from paramd.security.tickets import key_from_hex
 from paramd.security.tls import ClientTls, Pems, bindable, https_context, is_loopback, not_accepted
 from paramd.state_files import check_private
-from paramd.trainer.helpers.sidecar_link import Identity, Supervisor
+from paramd.trainer.helpers.sidecar_link import Identity, Patience, Supervisor
 from paramd.trainer.settings import AttachSettings
 
 if TYPE_CHECKING:
@@ -183,8 +183,13 @@ class ControlLink:
         self._token = token
         self._process: subprocess.Popen[bytes] | None = None
         self._supervisor = Supervisor("control", self._start)
+        self._patience = Patience("the control plane", settings.sidecar_start_timeout_s)
+        self._starting: subprocess.Popen[bytes] | None = None
+        """A process that has not told its addresses yet."""
         self._listen = ""
         self._grpc_listen = ""
+        self._up = threading.Lock()
+        self._when_up: list[Callable[[], None]] = []
         self.url = ""
         self.control_address = ""
         """The control plane's gRPC target, which sidecars join."""
@@ -205,6 +210,14 @@ class ControlLink:
             raise
         self._supervisor.start(pidfd)
 
+    def when_up(self, act: Callable[[], None]) -> None:
+        """Call `act` now, or on another thread once the control plane has come up."""
+        with self._up:
+            if not self.url:
+                self._when_up.append(act)
+                return
+        act()
+
     def release(self) -> None:
         """Stop supervising: it ends by itself when all sidecars have left. Idempotent."""
         self._supervisor.close()
@@ -213,11 +226,44 @@ class ControlLink:
         """Wait for it to end, then force it. Idempotent."""
         self.release()
         if self._process is not None:
-            end(self._process, grace_s=3.0)
+            # One that is still starting has nobody to serve.
+            end(self._process, grace_s=0.0 if self._starting is not None else 3.0)
             self._process = None
+        if self._starting is not None:
+            assert self._starting.stdout is not None
+            self._starting.stdout.close()
+            self._starting = None
 
     def _start(self, *, resumes: bool = False) -> int:
-        if self._process is not None:
+        log_path = self._directory / "control.log"
+        process = self._starting
+        if process is None or process.poll() is not None or not self._patience.may_stay():
+            process = self._spawn(log_path, resumes=resumes)
+        assert process.stdout is not None
+        if not self._supervisor.readable(process.stdout.fileno(), self._patience.wait_s):
+            raise self._patience.late(process, log_path)
+        self._starting = None
+        with process.stdout as output:
+            line = output.readline()
+        if not line:
+            end(process, grace_s=0.0)
+            raise UnreachableError(f"the control plane did not start; see {log_path}")
+        ready = json.loads(line)
+        with self._up:
+            self.url, self.control_address = ready["url"], ready["grpc_address"]
+            waiting, self._when_up = self._when_up, []
+        for act in waiting:
+            act()
+        self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
+        self.exports = ready["exports"]
+        return descriptors.pidfd(process.pid)
+
+    def _spawn(self, log_path: Path, *, resumes: bool) -> subprocess.Popen[bytes]:
+        if self._starting is not None:
+            end(self._starting, grace_s=0.0)
+            assert self._starting.stdout is not None
+            self._starting.stdout.close()
+        elif self._process is not None:
             self._process.wait()
         identity = self._identity
         assert identity.private_key is not None, "rank 0 has it"
@@ -236,22 +282,15 @@ class ControlLink:
             "own_tls": own is not None,
             "resumes": resumes,
         }
-        log_path = self._directory / "control.log"
-        self._process = spawn(
+        self._patience.begin()
+        self._process = self._starting = spawn(
             "paramd_service.control",
             arguments,
             log_path=log_path,
             stdin=json.dumps(secrets).encode() + b"\n",
             piped=True,
         )
-        ready = _first_line(self._process.stdout, self._settings.sidecar_start_timeout_s)
-        if ready is None:
-            end(self._process, grace_s=0.0)
-            raise UnreachableError(f"the control plane did not start; see {log_path}")
-        self.url, self.control_address = ready["url"], ready["grpc_address"]
-        self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
-        self.exports = ready["exports"]
-        return descriptors.pidfd(self._process.pid)
+        return self._process
 
     def _wanted_listen(self) -> str:
         """The previous address, else the configured one; for other hosts not on loopback."""
@@ -261,15 +300,6 @@ class ControlLink:
         if own is not None and is_loopback(host):
             return own.listen(port)
         return bindable(self._settings.listen)
-
-
-def _first_line(output: IO[bytes] | None, timeout_s: float) -> dict[str, Any] | None:
-    assert output is not None
-    with output:
-        poller = select.poll()
-        poller.register(output, select.POLLIN)
-        line = output.readline() if poller.poll(timeout_s * 1000) else b""
-    return json.loads(line) if line else None
 
 
 @dataclass(eq=False, slots=True)

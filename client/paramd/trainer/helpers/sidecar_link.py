@@ -40,16 +40,85 @@ LONGEST_DELAY_S = 10.0
 # A process that lived this long did not fail at startup.
 STEADY_S = 5.0
 
+FIRST_PATIENCE, LONGEST_PATIENCE = 8, 64
+"""How long a helper process may take to come up, in multiples of attach's wait for it."""
+
 CONNECT_POLL_S = 0.02
 
 STATE_TIMEOUT_S = 2.0
 """How long, in seconds, training waits for device memory that the sidecar makes."""
 
 
+class LateError(UnreachableError):
+    """A helper process lives, and has not come up yet."""
+
+
+class Patience:
+    """How long a helper process may take to come up, which grows with every try.
+
+    On a cold or network file system, or on a busy host, Python alone may need minutes to load.
+    A process that is ended before it is up never comes up, however often it is started; so one
+    that lives is waited for again, and its successor gets twice the time.
+    """
+
+    def __init__(self, who: str, first_s: float) -> None:
+        self._who = who
+        self._first_s = first_s
+        self._factor = FIRST_PATIENCE
+        self._begun_s = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the next try waits: as long as all before it together."""
+        return max(self._first_s, time.monotonic() - self._begun_s)
+
+    def begin(self) -> None:
+        """A process was started."""
+        self._begun_s = time.monotonic()
+
+    def may_stay(self) -> bool:
+        """Whether a process that lives and is not up is waited for again; else it is replaced, and
+        the next one may take twice as long."""
+        if time.monotonic() - self._begun_s < self._factor * self._first_s:
+            return True
+        self._factor = min(2 * self._factor, LONGEST_PATIENCE)
+        return False
+
+    def late(self, process: subprocess.Popen[bytes] | None, log_path: Path) -> LateError:
+        """The error of a try that has waited in vain; its log gets the text, too."""
+        taken_s = time.monotonic() - self._begun_s
+        used = f", used {cpu:.1f} s of CPU" if (cpu := _cpu_s(process)) is not None else ""
+        text = (
+            f"{self._who} is still starting after {taken_s:.0f} s{used}; a busy host or a slow "
+            f"file system may need longer, which PARAMD_SIDECAR_START_TIMEOUT_S (now "
+            f"{self._first_s:g}) allows at attach"
+        )
+        with contextlib.suppress(OSError):
+            # Never created here: the helper's log is 0600.
+            log_file = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            try:
+                os.write(log_file, f"paramd: {text}\n".encode())
+            finally:
+                os.close(log_file)
+        return LateError(f"{text}; see {log_path}")
+
+
+def _cpu_s(process: subprocess.Popen[bytes] | None) -> float | None:
+    """CPU time of a process, in seconds; None: unknown."""
+    if process is None:
+        return None
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 class Supervisor:
     """A thread that waits for a process to exit and then calls `restart`.
 
-    `restart` returns the new process's pidfd, or raises and is retried with growing delays.
+    `restart` returns the new process's pidfd, or raises and is retried with growing delays; after a
+    LateError, whose process it goes on waiting for, at once. It ends soon after `closed`.
     The thread sleeps in the kernel, so it costs the trainer nothing while the process lives.
     """
 
@@ -65,6 +134,15 @@ class Supervisor:
         """Start watching; None when the first start failed and should be retried."""
         self._pidfd = pidfd
         self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody waits for the process any more."""
+        return self._closed
+
+    def readable(self, descriptor: int, timeout_s: float) -> bool:
+        """Whether `descriptor` became readable in time, and before `close`."""
+        return self._wait(descriptor, timeout_s) and not self._closed
 
     def close(self) -> None:
         """Stop watching; the process itself is left alone. Idempotent."""
@@ -93,6 +171,10 @@ class Supervisor:
                 delay_s = FIRST_DELAY_S if lived_long else min(LONGEST_DELAY_S, 2 * delay_s)
             try:
                 self._pidfd = self._restart()
+            except LateError as error:
+                if self._wait(self._stop, 0):
+                    return
+                log.warning("paramd: %s; training continues without it", error)
             except Exception as error:
                 log.warning(
                     "paramd: the %s did not start (%s); training continues without it, next try "
@@ -166,11 +248,16 @@ class SidecarLink:
         self._arena_bytes = arena_bytes
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._host: socket.socket | None = None
+        """The connection to `paramd sidecar host` while a sidecar that it starts is awaited."""
         self._mesh: tuple[dict[str, Any], bytes] | None = None
         self._handing = threading.Lock()
         """Held while descriptors go over the connection, or the sidecar is started again."""
         self._asked = 0
         self._supervisor = Supervisor(f"sidecar-{identity.rank}", self._restart)
+        self._patience = Patience(
+            f"the sidecar of rank {identity.rank}", settings.sidecar_start_timeout_s
+        )
         self.descriptors: Descriptors | None = None
         self.continues = (0, 0, -1)
         """Lineage, the lineage it becomes, and the step up to which the sidecar keeps standing
@@ -237,6 +324,7 @@ class SidecarLink:
         self._supervisor.close()
         self._mesh = None
         self._disconnect()
+        self._forget_host()
         self._drop_descriptors()
 
     def close(self) -> None:
@@ -252,8 +340,11 @@ class SidecarLink:
                 self._connection.settimeout(5.0)
                 with contextlib.suppress(OSError, EOFError, UsageError):
                     handover.receive(self._connection)
+        # One that was still starting has nobody to serve.
+        grace_s = 5.0 if self._connection is not None else 0.0
         self._disconnect()
-        self._reap(grace_s=5.0)
+        self._forget_host()
+        self._reap(grace_s=grace_s)
         self.insight.close()
         self._drop_descriptors()
 
@@ -262,6 +353,11 @@ class SidecarLink:
             self._connection.close()
             self._connection = None
 
+    def _forget_host(self) -> None:
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+
     def _drop_descriptors(self) -> None:
         if self.descriptors is not None:
             self.descriptors.close()
@@ -269,12 +365,17 @@ class SidecarLink:
 
     def _restart(self) -> int:
         with self._handing:
+            process = self._process
+            starting = process is not None and self._connection is None and process.poll() is None
             self._disconnect()
-            self._reap(grace_s=0.0)
+            if not (starting and self._patience.may_stay()):
+                self._reap(grace_s=0.0)
             self._attach(self._reach())
             return self._served()
 
     def _reach(self) -> socket.socket:
+        if self._process is not None:
+            return self._await_socket(self._process.poll)
         with contextlib.suppress(UnreachableError):
             connection = handover.connect(self._socket_path)
             if self._is_right(connection):
@@ -291,9 +392,10 @@ class SidecarLink:
             *self._settings.sidecar_options(),
         ]  # fmt: skip
         stdin = json.dumps(self._pems.to_json()) + "\n" if self._pems is not None else None
+        if self._host is None:
+            self._patience.begin()
         if self._settings.sidecar == "external":
-            with self._ask_host(arguments, stdin) as host:
-                return self._await_socket(lambda: _ended(host))
+            return self._of_host(arguments, stdin)
         self._process = spawn(
             "paramd_service.sidecar",
             [*arguments, "--trainer-pid", str(os.getpid())],
@@ -301,6 +403,20 @@ class SidecarLink:
             stdin=stdin.encode() if stdin is not None else None,
         )
         return self._await_socket(self._process.poll)
+
+    def _of_host(self, arguments: list[str], stdin: str | None) -> socket.socket:
+        """Connect to a sidecar that the host starts; one that is late is not asked for again."""
+        host = self._host = self._host or self._ask_host(arguments, stdin)
+        late = False
+        try:
+            return self._await_socket(lambda: _ended(host))
+        except LateError:
+            late = True
+            raise
+        finally:
+            if not late or not self._patience.may_stay():
+                host.close()
+                self._host = None
 
     def _ask_host(self, arguments: list[str], stdin: str | None) -> socket.socket:
         """Have `paramd sidecar host` start the sidecar; the returned socket reports its end."""
@@ -360,17 +476,19 @@ class SidecarLink:
 
     def _await_socket(self, ended: Callable[[], int | None]) -> socket.socket:
         """Connect as soon as the sidecar listens; `ended` returns its exit code once it has one."""
-        deadline_s = time.monotonic() + self._settings.sidecar_start_timeout_s
+        log_path = self._socket_path.with_suffix(".log")
+        deadline_s = time.monotonic() + self._patience.wait_s
         while True:
             with contextlib.suppress(UnreachableError):
                 return handover.connect(self._socket_path)
             code = ended()
-            if code is not None or time.monotonic() > deadline_s:
-                fate = "did not answer in time" if code is None else f"ended with code {code}"
+            if code is not None:
                 raise UnreachableError(
-                    f"the sidecar of rank {self._identity.rank} {fate}; "
-                    f"see {self._socket_path.with_suffix('.log')}"
+                    f"the sidecar of rank {self._identity.rank} ended with code {code}; "
+                    f"see {log_path}"
                 )
+            if time.monotonic() > deadline_s or self._supervisor.closed:
+                raise self._patience.late(self._process, log_path)
             time.sleep(CONNECT_POLL_S)
 
     def _attach(self, connection: socket.socket) -> None:

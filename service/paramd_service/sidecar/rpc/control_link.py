@@ -29,6 +29,8 @@ from paramd_service.sidecar.rpc import messages
 
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 15.0
+LOOKS = 3
+"""Attempts after which the pauses between two looks for a first control plane stop growing."""
 JOINS_PER_S = 400.0
 """Average rate at which sidecars may rejoin a control plane, per second."""
 
@@ -95,22 +97,31 @@ class Joining:
         attempt = 0
         while not self._rank.detached:
             mesh = self._rank.mesh
-            if mesh is None or not mesh.control_address:
+            if mesh is None:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            try:
-                if await self._join(mesh):
-                    attempt = 0
-            except Exception as error:  # the next attempt may succeed
-                if attempt == 0:
-                    self._rank.log("control-plane-away", error=short(error))
+            # Without an address the control plane was late at attach, or a site was away: it is
+            # looked for like one that has moved.
+            if mesh.control_address and await self._try(mesh, attempt):
+                attempt = 0
             if not self._rank.detached and await self._moved(mesh):
                 attempt = 0
             elif not self._rank.detached:
-                pause_s = backoff_s(attempt, random.random(), world_size=self._world_size)
+                # One that was never there is not tried, only looked for, which costs it nothing.
+                times = attempt if mesh.control_address else min(attempt, LOOKS)
+                pause_s = backoff_s(times, random.random(), world_size=self._world_size)
                 await self._pause(pause_s, mesh)
                 attempt += 1
+
+    async def _try(self, mesh: Mesh, attempt: int) -> bool:
+        """Join once; return whether the control plane admitted us. The next try may succeed."""
+        try:
+            return await self._join(mesh)
+        except Exception as error:
+            if attempt == 0:
+                self._rank.log("control-plane-away", error=short(error))
+            return False
 
     async def _pause(self, pause_s: float, mesh: Mesh) -> None:
         """Wait, but only until the control plane has another address."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.utils.checkpoint import checkpoint
 
 from paramd.memory.arena import HostArena
@@ -433,6 +434,150 @@ def test_an_optimizer_that_raised_and_is_gone_holds_nothing_open(make: Make) -> 
     gc.collect()
     bench.train(_sgd(bench), 2)
     assert bench.boundary.step == 2
+
+
+class Failing(torch.optim.SGD):
+    """Raises in the middle of its step while `fails`: some parameters are new, others old."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if self.fails:
+            raise ArithmeticError
+
+
+def _halves(bench: Bench) -> tuple[Failing, torch.optim.Optimizer]:
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # wraps the base's step as well
+    one, two = bench.model
+    return Failing(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+
+
+def test_a_step_that_raised_and_is_never_tried_again_holds_nothing_open(make: Make) -> None:
+    bench = make()
+    failing, other = _halves(bench)
+    bench.train(other)
+    failing.fails = True
+    bench.forward_backward()
+    with pytest.raises(ArithmeticError):
+        failing.step()
+    bench.model(torch.ones(2, WIDTH))
+    assert not bench.settled, "it may be tried again"
+
+    other.step()
+    assert not bench.rests, "half of the other parameters may be of the step that raised"
+    bench.forward_backward()
+    assert bench.settled
+    assert bench.page[Word.STEP] == bench.boundary.step == PROBATION + 3, "and counts as no update"
+    end, state = bench.copy(copy_at_one_step)
+    assert (end, state.step) == (CopyEnd.DONE, PROBATION + 3)
+
+    failing.fails = False
+    failing.step()
+    other.step()
+    assert bench.boundary.step == PROBATION + 5
+
+
+def test_without_forwards_another_optimizers_second_update_shows_that_training_goes_on(
+    make: Make,
+) -> None:
+    bench = make()
+    failing, other = _halves(bench)
+    bench.forward_backward()
+    failing.fails = True
+    with pytest.raises(ArithmeticError):
+        failing.step()
+    other.step()
+    assert bench.page[Word.STEP] == 0
+    other.step()
+    assert bench.page[Word.STEP] == 1
+    assert bench.rests
+
+
+def test_a_step_that_raised_is_tried_again_after_another_one(make: Make) -> None:
+    bench = make()
+    failing, other = _halves(bench)
+    bench.forward_backward()
+    failing.fails = True
+    with pytest.raises(ArithmeticError):
+        failing.step()
+    other.step()
+    failing.fails = False
+    failing.step()
+    assert bench.boundary.step == 2
+    assert bench.page[Word.STEP] == 0, "no boundary lies between them"
+    assert bench.rests
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_step_that_only_fills_an_empty_optimizer_is_no_update(make: Make, settled: bool) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    step = bench.boundary.step
+    if settled:
+        bench.model(torch.ones(2, WIDTH))
+    bench.model.zero_grad()
+    optimizer = torch.optim.AdamW(bench.model.parameters(), lr=0.1)
+    before = bench.page[Word.SEQ]
+    _init_optim_state(optimizer)
+    assert optimizer.state
+    assert bench.boundary.step == step
+    assert bench.settled is settled
+    assert bench.rests is not settled
+    if settled:
+        assert bench.page[Word.SEQ] > before, "a copy that was under way is none"
+        assert bench.copy(copy_at_one_step)[0] is CopyEnd.DONE
+    else:
+        assert bench.at_rest()[0] is CopyEnd.DONE
+    bench.train(optimizer, 2)
+    assert bench.boundary.step == step + 2
+
+
+def test_weights_changed_before_such_a_step_still_show(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    bench.model.zero_grad()
+    with torch.no_grad():
+        bench.model[0].weight.zero_()
+    _init_optim_state(torch.optim.AdamW(bench.model.parameters(), lr=0.1))
+    assert bench.at_rest()[0] is CopyEnd.CHANGED
+
+
+def test_a_framework_that_fills_optimizers_its_own_way_makes_no_update(make: Make) -> None:
+    bench = make()
+    optimizer = torch.optim.Adam(bench.model.parameters(), lr=0.0)
+    for parameter in bench.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert optimizer.state
+    assert bench.boundary.step == 0
+    assert bench.rests
+
+
+def test_the_first_step_of_a_warmup_is_an_update_and_so_is_one_of_zeros(make: Make) -> None:
+    bench = make()
+    bench.forward_backward()
+    torch.optim.Adam(bench.model.parameters(), lr=0.0).step()
+    assert bench.boundary.step == 1
+    bench.model.zero_grad()
+    bench.model(torch.zeros(2, WIDTH)).mul(0).sum().backward()
+    torch.optim.Adam(bench.model.parameters(), lr=torch.tensor(0.0)).step()
+    assert bench.boundary.step == 2
+
+
+def test_a_filling_step_that_raises_is_over_when_training_continues(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    bench.model(torch.ones(2, WIDTH))
+    bench.model.zero_grad()
+    optimizer = Failing(bench.model.parameters(), lr=0.1)
+    optimizer.fails = True
+    with pytest.raises(ArithmeticError):
+        _init_optim_state(optimizer)
+    assert not bench.settled
+    bench.model(torch.ones(2, WIDTH))
+    assert bench.settled
+    assert bench.boundary.step == PROBATION + 2
 
 
 def test_a_record_is_not_made_amid_the_next_update(make: Make) -> None:

@@ -146,7 +146,7 @@ class Attachment:
         All ranks must pass the same windows in the same order: each counts as one step, and
         optimizer steps inside belong to it. Windows of different threads may overlap. If the
         block raises, the window stays open, since parameters may be half changed, and closes
-        with the next successful `update`.
+        with the next successful `update`, or when training continues after an optimizer's step.
         """
         nested = getattr(self._updating, "now", False)
         if self._detached or nested:
@@ -157,6 +157,9 @@ class Attachment:
             self._boundary.begin(self)
             yield
             self._boundary.end(self)
+        except BaseException:
+            self._boundary.raised(self)
+            raise
         finally:
             self._updating.now = False
         # The end of the block declares this update complete.

@@ -25,8 +25,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import torch
 
 from paramd.memory.control_page import (
     MAX_SAMPLES,
@@ -41,7 +43,12 @@ from paramd.memory.gate import TrainerGate
 from paramd.trainer import exit
 from paramd.trainer.boundary.agreement import Agreement, Request
 from paramd.trainer.boundary.hold import BoundaryHandler, Hold
-from paramd.trainer.boundary.signals import BackwardUpdate, replaced_for_a_call, runs_inside_itself
+from paramd.trainer.boundary.signals import (
+    BackwardUpdate,
+    is_stepping,
+    replaced_for_a_call,
+    runs_inside_itself,
+)
 from paramd.trainer.boundary.standins import CHANGED, StandIns
 
 if TYPE_CHECKING:
@@ -90,13 +97,19 @@ class _Entry:
     depth: int = 1
     outermost: bool = True
     """Not nested in another owner's step on this thread, so it counts as an update."""
+    raised: bool = False
+    """Whether its owner has said that it raised; the others are seen on the stack."""
+    followed_by: set[int] = field(default_factory=set)
+    """Ids of the owners whose update ended while this one was open."""
 
 
 class Boundary:
     """Opens update windows, and settles them when training continues.
 
     An optimizer whose step raised leaves its window open, since its parameters may mix two
-    steps; that owner's next successful step closes it. Any thread may call. An update is
+    steps; that owner's next successful step closes it. If it never tries again, the window closes
+    when training continues after another owner's update: then these are the parameters that it
+    trains with, and the step that raised counts as none. Any thread may call. An update is
     settled once every thread that took part in it has continued.
     """
 
@@ -150,6 +163,9 @@ class Boundary:
             after_edit=after_edit,
         )
         self._standing = StandIns(page, self._gate, self._digest, self._say)
+        self._filled_from: tuple[bool, int] | None = None
+        """Whether the state was settled before a step that only fills an optimizer's state, and the
+        digest that it had at rest; None: no such step is in progress."""
         self._only_confirms = False
         self._lock = threading.RLock()
         self._open: dict[tuple[int, int], _Entry] = {}
@@ -197,6 +213,45 @@ class Boundary:
         """Backward passes this rank has seen; equal on all ranks in lock-step."""
         return self._backwards
 
+    @property
+    def trained(self) -> bool:
+        """Whether a backward was seen since the last update."""
+        return self._backwards != self._ended_at
+
+    def begin_filling(self) -> None:
+        """A step begins that only fills an optimizer's state, and changes no parameter.
+
+        Not an update, and no boundary: ranks may take it alone, to save a checkpoint. SEQ is odd
+        meanwhile all the same: whether parameters keep their values is up to the optimizer.
+        """
+        with self._lock:
+            if self._forgotten or self._open:
+                return
+            settled = not self._pending
+            if settled:
+                if not (self._standing.open or self._standing.void):
+                    self._look_for_strays()
+                # If the step raises, the next forward settles the state again.
+                self._pending = self._only_confirms = True
+            words = self._words
+            digest = words[Word.REST_DIGEST] if words[Word.REST] else CHANGED
+            self._filled_from = settled, digest
+            self._gate.begin_update()
+
+    def end_filling(self) -> None:
+        """The step is over: the state is settled again, or rests as before."""
+        with self._lock:
+            before, self._filled_from = self._filled_from, None
+            if before is None or self._forgotten or self._open:
+                return
+            settled, digest = before
+            if settled and self._may_settle():
+                self._pending = self._only_confirms = False
+                self._confirm()
+            else:
+                # Its digest from before: what the script changed since the update still shows.
+                self._rest(digest)
+
     def begin(self, owner: object) -> None:
         """Open an update window unless one is open."""
         if self._forgotten:
@@ -209,14 +264,28 @@ class Boundary:
             if entry is not None:
                 # A subclass step calling its base's, or the owner's last step raised.
                 entry.depth = entry.depth + 1 if runs_inside_itself(owner) else 1
+                entry.raised = False
+                entry.followed_by.clear()
                 return
             if self._open:
                 self._drop_dead(owner)
+                self._drop_given_up(owner)
             alone = not self._open
-            outermost = alone or all(e.thread != thread for e in self._open.values())
+            under_way = [e for e in self._open.values() if not self._gave_up(e)]
+            outermost = all(e.thread != thread for e in under_way)
             self._open[thread, id(owner)] = _Entry(thread, weakref.ref(owner), outermost=outermost)
             if alone:
                 self._open_window(owner)
+            elif not under_way:
+                # The window of a step that raised is open still.
+                self.before_update(owner)
+
+    def raised(self, owner: object) -> None:
+        """The owner's update raised on this thread: it stays open."""
+        with self._lock:
+            entry = self._open.get((threading.get_ident(), id(owner)))
+            if entry is not None:
+                entry.raised = True
 
     def end(self, owner: object) -> None:
         """End the owner's step; the state rests once no other step is in progress."""
@@ -233,6 +302,8 @@ class Boundary:
             if entry.depth:
                 return
             del self._open[thread, id(owner)]
+            for other in self._open.values():
+                other.followed_by.add(id(owner))
             if entry.outermost:
                 self._done += 1
             self._ended_by.add(thread)
@@ -264,13 +335,13 @@ class Boundary:
         self._in_backward.started()
         if self._eval_forward:
             self._trains_in_eval = True
-        if self._may_settle() and not self._open:
+        if self._may_settle() and self._all_over():
             with self._lock:
                 self._confirm()
 
     def settle(self) -> None:
         """Settle now: the caller knows that this update is complete."""
-        if self._may_settle() and not self._open:
+        if self._may_settle() and self._all_over():
             with self._lock:
                 self._ended_by.clear()
                 self._boundary()
@@ -344,6 +415,43 @@ class Boundary:
             if entry.owner() is None or (number == id(owner) and thread not in alive):
                 del self._open[thread, number]
 
+    def _gave_up(self, entry: _Entry) -> bool:
+        """Whether an update that is open is in progress no more: it raised."""
+        owner = entry.owner()
+        if entry.raised or owner is None:
+            return True
+        if owner is self._in_backward:
+            return not self._in_backward.runs(entry.thread)
+        # An owner that is no optimizer says so itself.
+        return isinstance(owner, torch.optim.Optimizer) and not is_stepping(owner, entry.thread)
+
+    def _drop_given_up(self, owner: object = None) -> bool:
+        """Drop the open updates that raised, when training goes on without them.
+
+        That shows once another update has ended since. `owner`: begins an update, which shows it
+        only if it has ended one since: until then its own iteration may be the one that raised.
+        Returns whether any was dropped.
+        """
+        found = [
+            key
+            for key, entry in self._open.items()
+            if (entry.followed_by if owner is None else id(owner) in entry.followed_by)
+            and self._gave_up(entry)
+        ]
+        for key in found:
+            del self._open[key]
+        if found:
+            log.info("paramd: %d updates raised and were not tried again", len(found))
+        return bool(found)
+
+    def _all_over(self) -> bool:
+        """Whether no update is in progress, now that training continues."""
+        if not self._open:
+            return True
+        with self._lock:
+            self._drop_given_up()
+            return not self._open
+
     def _open_window(self, owner: object) -> None:
         """Make SEQ odd, after settling what is still pending, if possible."""
         if self._pending:
@@ -355,15 +463,20 @@ class Boundary:
         self._gate.begin_update()
         self._iteration = self._backwards
 
-    def _rest(self) -> None:
-        """Publish that the state rests, if it is in the arena."""
+    def _rest(self, digest: int | None = None) -> None:
+        """Publish that the state rests, if it is in the arena. `digest`: of its samples; None: as
+        they are now.
+        """
         contents = self._home.contents
         try:
             if contents is None:
                 # A mirror is never read at rest; this only records that no update is running.
                 self._gate.rest(self._done, self._iteration, 0)
             elif not self._editor.failed and not self._home.check():
-                digest = contents.digest() if not self._standing.open else CHANGED
+                if self._standing.open:
+                    digest = CHANGED
+                elif digest is None:
+                    digest = contents.digest()
                 self._gate.rest(self._done, self._iteration, digest)
         except Exception:
             log.debug("paramd: the parameters cannot be checked", exc_info=True)
@@ -419,7 +532,7 @@ class Boundary:
         return contents.digest() if contents is not None else CHANGED
 
     def _go_on(self) -> None:
-        if self._open or not self._may_settle():
+        if not self._may_settle() or not self._all_over():
             return
         with self._lock:
             self._ended_by.discard(threading.get_ident())

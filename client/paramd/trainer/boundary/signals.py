@@ -21,6 +21,9 @@ Optimizers that step within the backward, as soon as a gradient exists: all step
 backward make one update. The update begins with the first of them and ends with the backward, so
 it cannot be read, not even at rest, while some parameters are new and others old. If the backward
 raises, the update stays open until one succeeds.
+
+A step that only fills an optimizer's empty state, with learning rate 0 and gradients of zeros, is
+no update: checkpointing code takes one before it saves or loads (`only_fills`).
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import loaded_class
 
 if TYPE_CHECKING:
@@ -58,6 +62,9 @@ LATEST_PASSES = 16
 """Backward passes remembered as counted: those of all threads that run at once."""
 
 STAGES = "torch.distributed.pipelining.stage"
+
+FILLING = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
+"""Module and name of torch's own function that takes a step to fill an optimizer's state."""
 
 
 class Followed(Collection[torch.optim.Optimizer]):
@@ -126,6 +133,8 @@ class Signals:
         self._staged: set[int] = set()
         """Roots that stages of a pipeline run, by id: the schedule's steps are their boundaries."""
         self._counted: deque[int] = deque(maxlen=LATEST_PASSES)
+        self._filling: torch.optim.Optimizer | None = None
+        """The optimizer whose present step only fills its state."""
 
     def open(self) -> None:
         model = self._model()
@@ -191,6 +200,14 @@ class Signals:
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.optimizers.has(optimizer, self._model()):
+            if self._filling is optimizer and runs_inside_itself(optimizer):
+                # A subclass's step calls its base's.
+                return
+            self._filling = None
+            if only_fills(optimizer, trained=self._listener.trained):
+                self._filling = optimizer
+                self._listener.begin_filling()
+                return
             if backward_id() != -1:
                 self._in_backward.add(optimizer)
             elif any(one in self._in_backward for one in members(optimizer)):
@@ -202,6 +219,11 @@ class Signals:
             self._listener.begin(optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._filling is optimizer:
+            if not runs_inside_itself(optimizer):
+                self._filling = None
+                self._listener.end_filling()
+            return
         # Unfiltered: the listener ignores steps that it never saw begin.
         self._listener.end(optimizer)
 
@@ -215,6 +237,45 @@ def callable_roots(model: nn.Module) -> Iterator[nn.Module]:
         yield from callable_roots(child)
 
 
+def only_fills(optimizer: torch.optim.Optimizer, *, trained: bool) -> bool:
+    """Whether the step that begins only makes the optimizer's state, and is no update.
+
+    torch's optimizer state-dict functions take such a step on an empty optimizer before they save
+    or load; frameworks have copies of them. The state is empty, every learning rate is 0, and the
+    gradients are zeros that no backward computed. The first step of a warm-up from 0 differs: its
+    gradients come from a backward. `trained`: whether there was one since the last update.
+
+    Nearly free: an optimizer with state, or with a learning rate, ends the check at once. Equal on
+    all ranks, also where a rank's shards of the gradients happen to be zeros.
+    """
+    groups = optimizer.param_groups
+    if optimizer.state or not all(_is_zero(group.get("lr", 0.0)) for group in groups):
+        return False
+    if backward_id() != -1:
+        return False
+    if any(_is_function(frame, *FILLING) for frame in frames()):
+        return True
+    trainable = [p for group in groups for p in group["params"] if p.requires_grad]
+    return not trained and bool(trainable) and all(_has_zeros(p.grad) for p in trainable)
+
+
+def _is_zero(rate: object) -> bool:
+    if isinstance(rate, torch.Tensor):
+        # Reading one on a device would wait for it; torch's own step has one on the host.
+        return rate.device.type == "cpu" and not rate.any().item()
+    return rate == 0
+
+
+def _has_zeros(gradient: torch.Tensor | None) -> bool:
+    if gradient is None or gradient.layout is not torch.strided:
+        return False
+    return not split(gradient)[0].any().item()
+
+
+def _is_function(frame: FrameType, module: str, name: str) -> bool:
+    return frame.f_code.co_name == name and frame.f_globals.get("__name__") == module
+
+
 def runs_inside_itself(optimizer: object) -> bool:
     """Whether this optimizer's hook runs nested inside a step of its own.
 
@@ -222,6 +283,11 @@ def runs_inside_itself(optimizer: object) -> bool:
     runs all hooks twice, the second time within the first.
     """
     return sum(_is_step_of(frame, optimizer) for frame in frames()) > 1
+
+
+def is_stepping(optimizer: object, thread: int) -> bool:
+    """Whether a step of this optimizer is in progress on that thread."""
+    return any(_is_step_of(frame, optimizer) for frame in frames(thread))
 
 
 def replaced_for_a_call() -> bool:
@@ -314,9 +380,13 @@ def _tensors(output: Any, depth: int = 3) -> list[torch.Tensor]:
     return found[:MAX_OUTPUTS]
 
 
-def frames() -> Iterator[FrameType]:
-    """The Python stack of this thread, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
+def frames(thread: int | None = None) -> Iterator[FrameType]:
+    """The Python stack of a thread, innermost first; None: of this one."""
+    frame: FrameType | None
+    if thread is None or thread == threading.get_ident():
+        frame = sys._getframe(1)
+    else:
+        frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -396,6 +466,12 @@ class BackwardUpdate:
             return False
         self._stepping.add(thread)
         return True
+
+    def runs(self, thread: int) -> bool:
+        """Whether a backward that updates is in progress on that thread, as far as is known."""
+        if thread == threading.get_ident():
+            return backward_id() != -1
+        return thread in self._running
 
     def _last(self, thread: int, now: int) -> None:
         # FSDP reduces the root's gradients in another callback, which may be after this.

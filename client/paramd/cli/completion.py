@@ -23,6 +23,7 @@ from paramd import places
 from paramd.cli import settings
 from paramd.errors import ParamdError
 from paramd.layout.select import literal
+from paramd.security.loopback import ask_over
 
 if TYPE_CHECKING:
     import http.client
@@ -201,6 +202,8 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
     else:
         raise ParamdError(f"{url} is on another host and not https")
     try:
+        connection.connect()
+        ask_over(connection.sock, url, token)
         connection.request("GET", f"/api/v1{path}", headers={"authorization": f"Bearer {token}"})
         answer = connection.getresponse()
         if answer.status != http.client.OK:

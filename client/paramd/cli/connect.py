@@ -1,18 +1,26 @@
 """`paramd connect`: a job on another host becomes one of this host's, over one SSH connection.
 
-It asks that host's own paramd for the job's endpoint, forwards one port to the control plane, and
-writes a separate endpoint into this host's state dir while it runs. So every command, and
+It asks that host's own paramd for the job's endpoint, forwards the control plane's port, and writes
+a separate endpoint into this host's state dir while it runs. So every command, and
 `paramd.connect(job=...)`, find the job as if it ran here; sidecars are reached through that port.
+
+SSH forwards to a Unix socket in a folder that only this user may enter. A port would be free for
+any user of this host while SSH signs in, and again when it ends; the one that browsers need is this
+process's own from before SSH begins until the endpoint is gone.
 """
 
+import asyncio
 import json
 import os
 import select
 import shlex
 import socket
 import subprocess
+import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -82,33 +90,72 @@ def _connect(ssh: list[str], host: str, remote: list[str], job: str | None, port
 
     found = _endpoint(ssh, host, remote, job)
     target = urlsplit(found.url)
-    port = port if port else _free_port()
-    there = f"[{target.hostname}]" if ":" in (target.hostname or "") else target.hostname
-    forward = f"127.0.0.1:{port}:{there}:{target.port}"
-    options = ["-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15"]
-    process = subprocess.Popen([*ssh, "-N", *options, "-L", forward, host])
-    try:
-        _wait_for(process, port, host)
-        mine = replace(
-            found,
-            url=f"{target.scheme}://127.0.0.1:{port}",
-            pid=os.getpid(),
-            pid_start=places.process_start(os.getpid()),
-            host_id=places.host_id(),
-            via=host,
-        )
-        places.write_endpoint(mine)
+    with _listening(port) as listener, tempfile.TemporaryDirectory(prefix="paramd-") as folder:
+        there = f"[{target.hostname}]" if ":" in (target.hostname or "") else target.hostname
+        way = Path(folder) / "control.sock"
+        forward = f"{way}:{there}:{target.port}"
+        options = ["-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15"]
+        process = subprocess.Popen([*ssh, "-N", *options, "-L", forward, host])
         try:
-            checked = f"; its CA is {found.ca_pin[:23]}..., as {mine.job!r} says"
-            say(f"connected to job {mine.job!r} at {mine.url}{checked if found.ca_pin else ''}")
-            say(f"in another terminal: paramd status --job {mine.job}; Ctrl-C ends the connection")
-            process.wait()
+            _wait_for(process, way, host)
+            mine = replace(
+                found,
+                url=f"{target.scheme}://127.0.0.1:{listener.getsockname()[1]}",
+                pid=os.getpid(),
+                pid_start=places.process_start(os.getpid()),
+                host_id=places.host_id(),
+                via=host,
+            )
+            places.write_endpoint(mine)
+            try:
+                checked = f"; its CA is {found.ca_pin[:23]}..., as {mine.job!r} says"
+                say(f"connected to job {mine.job!r} at {mine.url}{checked if found.ca_pin else ''}")
+                say(
+                    f"in another terminal: paramd status --job {mine.job}; "
+                    "Ctrl-C ends the connection"
+                )
+                asyncio.run(_carry(listener, way, process))
+            finally:
+                places.remove_endpoint(mine)
+            raise UnreachableError(
+                f"SSH to {host} ended (code {process.returncode}); connect again"
+            )
         finally:
-            places.remove_endpoint(mine)
-        raise UnreachableError(f"SSH to {host} ended (code {process.returncode}); connect again")
+            process.terminate()
+            helpers.end(process, grace_s=END_S)
+
+
+def _listening(port: int) -> socket.socket:
+    """Our own listener on a loopback port; 0 takes a free one. Raises UsageError: it is in use."""
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise UsageError(f"--port {port}: {error.strerror}; name another one, or none") from error
+
+
+async def _carry(listener: socket.socket, way: Path, process: subprocess.Popen[bytes]) -> None:
+    """Carry all connections of the listener to the Unix socket until SSH has ended."""
+    from paramd.mesh.peers.relay import carried
+
+    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(OSError):
+                await carried((reader, writer), await asyncio.open_unix_connection(way))
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(one, sock=listener)
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    # Not a thread that waits: Ctrl-C could not end it.
+    pidfd = os.pidfd_open(process.pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        async with server:
+            await ended.wait()
     finally:
-        process.terminate()
-        helpers.end(process, grace_s=END_S)
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    process.wait()
 
 
 def _endpoint(ssh: list[str], host: str, remote: list[str], job: str | None) -> Any:
@@ -151,17 +198,11 @@ def _endpoint(ssh: list[str], host: str, remote: list[str], job: str | None) -> 
     return found
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_for(process: subprocess.Popen[bytes], port: int, host: str) -> None:
+def _wait_for(process: subprocess.Popen[bytes], way: Path, host: str) -> None:
     deadline_s = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < deadline_s:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(way)) == 0:
                 return
         select.select([], [], [], POLL_S)
     raise UnreachableError(f"SSH to {host} could not forward a port; see ssh's message above")

@@ -102,7 +102,7 @@ class Past:
         log_path = places.job_dir(self.job) / "past.log"
         server = helpers.spawn(
             "paramd_service.control",
-            ["--job", self.job, "--listen", "127.0.0.1:8470"],
+            ["--job", self.job, "--listen-near", "127.0.0.1:8470"],
             log_path=log_path,
             stdin=json.dumps(secrets).encode() + b"\n",
             piped=True,

@@ -76,8 +76,9 @@ class AttachSettings:
     group uses. Only jobs on several hosts need it."""
     sidecar_listen: str = "127.0.0.1:0"
     """Where the sidecar's gRPC server listens; port 0 picks a free one."""
-    listen: str = "127.0.0.1:8470"
-    """Where the embedded control plane listens; the next free port if taken."""
+    listen: str = ""
+    """Where the embedded control plane listens: that very port, or it does not start. Empty: the
+    job's last port, else 127.0.0.1:8470, and the next free one if that is taken."""
     control: str = ""
     """URL of a site's control plane to register with; empty starts one next to rank 0."""
     token: str = field(default="", repr=False)

@@ -10,9 +10,10 @@ import pytest
 
 from paramd import places
 from paramd.errors import ConflictError, UsageError
-from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.base.endpoint import (
     Address,
+    Claim,
     announce,
     open_listener,
     parse_listen,
@@ -32,6 +33,32 @@ def test_a_taken_port_moves_on_to_the_next() -> None:
         second, found = open_listener(taken)
         with closing(second):
             assert taken.port < found.port < taken.port + 100
+
+
+def test_a_port_that_was_named_is_taken_or_refused() -> None:
+    first, taken = open_listener(Address("127.0.0.1", 0), exact=True)
+    with closing(first), pytest.raises(ConflictError, match="never replaced"):
+        open_listener(taken, exact=True)
+
+
+@pytest.mark.parametrize("option", ["listen", "grpc_listen"])
+def test_a_site_starts_on_no_other_port_than_its_own(option: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        config = ControlConfig(**({"listen": "127.0.0.1:0"} | {option: taken}))
+        with pytest.raises(ConflictError, match=f"{taken} is in use"):
+            Claim(config, None)
+
+
+def test_a_job_moves_on_from_a_port_that_nobody_named() -> None:
+    job = Bootstrap(job="run", incarnation=1, world_size=1, private_key=bytes(32), token="t" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        near = f"127.0.0.1:{taken}"
+        with closing(Claim(ControlConfig(job="run", listen_near=near), job)) as claim:
+            assert claim.http.port > taken
+        with pytest.raises(ConflictError, match="never replaced"):
+            Claim(ControlConfig(job="run", listen=near), job)
 
 
 def announced(incarnation: int) -> places.Endpoint:

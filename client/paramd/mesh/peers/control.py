@@ -31,6 +31,7 @@ from paramd.errors import (
 from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way, is_relayed
 from paramd.places import StartingError, running_jobs
+from paramd.security import loopback
 from paramd.security.tickets import handed, shown_of
 from paramd.security.tls import IF_MOVED, ClientTls, Pems, https_context, not_accepted
 
@@ -155,6 +156,8 @@ class RestClient:
         self._left: list[httpx2.AsyncClient] = []
         self._at = (checked_url(url), token)
         self._client = self._client_of(*self._at)
+        self._extensions = {"trace": loopback.trace_of(*self._at)}
+        """Of each request: who listens at a loopback address is known before it gets the token."""
 
     def _client_of(self, url: str, token: str) -> httpx2.AsyncClient:
         return httpx2.AsyncClient(
@@ -185,6 +188,7 @@ class RestClient:
             # Not closed yet: requests in flight finish on the client they started on.
             self._left.append(self._client)
             self._at, self._client = at, self._client_of(*at)
+            self._extensions = {"trace": loopback.trace_of(*at)}
 
     async def begun(self, timeout_s: float) -> None:
         """Wait for the address of a job that is starting. Raises StartingError: none in time."""
@@ -276,6 +280,8 @@ class RestClient:
                     token,
                     verify if isinstance(verify, ssl.SSLContext) else None,
                 )
+        except loopback.StrangerError:
+            raise  # it is an OSError, too, and says more
         except tunnels.RefusedError as error:
             raise error_of_http(url, error.status, *problem_of_text(error.text)) from None
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
@@ -337,8 +343,8 @@ class RestClient:
         """One response; sent again only to another address, and if the first had no effect."""
         client = self._client
         try:
-            answer = await client.request(method, path, json=body, timeout=timeout_s)
-        except httpx2.ConnectError:
+            answer = await self._request(method, path, body, timeout_s)
+        except (httpx2.ConnectError, loopback.StrangerError):
             self.look_again()
             if self._client is client:
                 raise
@@ -348,7 +354,14 @@ class RestClient:
             self.look_again()
             if self._client is client:
                 return answer
-        return await self._client.request(method, path, json=body, timeout=timeout_s)
+        return await self._request(method, path, body, timeout_s)
+
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> httpx2.Response:
+        return await self._client.request(
+            method, path, json=body, timeout=timeout_s, extensions=self._extensions
+        )
 
 
 _NOT_OURS = (401, 404)

@@ -137,10 +137,7 @@ class TunnelRelay:
                 self._failures[who] = str(error)
                 return  # gRPC sees the end of its connection, and tries again
             self._failures.pop(who, None)
-            try:
-                await _both(_copy(near_in, far_out), _copy(far_in, near_out))
-            finally:
-                far_out.close()
+            await carried((near_in, near_out), (far_in, far_out))
         finally:
             near_out.close()
 
@@ -170,6 +167,17 @@ async def _reached(addresses: Iterable[str]) -> set[str]:
         if answers_us:
             found.update(by_host[host])
     return found
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def carried(near: Connection, far: Connection) -> None:
+    """Carry bytes both ways until one side ends; closes `far`."""
+    try:
+        await _both(_copy(near[0], far[1]), _copy(far[0], near[1]))
+    finally:
+        far[1].close()
 
 
 async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:

@@ -7,6 +7,8 @@ import ssl
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+from paramd.security import loopback
+
 PROTOCOL = "paramd-tunnel"
 """The protocol that the connection is upgraded to: raw bytes."""
 
@@ -28,8 +30,8 @@ async def opened(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Ask the server at `url` for the tunnel at `path`; the caller sets the deadline.
 
-    Raises RefusedError with status and text; without a connection, or HTTP, OSError, EOFError,
-    ValueError or asyncio.LimitOverrunError.
+    Raises RefusedError with status and text; StrangerError if somebody else listens there; without
+    a connection, or HTTP, OSError, EOFError, ValueError or asyncio.LimitOverrunError.
     """
     parts = urlsplit(url)
     port = parts.port if parts.port is not None else (443 if context is not None else 80)
@@ -37,6 +39,7 @@ async def opened(
         parts.hostname, port, ssl=context, limit=MAX_HEAD_BYTES
     )
     try:
+        await _known(url, token, reader, writer)
         head = (
             f"GET {path} HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {token}\r\n"
             f"connection: upgrade\r\nupgrade: {PROTOCOL}\r\n\r\n"
@@ -51,6 +54,23 @@ async def opened(
         writer.close()
         raise
     return reader, writer
+
+
+async def _known(
+    url: str, token: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Raise StrangerError if this is no connection to send the token over."""
+    connection = writer.get_extra_info("socket")
+    asked = await asyncio.to_thread(loopback.question, url, token, connection)
+    if asked is None:
+        return
+    try:
+        writer.write(asked.head())
+        head = await reader.readuntil(loopback.HEAD_END)
+        body = await reader.readexactly(loopback.length_of(head))
+    except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+        raise asked.refusal() from error
+    asked.check(head, body)
 
 
 async def _body(reader: asyncio.StreamReader, head: str) -> str:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from paramd.errors import ConflictError, DeniedError, ParamdError, UnreachableError, UsageError
 from paramd.helpers import end, spawn
 from paramd.memory import descriptors
+from paramd.security.loopback import sync_trace_of
 from paramd.security.tickets import key_from_hex
 from paramd.security.tls import ClientTls, Pems, bindable, https_context, is_loopback, not_accepted
 from paramd.state_files import check_private
@@ -86,6 +87,7 @@ def register(
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"control: {url!r}; expected one like http://127.0.0.1:8470")
     verify = https_context(url)
+    token = token_of(settings)
     body: dict[str, Any] = {
         "job": job,
         "world_size": world_size,
@@ -94,15 +96,15 @@ def register(
     if hosts:
         body["rank_hosts"] = list(hosts)
     try:
-        answer = httpx2.post(
-            f"{url}/api/v1/jobs",
-            json=body,
-            headers={"authorization": f"Bearer {token_of(settings)}"},
-            timeout=TIMEOUT_S,
-            verify=verify,
-            # A proxy from the environment must not see the token.
-            trust_env=False,
-        )
+        # A proxy from the environment must not see the token.
+        with httpx2.Client(timeout=TIMEOUT_S, verify=verify, trust_env=False) as client:
+            answer = client.post(
+                f"{url}/api/v1/jobs",
+                json=body,
+                headers={"authorization": f"Bearer {token}"},
+                # Whoever listens at a loopback address is known before it gets the token.
+                extensions={"trace": sync_trace_of(url, token)},
+            )
     except httpx2.HTTPError as error:
         if why := not_accepted(error, ClientTls.from_environment().ca):
             raise UnreachableError(
@@ -268,11 +270,11 @@ class ControlLink:
         identity = self._identity
         assert identity.private_key is not None, "rank 0 has it"
         own = identity.own_tls
-        arguments = ["--job", identity.job, "--listen", self._wanted_listen()]
+        arguments = ["--job", identity.job, *self._wanted_listen()]
         if own is not None:
             arguments += ["--advertise", own.name]
         if self.control_address:
-            arguments += ["--grpc-listen", self._grpc_listen]
+            arguments += ["--grpc-listen-near", self._grpc_listen]
         secrets = {
             "job": identity.job,
             "incarnation": identity.incarnation,
@@ -292,14 +294,18 @@ class ControlLink:
         )
         return self._process
 
-    def _wanted_listen(self) -> str:
-        """The previous address, else the configured one; for other hosts not on loopback."""
-        if self._listen:
-            return self._listen
-        own, (host, _, port) = self._identity.own_tls, self._settings.listen.rpartition(":")
-        if own is not None and is_loopback(host):
-            return own.listen(port)
-        return bindable(self._settings.listen)
+    def _wanted_listen(self) -> tuple[str, str]:
+        """The option for REST's address: the one that was named, else near the previous one.
+
+        A port that was named is never replaced, or whoever takes it meanwhile would be asked
+        instead of us. For other hosts it is not on loopback.
+        """
+        named = self._settings.listen or DEFAULT_LISTEN
+        own, (host, _, port) = self._identity.own_tls, named.rpartition(":")
+        wanted = own.listen(port) if own is not None and is_loopback(host) else bindable(named)
+        if self._settings.listen and port != "0":
+            return "--listen", wanted
+        return "--listen-near", self._listen or wanted
 
 
 @dataclass(eq=False, slots=True)
@@ -347,5 +353,6 @@ class Tracking:
         self._processes = {}
 
 
+DEFAULT_LISTEN = "127.0.0.1:8470"
 _OTHERS = ("PARAMD_URL", "PARAMD_TOKEN", "PARAMD_TOKEN_FILE", "PARAMD_CONTEXT", "PARAMD_JOB")
 """A user's own settings, which may name another control plane."""

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from paramd.clock import now_s
 from paramd.errors import UsageError
+from paramd.security import loopback
 from paramd.security.tickets import MAX_TOKEN_CHARS, holds_token, new_token
 from paramd.state_files import replace
 from paramd_service.control.access.roles import Action, UserRole, may
@@ -272,6 +273,17 @@ class Tokens:
             return OWNER
         row = await self._row(digest)
         return _principal(row, self._clock()) if row is not None else None
+
+    async def proof(self, token_id: str, nonce: str, host: str, port: int) -> str | None:
+        """The proof (`security/loopback.py`) that we know the token with this id, were reached at
+        this address; None when no valid token has it. Raises UnreachableError as `principal`."""
+        digest = self._own_digest
+        if not hmac.compare_digest(token_id, digest[: loopback.ID_CHARS]):
+            row = await self._store.of_id(token_id)
+            if row is None or _principal(row, self._clock()) is None:
+                return None
+            digest = row.digest
+        return loopback.proof_of(digest, nonce, host, port)
 
     async def create(
         self,

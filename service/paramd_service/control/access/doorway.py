@@ -24,6 +24,7 @@ from paramd.errors import (
     NotFoundError,
     UnreachableError,
 )
+from paramd.security.loopback import PROOF_PATH
 from paramd.security.tls import CA_PATH
 from paramd_service.admission import CALLER, Shares
 from paramd_service.control.access.authority import (
@@ -54,9 +55,10 @@ MAX_STRANGERS: Final = 512
 MAX_REQUESTS = 256
 """Most concurrent requests, streams included."""
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", CA_PATH})
-"""Paths that need no token: probes have none, nor have clients that know only a fingerprint. They
-reveal only whether the process works, and who signed its certificate."""
+OPEN_PATHS = frozenset({"/healthz", "/readyz", CA_PATH, PROOF_PATH})
+"""Paths that need no token: probes have none, nor have clients that know only a fingerprint, or not
+yet who listens. They reveal only whether the process works, who signed its certificate, and that it
+knows a token of which the caller knows the id."""
 
 SIGN_IN = ("POST", "/api/v1/session")
 """The only request that a sign-in code is valid for."""

@@ -3,6 +3,7 @@ the dashboard need no token; health reports only whether the server runs."""
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,11 +12,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from paramd.documents import Document, Record
-from paramd.errors import NotFoundError
+from paramd.errors import NotFoundError, UnreachableError
+from paramd.security.loopback import ID_CHARS, NONCE_CHARS, PROOF_PATH
 from paramd.security.tls import CA_PATH
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.version import __version__
@@ -41,6 +43,8 @@ from paramd_service.control.api.services import Services
 from paramd_service.control.base import problems
 
 API = "/api/v1"
+_PROOF_ID = re.compile(f"[0-9a-f]{{{ID_CHARS}}}")
+_PROOF_NONCE = re.compile(f"[0-9a-f]{{{NONCE_CHARS}}}")
 _ROUTES = (
     jobs.router,
     insight.router,
@@ -141,7 +145,8 @@ def build_app(services: Services) -> FastAPI:
 
 
 def open_routes(services: Services) -> Sequence[BaseRoute]:
-    """/healthz: the event loop runs. /readyz: serving, not draining. /ca.pem: a job's own CA."""
+    """/healthz: the event loop runs. /readyz: serving, not draining. /ca.pem: a job's own CA.
+    /proof: that we know a token, to who is about to send it."""
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -154,8 +159,28 @@ def open_routes(services: Services) -> Sequence[BaseRoute]:
     async def ca(_: Request) -> Response:
         return PlainTextResponse(services.ca)
 
+    async def proof(request: Request) -> Response:
+        # Where the connection really ended, whatever the request says.
+        host, port = request.scope["server"]
+        token_id = request.query_params.get("id", "")
+        nonce = request.query_params.get("nonce", "")
+        if not _PROOF_ID.fullmatch(token_id) or not _PROOF_NONCE.fullmatch(nonce):
+            return problems.problem(400, "usage", "expected id and nonce in hexadecimal digits")
+        try:
+            found = await services.tokens.proof(token_id, nonce, host, port)
+        except UnreachableError as error:
+            return problems.problem(503, "unreachable", str(error))
+        if found is None:
+            return problems.problem(404, "not-found", "no valid token has this id")
+        return JSONResponse({"proof": found})
+
     shown = [Route(CA_PATH, ca)] if services.ca else []
-    return [Route("/healthz", healthz), Route("/readyz", readyz), *shown]
+    return [
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+        Route(PROOF_PATH, proof),
+        *shown,
+    ]
 
 
 def metrics_router(services: Services) -> APIRouter:

@@ -38,10 +38,14 @@ class ControlConfig:
 
     job: str = ""
     """Name of the one job, whose secrets come on stdin; empty: a site, where jobs register."""
-    listen: str = "127.0.0.1:8470"
-    """host:port of REST; the next free port if it is taken; port 0: any."""
+    listen: str = ""
+    """host:port of REST, and no other; port 0: any; empty: PARAMD_LISTEN, else 127.0.0.1:8470."""
+    listen_near: str = ""
+    """With --job and no --listen: host:port of REST, or the next free one if that is taken."""
     grpc_listen: str = ""
-    """host:port of gRPC; empty: the next free port above REST's."""
+    """host:port of gRPC, and no other; empty: the next free port above REST's."""
+    grpc_listen_near: str = ""
+    """host:port of gRPC, or the next free one if that is taken."""
     advertise: str = ""
     """Host that others reach it at; empty: PARAMD_ADVERTISE, else the one it listens on."""
     tls_cert: str = ""
@@ -90,6 +94,8 @@ class ControlConfig:
             )
         if not 1 <= self.ticket_ttl_s <= 86_400:
             raise UsageError(f"ticket_ttl_s: {self.ticket_ttl_s}; expected 1 to 86400")
+        if self.listen and self.listen_near:
+            raise UsageError("listen_near: give it or --listen, not both")
         if self.job and self.token_file:
             raise UsageError("token_file: only for a site; with --job the token comes on stdin")
         if not 0 <= self.drain_s <= 600:
@@ -97,8 +103,9 @@ class ControlConfig:
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> ControlConfig:
-        """Parse the command line; `--listen` defaults to PARAMD_LISTEN, `--store` to
-        PARAMD_STORE_URL. Raises UsageError if a value is out of range."""
+        """Parse the command line; `--listen` defaults to PARAMD_LISTEN unless there is
+        `--listen-near`, `--store` to PARAMD_STORE_URL. Raises UsageError if a value is out of
+        range."""
         parser = argparse.ArgumentParser(
             prog="python -m paramd_service.control",
             description="Run the control plane of a site, where jobs register; with --job, the "
@@ -107,8 +114,6 @@ class ControlConfig:
         )
         for option in fields(cls):
             default = option.default
-            if option.name == "listen":
-                default = os.environ.get("PARAMD_LISTEN") or default
             if option.name == "store":
                 default = os.environ.get("PARAMD_STORE_URL") or default
             if option.name == "sidecar_networks":
@@ -123,6 +128,8 @@ class ControlConfig:
             )
         gone.check_options(arguments)
         given = parser.parse_args(arguments)
+        if not given.listen and not given.listen_near:
+            given.listen = os.environ.get("PARAMD_LISTEN") or ""
         if given.store != os.environ.get("PARAMD_STORE_URL"):
             _check_no_password(given.store)
         return cls(**vars(given))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramd import places
-from paramd.errors import NotFoundError, UnreachableError, UsageError
+from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.places import Endpoint
 from paramd.state_files import kernel_of, replace
 from paramd_service.control.base.config import Bootstrap, ControlConfig
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PORTS_TRIED = 100
 BACKLOG = 128
 DEFAULT_PORT = 8470
+DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,10 @@ class Claim:
     """
 
     def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None) -> None:
-        """Take the wanted ports, or the next free ones. `close` it. Raises UsageError if an address
-        cannot be used; UnreachableError if no port is free."""
+        """Take the wanted ports. One that was named is taken or refused: clients know it, and would
+        ask whoever has it instead of us. Any other one gives way to the next free port. `close` it.
+        Raises UsageError if an address cannot be used, ConflictError if a named port is in use,
+        UnreachableError if no port is free."""
         self.files = tls_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self.of_job = self.files is None and bootstrap is not None and bootstrap.own_tls
         """Whether it serves TLS with the job's CA."""
@@ -71,14 +74,20 @@ class Claim:
         self._advertise = config.advertise
         self.endpoint: Endpoint | None = None
         """The announced endpoint."""
-        wanted = parse_listen(config.listen, option="--listen (PARAMD_LISTEN)", tls=self._tls)
-        wanted = Address(wanted.host, _same_port(wanted.port, bootstrap))
-        self.listener, self.http = open_listener(wanted)
+        # A site's address is known to its clients, named or not.
+        is_named = bool(config.listen) or bootstrap is None
+        text = config.listen or config.listen_near or DEFAULT_LISTEN
+        option = "--listen-near" if config.listen_near else "--listen (PARAMD_LISTEN)"
+        wanted = parse_listen(text, option=option, tls=self._tls)
+        if not is_named:
+            wanted = Address(wanted.host, _same_port(wanted.port, bootstrap))
+        self.listener, self.http = open_listener(wanted, exact=is_named)
         try:
             next_to_it = Address(self.http.host, self.http.port + 1)
-            if config.grpc_listen:
-                next_to_it = parse_listen(config.grpc_listen, option="--grpc-listen", tls=self._tls)
-            self._kept, self.grpc = open_listener(next_to_it)
+            grpc_text = config.grpc_listen or config.grpc_listen_near
+            if grpc_text:
+                next_to_it = parse_listen(grpc_text, option="--grpc-listen", tls=self._tls)
+            self._kept, self.grpc = open_listener(next_to_it, exact=bool(config.grpc_listen))
         except BaseException:
             self.listener.close()
             raise
@@ -136,12 +145,18 @@ def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
     return Address(host, int(port))
 
 
-def open_listener(wanted: Address) -> tuple[socket.socket, Address]:
-    """A listening socket on the wanted port or the next free one. Raises as `bind_grpc`."""
-    for port in _candidates(wanted.port):
+def open_listener(wanted: Address, *, exact: bool = False) -> tuple[socket.socket, Address]:
+    """A listening socket on the wanted port or, unless `exact`, the next free one. Raises as
+    `bind_grpc`; ConflictError: the exact port is in use."""
+    for port in [wanted.port] if exact else _candidates(wanted.port):
         listener = _try_listen(Address(wanted.host, port))
         if listener is not None:
             return listener, Address(wanted.host, listener.getsockname()[1])
+    if exact:
+        raise ConflictError(
+            f"{wanted} is in use by another process, and a port that was named is never replaced; "
+            "end that process (ss -tlnp shows it), or name another port (--listen, PARAMD_LISTEN)"
+        )
     raise UnreachableError(_none_free(wanted))
 
 
@@ -194,10 +209,8 @@ def _port_file(bootstrap: Bootstrap) -> Path:
 
 
 def _same_port(wanted: int, mine: Bootstrap | None) -> int:
-    """The port that the job had, so that its address stays, unless another one is asked for."""
+    """The port that the job had, so that its address stays, instead of the default one."""
     if mine is None or not (mine.ended or wanted == DEFAULT_PORT):
-        return wanted
-    if os.environ.get("PARAMD_LISTEN") and not mine.ended:
         return wanted
     with suppress(OSError, ValueError):
         port = int(_port_file(mine).read_text()[:8])

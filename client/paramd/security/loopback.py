@@ -1,0 +1,270 @@
+"""Whose program listens at a loopback address, asked before a token goes there.
+
+Any user of a host may listen on a loopback port as soon as it is free: the moment after a control
+plane has died is enough. So a client looks at each new connection of its own before it sends a
+token over it. A program of this user or of root is believed, as they can read the token anyway. Of
+anybody else (a site that runs as a service user) the client asks a proof that it knows the token:
+
+    GET /proof?id=<16 hexadecimal digits>&nonce=<32>      answer: {"proof": "<64>"}
+
+The proof is an HMAC by the token's digest over the nonce and the address that the server itself was
+reached at. A program in between that passes the question on, to the control plane at its new
+port, therefore gets the proof of another address.
+
+TLS needs none of this: its certificate is the proof.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from paramd.errors import UnreachableError
+
+PROOF_PATH = "/proof"
+PROOF_S = 5.0
+"""Time limit of the question and its answer."""
+ID_CHARS = 16
+NONCE_CHARS = 32
+MAX_ANSWER_BYTES = 16 << 10
+HEAD_END = b"\r\n\r\n"
+
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_LISTEN = "0A"
+_ANY = (ipaddress.ip_address("0.0.0.0"), ipaddress.ip_address("::"))
+
+Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+Address = tuple[Ip, int]
+
+
+class StrangerError(UnreachableError):
+    """Somebody else listens there, who does not know the token; it was not sent."""
+
+
+class TraceStream(Protocol):
+    """A new connection, as `httpcore` gives it to a trace of its events."""
+
+    async def read(self, max_bytes: int) -> bytes: ...
+    async def write(self, buffer: bytes) -> None: ...
+    async def aclose(self) -> None: ...
+    def get_extra_info(self, info: str) -> Any: ...
+
+
+def token_digest(token: str) -> str:
+    """sha256 of a token, 64 hexadecimal digits: all that a control plane keeps of it."""
+    return hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()
+
+
+def proof_of(digest: str, nonce: str, host: str, port: int) -> str:
+    """The proof that whoever was reached at this address knows the token with this digest."""
+    text = f"paramd proof\0{nonce}\0{plain_ip(host)}\0{port}"
+    return hmac.digest(digest.encode(), text.encode(), hashlib.sha256).hex()
+
+
+def plain_ip(text: str) -> Ip:
+    """An IP address without its zone, and as IPv4 where IPv6 maps it. Raises ValueError."""
+    found = ipaddress.ip_address(text.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped if mapped is not None else found
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question for a proof, over a connection from `local` to `peer`."""
+
+    url: str
+    token: str
+    local: Address
+    peer: Address
+    uids: frozenset[int]
+    """Who listens there; empty when nobody of this network namespace is known to."""
+    nonce: str
+
+    def head(self) -> bytes:
+        """The request."""
+        key = token_digest(self.token)[:ID_CHARS]
+        return (
+            f"GET {PROOF_PATH}?id={key}&nonce={self.nonce} HTTP/1.1\r\n"
+            f"host: {urlsplit(self.url).netloc}\r\naccept: application/json\r\n\r\n"
+        ).encode("latin-1")
+
+    def check(self, head: bytes, body: bytes) -> None:
+        """Raise StrangerError unless the answer holds the proof."""
+        host, port = self.peer
+        wanted = proof_of(token_digest(self.token), self.nonce, str(host), port)
+        try:
+            found = json.loads(body)["proof"] if head.split(b" ", 2)[1] == b"200" else ""
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+            found = ""
+        if not isinstance(found, str) or not hmac.compare_digest(found.encode(), wanted.encode()):
+            raise self.refusal()
+
+    def refusal(self) -> StrangerError:
+        """Why no token was sent."""
+        who = ", ".join(f"uid {uid}" for uid in sorted(self.uids)) or "an unknown user"
+        return StrangerError(
+            f"{self.url} belongs to {who} now, whose program does not know the token, so the token "
+            "was not sent; the control plane may have ended, or come back at another port. "
+            "Run: paramd status"
+        )
+
+
+def question(url: str, token: str, sock: socket.socket) -> Question | None:
+    """What to ask over a new connection before the token; None where nothing is to be asked.
+
+    Reads this network namespace's table of sockets, which may take milliseconds.
+    """
+    if urlsplit(url).scheme != "http" or not token:
+        return None
+    peer, local = sock.getpeername(), sock.getsockname()
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    to, by = (plain_ip(peer[0]), int(peer[1])), (plain_ip(local[0]), int(local[1]))
+    if not to[0].is_loopback:
+        return None
+    uids = frozenset(owners(by, to))
+    if uids and uids <= {0, os.geteuid()}:
+        return None
+    return Question(url, token, by, to, uids, secrets.token_hex(NONCE_CHARS // 2))
+
+
+def owners(local: Address, peer: Address) -> set[int]:
+    """Uids of the sockets that a connection from `local` to `peer` of this host ends at.
+
+    That is whoever has accepted it, and all that listen there: the kernel knows no user of a
+    connection that waits to be accepted, and shows root's.
+    """
+    found = set()
+    for here, there, state, uid in _sockets():
+        is_listener = state == _LISTEN and here[1] == peer[1] and here[0] in (peer[0], *_ANY)
+        if is_listener or (here, there) == (peer, local):
+            found.add(uid)
+    return found
+
+
+def _sockets() -> Iterator[tuple[Address, Address, str, int]]:
+    """(local address, remote address, state, uid) of each TCP socket of this network namespace."""
+    for table in _TABLES:
+        try:
+            lines = table.read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            yield _address(fields[1]), _address(fields[2]), fields[3], int(fields[7])
+
+
+def _address(text: str) -> Address:
+    """An address of the kernel's table: words in the host's byte order, in hexadecimal digits."""
+    host, _, port = text.partition(":")
+    words = re.findall("." * 8, host)
+    packed = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
+    return plain_ip(str(ipaddress.ip_address(packed))), int(port, 16)
+
+
+def trace_of(url: str, token: str) -> Callable[[str, dict[str, Any]], Awaitable[None]]:
+    """For `extensions={"trace": ...}` of a request: asks over each new connection, and closes it
+    with StrangerError before the request is sent if the answer is not the control plane's."""
+
+    async def trace(event: str, info: dict[str, Any]) -> None:
+        if event != "connection.connect_tcp.complete":
+            return
+        stream: TraceStream = info["return_value"]
+        sock = stream.get_extra_info("socket")
+        asked = await asyncio.to_thread(question, url, token, sock)
+        if asked is None:
+            return
+        try:
+            asked.check(*await _asked_over(stream, asked))
+        except BaseException:
+            # The pool has not taken it yet, and would not close it.
+            await stream.aclose()
+            raise
+
+    return trace
+
+
+async def _asked_over(stream: TraceStream, asked: Question) -> tuple[bytes, bytes]:
+    """(head, body) of the answer. Raises StrangerError without one."""
+    taken = b""
+    try:
+        async with asyncio.timeout(PROOF_S):
+            await stream.write(asked.head())
+            while (answer := answer_of(taken)) is None:
+                part = await stream.read(MAX_ANSWER_BYTES)
+                if not part:
+                    raise EOFError
+                taken += part
+    except Exception as error:  # those of httpcore among them, which this package does not know
+        raise asked.refusal() from error
+    return answer
+
+
+def answer_of(taken: bytes) -> tuple[bytes, bytes] | None:
+    """(head, body) of a whole answer; None while there is more to come. Raises ValueError: it is
+    no answer, or too long."""
+    if len(taken) > MAX_ANSWER_BYTES:
+        raise ValueError("the answer is too long")
+    head, end, body = taken.partition(HEAD_END)
+    if not end:
+        return None
+    size = length_of(head)
+    return (head, body[:size]) if len(body) >= size else None
+
+
+def length_of(head: bytes) -> int:
+    """Bytes of the body behind this head. Raises ValueError without a length, or a long one."""
+    length = re.search(rb"(?im)^content-length: *(\d{1,4})\s*$", head)
+    if length is None:
+        raise ValueError("the answer has no length, or is too long")
+    return int(length[1])
+
+
+def sync_trace_of(url: str, token: str) -> Callable[[str, dict[str, Any]], None]:
+    """As `trace_of`, for a client that blocks."""
+
+    def trace(event: str, info: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            stream = info["return_value"]
+            try:
+                ask_over(stream.get_extra_info("socket"), url, token)
+            except BaseException:
+                stream.close()
+                raise
+
+    return trace
+
+
+def ask_over(sock: socket.socket, url: str, token: str) -> None:
+    """As `trace_of`, over a connected blocking socket, which stays open. Raises StrangerError."""
+    asked = question(url, token, sock)
+    if asked is None:
+        return
+    before_s = sock.gettimeout()
+    sock.settimeout(PROOF_S)
+    try:
+        sock.sendall(asked.head())
+        taken = b""
+        while (answer := answer_of(taken)) is None:
+            part = sock.recv(MAX_ANSWER_BYTES)
+            if not part:
+                raise EOFError
+            taken += part
+    except (OSError, EOFError, ValueError) as error:
+        raise asked.refusal() from error
+    finally:
+        sock.settimeout(before_s)
+    asked.check(*answer)

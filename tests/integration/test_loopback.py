@@ -1,0 +1,216 @@
+"""A token is shown to nobody but the control plane: another user of the host, who listens at its
+port once it is free, gets none, whatever they answer.
+
+Their programs run with a second uid, which takes root to have.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from paramd.cli import completion
+from paramd.errors import ParamdError, UnreachableError
+from paramd.mesh.peers.control import RestClient
+from paramd.security import loopback
+from paramd.security.loopback import StrangerError
+from paramd.trainer.helpers.control_link import register
+from paramd.trainer.settings import AttachSettings
+from tests.integration.control_process import JOB, TOKEN, Control, control_plane
+
+NOBODY = 65534
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a second uid takes root")
+
+# Prints what it is sent. Answers each request with 200 and the text it was given; with an address,
+# passes on what it is asked, and what is answered there.
+THIEF = """
+import socket, sys, threading
+port, body, behind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+server = socket.create_server(("127.0.0.1", port))
+print(f"UP {server.getsockname()[1]}", flush=True)
+while True:
+    connection, _ = server.accept()
+    with connection:
+        connection.settimeout(20)
+        while data := connection.recv(65536):
+            print(repr(data), flush=True)
+            if behind:
+                host, _, at = behind.rpartition(":")
+                with socket.create_connection((host, int(at))) as real:
+                    real.sendall(data.replace(b"accept:", b"connection: close\\r\\naccept:"))
+                    answer = b""
+                    while part := real.recv(65536):
+                        answer += part
+                connection.sendall(answer)
+            else:
+                head = f"HTTP/1.1 200 OK\\r\\ncontent-length: {len(body)}\\r\\n\\r\\n"
+                connection.sendall((head + body).encode())
+"""
+
+
+class Thief:
+    """A program of another user that listens at a loopback port."""
+
+    def __init__(self, port: int = 0, answer: str = "{}", behind: str = "") -> None:
+        self._process = subprocess.Popen(
+            ["/usr/bin/python3", "-c", THIEF, str(port), answer, behind],
+            stdout=subprocess.PIPE,
+            text=True,
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            cwd="/",
+        )
+        assert self._process.stdout is not None
+        self._heard = ""
+        word, _, port_text = self._process.stdout.readline().partition(" ")
+        assert word == "UP"
+        self.url = f"http://127.0.0.1:{int(port_text)}"
+
+    def heard(self) -> str:
+        """All that it was sent; it has ended after that."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._heard = self._process.communicate()[0]
+        return self._heard
+
+
+@contextlib.contextmanager
+def thief(port: int = 0, answer: str = "{}", behind: str = "") -> Iterator[Thief]:
+    found = Thief(port, answer, behind)
+    try:
+        yield found
+    finally:
+        found.heard()
+
+
+def asked(url: str, token: str = TOKEN) -> object:
+    async def ask() -> object:
+        client = RestClient(url, token)
+        try:
+            return await client.send("GET", "/jobs")
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("answer", ["{}", '{"proof": "' + "0" * 64 + '"}', '{"proof": 1}', "x"])
+def test_who_takes_the_port_of_a_dead_control_plane_gets_no_token(answer: str) -> None:
+    with control_plane() as control:
+        port = urlsplit(control.url).port
+        assert port is not None
+        assert asked(control.url)
+        control.process.send_signal(signal.SIGKILL)
+        control.wait()
+        with thief(port, answer) as other:
+            with pytest.raises(StrangerError, match=f"belongs to uid {NOBODY} now"):
+                asked(control.url)
+            assert TOKEN not in other.heard()
+
+
+def test_a_client_that_polls_shows_it_to_nobody_when_its_connection_is_made_again() -> None:
+    async def poll() -> None:
+        client = RestClient(control.url, TOKEN)
+        try:
+            await client.send("GET", "/jobs")
+            control.process.kill()
+            await asyncio.to_thread(control.wait)
+            with thief(urlsplit(control.url).port or 0) as other:
+                for _ in range(3):
+                    with pytest.raises(UnreachableError):
+                        await client.send("GET", "/jobs")
+                assert TOKEN not in await asyncio.to_thread(other.heard)
+        finally:
+            await client.close()
+
+    with control_plane() as control:
+        asyncio.run(poll())
+
+
+def test_a_program_in_between_gets_the_proof_of_another_address() -> None:
+    with control_plane() as control, thief(behind=urlsplit(control.url).netloc) as between:
+        with pytest.raises(StrangerError):
+            asked(between.url)
+        heard = between.heard()
+    assert loopback.PROOF_PATH in heard
+    assert TOKEN not in heard
+
+
+def test_a_control_plane_of_another_user_proves_that_it_knows_the_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As seen by another user than the one whose it is: theirs is a proof, not a uid.
+    monkeypatch.setattr(loopback, "owners", lambda local, peer: {NOBODY})
+    with control_plane() as control:
+        assert asked(control.url)
+        viewer = control.new_token("viewer")
+        assert asked(control.url, viewer)
+        with pytest.raises(StrangerError):
+            asked(control.url, "pmd_" + "x" * 43)
+        control.ask("DELETE", f"/tokens/{token_name(control)}")
+        with pytest.raises(StrangerError):
+            asked(control.url, viewer)
+
+
+def token_name(control: Control) -> str:
+    (found,) = [
+        row["name"]
+        for row in control.ask("GET", "/tokens").json()["tokens"]
+        if row["role"] == "viewer"
+    ]
+    return str(found)
+
+
+def test_a_training_registers_nowhere_else() -> None:
+    with thief() as other:
+        settings = AttachSettings(control=other.url, token=TOKEN)
+        with pytest.raises(StrangerError):
+            register(settings, job="run", world_size=1, incarnation_floor=0)
+        assert TOKEN not in other.heard()
+
+
+def test_a_tunnel_and_a_completion_show_it_to_nobody_else() -> None:
+    async def tunnel(url: str) -> None:
+        client = RestClient(url, TOKEN)
+        try:
+            await client.tunnel(f"/jobs/{JOB}/tunnels/0")
+        finally:
+            await client.close()
+
+    with thief() as other:
+        with pytest.raises(StrangerError):
+            asyncio.run(tunnel(other.url))
+        with pytest.raises(ParamdError):
+            completion._get(other.url, TOKEN, None, "/jobs")
+        assert TOKEN not in other.heard()
+
+
+def test_a_connection_that_waits_to_be_accepted_has_its_listeners_owner() -> None:
+    # The kernel shows root for it, which must not pass for root's.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        os.fchown(listener.fileno(), NOBODY, NOBODY)
+        listener.listen()
+        with socket.create_connection(listener.getsockname()) as connection:
+            peer, local = listener.getsockname(), connection.getsockname()
+            by, to = (loopback.plain_ip(local[0]), local[1]), (loopback.plain_ip(peer[0]), peer[1])
+            assert NOBODY in loopback.owners(by, to)
+
+
+@pytest.mark.parametrize("family", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
+def test_our_own_listeners_are_known_at_each_address(family: str) -> None:
+    kind = socket.AF_INET6 if ":" in family else socket.AF_INET
+    with socket.socket(kind) as listener:
+        listener.bind((family, 0))
+        listener.listen()
+        with socket.socket(kind) as connection:
+            connection.connect(listener.getsockname())
+            assert loopback.question("http://localhost:1", TOKEN, connection) is None

@@ -211,7 +211,7 @@ class Job:
     def _start_control(self, stack: ExitStack) -> subprocess.Popen[str]:
         control = stack.enter_context(
             subprocess.Popen(
-                [*_CONTROL, "--job", JOB, "--listen", self._control_listen],
+                [*_CONTROL, "--job", JOB, "--listen-near", self._control_listen],
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -45,7 +45,7 @@ def spawn(
         )
     finally:
         os.close(log)
-    # Here too: an interpreter takes a moment to reach the helper's own call, and a tracker has none.
+    # Here too: an interpreter takes a moment to reach the helper's own call; a tracker has none.
     be_first_victim(process.pid)
     if process.stdin is not None and stdin is not None:
         with process.stdin:

@@ -18,6 +18,8 @@ import psutil
 
 from tests.leaks import open_files
 from tests.sequences.changing import CHANGING
+from tests.sequences.loops.loops import LOOPS
+from tests.sequences.loops.session import OPERATIONS, LoopSession
 from tests.sequences.reading import READING
 from tests.sequences.session import Counts, DefectError, NotNowError, Session, bounded, patience_s
 from tests.sequences.striking import STRIKING
@@ -25,6 +27,7 @@ from tests.sequences.striking import STRIKING
 Operation = Callable[[Session, Random], str]
 ALL: dict[Operation, int] = {**READING, **CHANGING, **STRIKING}
 BY_NAME = {operation.__name__: operation for operation in ALL}
+OF_LOOPS = {operation.__name__: operation for operation in OPERATIONS}
 HANG_S = 90.0
 MOST_TRIES = 10
 """Runs that look for a shorter sequence; each starts a training."""
@@ -92,35 +95,54 @@ class Watch:
         return rows
 
 
-def drawn(seed: int, count: int) -> list[Item]:
-    """The first operations of a seed."""
+def drawn(seed: int, count: int, loop: str = "") -> list[Item]:
+    """The first operations of a seed; `loop`: of a training with that one."""
     rng = random.Random(f"sequence {seed}")
-    names = rng.choices([o.__name__ for o in ALL], list(ALL.values()), k=count)
+    operations = OPERATIONS if loop else ALL
+    names = rng.choices([o.__name__ for o in operations], list(operations.values()), k=count)
+    if loop:
+        names = ["idle" if name in LOOPS[loop].without else name for name in names]
     return [Item(number, name) for number, name in enumerate(names)]
 
 
 def run(
-    kind: str, seed: int, items: Sequence[Item], *, until_s: float = float("inf"),
-    tell: Callable[[str], object] = print, counts: Counts | None = None,
+    kind: str, seed: int, items: Sequence[Item], *, loop: str = "", verifies: bool = False,
+    until_s: float = float("inf"), tell: Callable[[str], object] = print,
+    counts: Counts | None = None,
 ) -> Failure | None:  # fmt: skip
-    """Runs a sequence on a new training."""
+    """Runs a sequence on a new training.
+
+    Args:
+        loop: What it does in its loop; empty: what `training.py` does.
+        verifies: Whether its updates are verified all the time beside the operations.
+    """
     done: list[Item] = []
-    watch = Watch()
+    watch, counts = Watch(), counts if counts is not None else Counts()
+    made = (
+        LoopSession(kind, counts=counts, loop=loop, verifies=verifies)
+        if loop
+        else Session(kind, counts=counts)
+    )
     try:
-        with Session(kind, counts=counts if counts is not None else Counts()) as session:
+        with made as session:
             for item in items:
                 if time.monotonic() > until_s:
                     break
                 done.append(item)
                 watch.look(session)
                 try:
-                    tell(f"{item.number:5} {item.name:22} {_one(session, seed, item)}")
+                    tell(f"{item.number:5} {item.name:22} {_one(session, seed, item, loop)}")
+                    session.check_beside()
                 except NotNowError as reason:
                     tell(f"{item.number:5} {item.name:22} - {reason}")
                 except Exception as error:
                     tell(f"{item.number:5} {item.name:22} FAILED {error}")
                     tell(_logs(session))
                     raise
+            if isinstance(session, LoopSession) and session.verifier is not None:
+                session.verifier.end()
+                tell(f"verify: {dict(session.verifier.told)}")
+                session.check_beside()
             rows = watch.tell()
             for row in rows:
                 tell(row)
@@ -131,9 +153,10 @@ def run(
     return None
 
 
-def _one(session: Session, seed: int, item: Item) -> str:
+def _one(session: Session, seed: int, item: Item, loop: str) -> str:
     rng = Random(f"{seed} {item.number} {item.name}")
-    return bounded(lambda: BY_NAME[item.name](session, rng), patience_s(HANG_S))
+    operation = OF_LOOPS[item.name] if loop else BY_NAME[item.name]
+    return bounded(lambda: operation(session, rng), patience_s(HANG_S))
 
 
 def _logs(session: Session) -> str:
@@ -146,14 +169,16 @@ def _logs(session: Session) -> str:
     return "\n".join(told)
 
 
-def shrunk(kind: str, seed: int, failure: Failure, tell: Callable[[str], object]) -> Failure:
+def shrunk(
+    kind: str, seed: int, failure: Failure, tell: Callable[[str], object], loop: str = ""
+) -> Failure:
     """A shorter sequence that fails, too: its end alone if that does, then less of that."""
     best, tries = failure, 0
 
     def fails(items: Sequence[Item]) -> bool:
         nonlocal best, tries
         tries += 1
-        found = run(kind, seed, items, tell=lambda _: None)
+        found = run(kind, seed, items, loop=loop, tell=lambda _: None)
         if found is not None and isinstance(found.error, DefectError):
             tell(f"  {len(found.items)} operations fail, too: {str(found.error)[:160]}")
             best = found

@@ -168,20 +168,33 @@ class Session:
         env = SHORT | {
             "PARAMD_DESTINATIONS": json.dumps({"disk": str(self.folder / "exports")}),
             "PARAMD_ARENA": self.kind if self.kind in ("mirror", "device") else "auto",
+            **self.settings(),
         }
         if self.kind == "device":
             env |= environment(self.folder / "device", late_us=100) | {"PARAMD_GPU_TESTS_ON": "cpu"}
         for told in ("again", "end"):
             (self.folder / told).unlink(missing_ok=True)
-        args = ["--kind", self.kind, "--folder", str(self.folder), "--resume", self.resume]
+        module, more = self.program()
+        args = ["--kind", self.kind, "--folder", str(self.folder), "--resume", self.resume, *more]
         if self.stands_in:
             args += ["--stand-in-every", str(STAND_IN_EVERY), "--stand-in-s", str(STAND_IN_S)]
         self.ranks: Ranks = self._stack.enter_context(
             start_ranks(
-                TRAINING, self.world_size, args=args, env=env, state_dir=self.folder / "state"
+                module, self.world_size, args=args, env=env, state_dir=self.folder / "state"
             )
         )
         self.attachments = 0
+
+    def program(self) -> tuple[str, list[str]]:
+        """The module that each rank runs, and what it is told beside kind and folder."""
+        return TRAINING, []
+
+    def settings(self) -> dict[str, str]:
+        """More settings of the job."""
+        return {}
+
+    def check_beside(self) -> None:
+        """Raises DefectError: what runs beside the operations has found something."""
 
     def attached(self) -> tuple[int, int, str]:
         """Waits for the next incarnation that rank 0 tells of: its number, step, and how."""
@@ -435,7 +448,7 @@ class Session:
         return self.reference.incarnations[incarnation]
 
     def _matching(
-        self, where: str, states: Iterator[tuple[int, State]],
+        self, where: str, states: Iterator[tuple[object, State]],
         wanted: Callable[[State, str], torch.Tensor], got: Mapping[str, Any],
         differs: Callable[[Any, torch.Tensor], str],
     ) -> State:  # fmt: skip

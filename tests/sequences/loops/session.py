@@ -1,0 +1,241 @@
+"""A session of a training with one of the loops; answers are compared with what it recorded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+
+import paramd
+from paramd.errors import ConflictError, ParamdError
+from paramd.mesh.results import OptimizerState, Summoned
+from tests.sequences import changing, reading, striking
+from tests.sequences.loops.loops import LOOPS, RESTS_S
+from tests.sequences.loops.truth import Name, Recorded, Truth, Update
+from tests.sequences.model import TIED, State, names_of
+from tests.sequences.reference import Incarnation, differing, value
+from tests.sequences.session import (
+    CALL_S,
+    JOB,
+    RETRYABLE,
+    START_S,
+    DefectError,
+    NotNowError,
+    Session,
+    wait_for,
+)
+
+HOW = {"fsdp2": "dim 0", "pipeline": "other tensors"}
+"""What the ranks of a kind have of a tensor; the others have all of it."""
+
+
+@dataclass(eq=False)
+class LoopSession(Session):
+    """A training with the loop `loop`."""
+
+    loop: str = ""
+    verifies: bool = False
+    """Whether updates are verified all the time beside the operations."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.way = LOOPS[self.loop]
+        self.resume = self.way.resume
+        self.stands_in = False
+        self.names = names_of(self.kind)
+        self.verifier: Verifier | None = None
+
+    def launch(self) -> None:
+        for path in self.folder.glob("truth-*"):
+            path.unlink()
+        for name in ("rest", *(f"resting-{rank}" for rank in range(self.world_size))):
+            (self.folder / name).unlink(missing_ok=True)
+        self.truth = Truth(self.folder, self.world_size, how=HOW.get(self.kind, "whole"))
+        super().launch()
+
+    def program(self) -> tuple[str, list[str]]:
+        return "tests.sequences.loops.training", ["--loop", self.loop]
+
+    def settings(self) -> dict[str, str]:
+        return dict(self.way.settings)
+
+    def begin(self, former: Incarnation | None = None, *, lost: bool = False) -> str:
+        number, step, how = self.attached()
+        self.held_at, self.marks = None, {}
+        self.reference.incarnations[number] = Recorded(number, self.truth, step)  # type: ignore[assignment]
+        self.struck()
+        self.reconnect(number)
+        self.ask("the first answer", lambda: self.mesh.summon("*", buffers=True, timeout=CALL_S))
+        self.struck_s = -1e9
+        if self.verifies and self.verifier is None:
+            self.verifier = Verifier(self)
+            self.verifier.start()
+            self._stack.callback(self.verifier.end)
+        return how
+
+    def attached(self) -> tuple[int, int, str]:
+        found = super().attached()
+
+        def recorded() -> bool:
+            self.truth.read()
+            return bool(self.truth.states)
+
+        wait_for(recorded, "the training goes on", CALL_S)
+        return found
+
+    def check_beside(self) -> None:
+        """Raises DefectError: what runs beside the operations has found something."""
+        self.truth.read()
+        if self.verifier is not None and self.verifier.failed is not None:
+            raise self.verifier.failed
+
+    def judge(
+        self, what: str, found: Any, got: Mapping[str, Any] | None = None, *,
+        wanted: Callable[[State, str], torch.Tensor] = value, edits: range | None = None,
+        differs: Callable[[Any, torch.Tensor], str] = differing,
+    ) -> State:  # fmt: skip
+        history = self._history(what, found.incarnation)
+        self.seen = found.step
+        segments = edits if edits is not None else range(history.edits, history.edits + 1)
+        named = isinstance(found, Summoned)
+        # Only these say it; the others have settled states.
+        resting = bool(named and found.unsettled)
+
+        def fits(name: Name) -> bool:
+            if (name.incarnation, name.step) != (found.incarnation, found.step):
+                return False
+            if named and (name.history, name.edits) != (found.history, found.edits):
+                return False
+            return name.edits in segments
+
+        values = got if got is not None else found
+        variants = self.truth.wait(lambda: self.truth.variants(fits, resting=resting))
+        where = f"{what}, step {found.step}, edits {list(segments)[:3]}"
+        return self._matching(
+            where + " (unsettled)" * resting, iter(variants), wanted, values, differs
+        )
+
+    def judge_gradients(
+        self, what: str, frame: Any, got: Mapping[str, Any], edits: range, *,
+        cut: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+        differs: Callable[[Any, torch.Tensor], str] = differing,
+    ) -> None:  # fmt: skip
+        update = Update(frame.incarnation, frame.history, frame.step)
+        where = f"{what}, update {update.step}"
+        variants = self.truth.gradients(update)
+        if not variants:
+            raise DefectError(f"{where}: there was no such update\n{self.ranks.outputs()}")
+        said: list[str] = []
+        for consumed in variants:
+            bad = []
+            for name, found in got.items():
+                # Of parameters that the update does not change, it consumes no gradients.
+                one = TIED.get(name, name)
+                if one not in consumed:
+                    continue
+                expected = consumed[one]
+                if (found is None) != (expected is None):
+                    bad.append(f"{name}: {frame.none.get(name, 'has a gradient')!r}, expected "
+                               f"{'none' if expected is None else 'one'}")  # fmt: skip
+                elif expected is not None and (text := differs(found, cut(expected))):
+                    bad.append(f"{name}: {text}")
+            if not bad:
+                return
+            said = said or bad
+        told = "\n  ".join(said[:6])
+        raise DefectError(f"{where}: {len(said)} of {len(got)} are wrong\n  {told}")
+
+
+class Verifier(threading.Thread):
+    """Verifies one update after the other, of any rank, by a client of its own."""
+
+    def __init__(self, session: LoopSession) -> None:
+        super().__init__(daemon=True)
+        self._session, self._ends = session, threading.Event()
+        self.failed: DefectError | None = None
+        self.told: Counter[str] = Counter()
+
+    def run(self) -> None:
+        rng = Random(self._session.loop)
+        mesh = paramd.connect(job=JOB, timeout=CALL_S)
+        with mesh:
+            while not self._ends.is_set() and self.failed is None:
+                try:
+                    found = mesh.verify(rank=rng.randrange(self._session.world_size), timeout=8)
+                except RETRYABLE as error:
+                    self.told[type(error).__name__] += 1
+                except ConflictError as error:
+                    self.told[str(error)[:120]] += 1
+                except ParamdError as error:
+                    if not self._session.disturbed:
+                        self.failed = DefectError(f"verify: {error!r}")
+                else:
+                    self.told["verified" if found.clean else "nothing to verify"] += 1
+                    if found.differing:
+                        self.failed = DefectError(
+                            f"verify: a false alarm: {found.summary()}; {found.differing[:3]}"
+                        )
+                self._ends.wait(0.05)
+
+    def end(self) -> None:
+        """Ends it."""
+        self._ends.set()
+        self.join(20)
+
+
+def at_rest(s: Session, rng: Random) -> str:
+    """The script does nothing for a while; what its loop has left is read on every lane."""
+    if not isinstance(s, LoopSession) or not s.way.rests or s.held_at is not None:
+        raise NotNowError("it cannot be told")
+    (s.folder / "rest").touch()
+    try:
+        wait_for(lambda: len(list(s.folder.glob("resting-*"))) == s.world_size, "a rest", START_S)
+        time.sleep(RESTS_S)
+        lanes = rng.sample([reading.summon, reading.stats, reading.view, reading.download], 2)
+        told = [operation(s, rng) for operation in (reading.summon, *lanes, reading.unsettled)]
+    finally:
+        (s.folder / "rest").unlink()
+        wait_for(lambda: not list(s.folder.glob("resting-*")), "the rest's end", START_S)
+    return "; ".join(told)
+
+
+def optimizer(s: Session, rng: Random) -> str:
+    """Momentum of one step, perhaps with the parameters of it."""
+    patterns = s.patterns(rng)
+    s.running()
+    if rng.random() < 0.5:
+        both = s.ask("optimizer", lambda: s.mesh.summon(*patterns, optimizer=True, timeout=CALL_S))
+        s.judge("summon(optimizer)", both)
+        assert both.optimizer is not None
+        state: OptimizerState = both.optimizer
+    else:
+        state = s.ask("optimizer", lambda: s.mesh.optimizer(*patterns, timeout=CALL_S))
+    moments = {n: x["momentum_buffer"] for n, x in state.items() if "momentum_buffer" in x}
+    nothing = torch.tensor(float("nan"))
+    s.judge("optimizer", state, moments,
+            wanted=lambda found, n: found.momentum.get(TIED.get(n, n), nothing))  # fmt: skip
+    return f"step {state.step}"
+
+
+OPERATIONS: dict[Callable[[Session, Random], str], int] = {
+    reading.summon: 12, reading.summon_slice: 2, reading.unsettled: 4, reading.stats: 5,
+    optimizer: 4, at_rest: 5, reading.view: 4, reading.grads: 16, reading.follow: 7,
+    reading.made_again: 4,
+    reading.open_stream: 5, reading.next_frames: 9, reading.close_stream: 2, reading.diff: 3,
+    reading.updates: 3, reading.replay: 5, reading.download: 3, reading.together: 4,
+    reading.burst: 3, reading.logged: 3,
+    changing.edit: 9, changing.edit_late: 1, changing.edit_dry: 1,
+    changing.edit_without_waiting: 2, changing.undo: 6, changing.hyperparameters: 4,
+    changing.mark: 4, changing.rollback: 5, changing.pause: 4, changing.step: 4,
+    changing.resume: 4, changing.writeback: 2, changing.export: 3, changing.restore: 1,
+    striking.idle: 10, striking.sidecar_killed: 2, striking.sidecar_ended: 2,
+    striking.sidecar_stopped: 1, striking.control_killed: 3, striking.reader_killed: 1,
+    striking.reader_cancelled: 2,
+}  # fmt: skip
+"""Operations of these sessions, with how often they come."""

@@ -12,6 +12,8 @@
         destinations.json         0600: the destinations that admins added
         rank-<r>.sock             the sidecars' Unix sockets
 
+    <state dir>/_sockets/         0700: gRPC's Unix sockets, beside its ports on loopback
+
 The state dir is PARAMD_STATE_DIR, else $XDG_STATE_HOME/paramd, else ~/.local/state/paramd.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import grp
+import hashlib
 import logging
 import mmap
 import os
@@ -155,6 +156,28 @@ def sidecars_dir() -> Path:
     No job can have this name. Raises as `job_dir`.
     """
     path = state_dir() / "_sidecars"
+    with state_dir_errors():
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(path)
+    return path
+
+
+def beside_port(port: int) -> Path:
+    """The Unix socket at which a gRPC server of this user listens beside a loopback port.
+
+    Its folder is 0700, so nobody else can take its place, as they can a port that is free. The
+    name has the network namespace in it: a shared state dir knows several loopbacks.
+    """
+    network = hashlib.sha256(host_id().encode()).hexdigest()[:12]
+    return state_dir() / "_sockets" / f"{network}-{port}"
+
+
+def sockets_dir() -> Path:
+    """Directory of `beside_port`; 0700, created if missing. No job can have this name.
+
+    Raises as `job_dir`.
+    """
+    path = state_dir() / "_sockets"
     with state_dir_errors():
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(path)

@@ -15,13 +15,18 @@ from urllib.parse import urlsplit
 
 import pytest
 
+import paramd
 from paramd.cli import completion
 from paramd.errors import ParamdError, UnreachableError
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.peers.control import RestClient
+from paramd.mesh.peers.grpc import Channels
 from paramd.security import loopback
 from paramd.security.loopback import StrangerError
+from paramd.state_files import beside_port
 from paramd.trainer.helpers.control_link import register
 from paramd.trainer.settings import AttachSettings
+from tests.integration.client_job import running_job
 from tests.integration.control_process import JOB, TOKEN, Control, control_plane
 
 NOBODY = 65534
@@ -214,3 +219,40 @@ def test_our_own_listeners_are_known_at_each_address(family: str) -> None:
         with socket.socket(kind) as connection:
             connection.connect(listener.getsockname())
             assert loopback.question("http://localhost:1", TOKEN, connection) is None
+
+
+HALF = 16
+LAYOUT = Layout(
+    world_size=2,
+    arena_bytes=(4096, 4096),
+    tensors=(
+        TensorLayout(
+            "w",
+            "float32",
+            (2 * HALF,),
+            TensorKind.PARAMETER,
+            tuple(Piece(r, 0, Box((r * HALF,), ((r + 1) * HALF,))) for r in range(2)),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("who", ["sidecar", "control plane"])
+def test_a_ticket_goes_to_our_own_socket_and_never_to_who_takes_a_servers_port(who: str) -> None:
+    with running_job(LAYOUT) as job, paramd.connect(job.url, job.token) as mesh:
+        mesh.summon("*", transport="grpc")
+        rank, process = job.ranks[0], job.ranks[0].process if who == "sidecar" else job.control
+        address = rank.address if who == "sidecar" else job.control_address
+        port = int(address.rpartition(":")[2])
+        assert loopback.way_to("127.0.0.1", port) == f"unix:{beside_port(port)}"
+        process.kill()
+        process.wait()
+        with thief(port) as other:
+            with pytest.raises(StrangerError, match=f"belongs to uid {NOBODY} now"):
+                loopback.way_to("127.0.0.1", port)
+            # A client that has asked there before, and a new one. Without a control plane it reads.
+            with pytest.raises(ParamdError) if who == "sidecar" else contextlib.nullcontext():
+                mesh.summon("*", transport="grpc", timeout=5)
+            with pytest.raises(ParamdError):
+                Channels(lambda rank: "ticket").channel(address)
+            assert other.heard() == ""

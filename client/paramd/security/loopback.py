@@ -25,6 +25,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from paramd.errors import UnreachableError
+from paramd.state_files import beside_port
 
 PROOF_PATH = "/proof"
 PROOF_S = 5.0
@@ -41,6 +43,9 @@ ID_CHARS = 16
 NONCE_CHARS = 32
 MAX_ANSWER_BYTES = 16 << 10
 HEAD_END = b"\r\n\r\n"
+
+MAX_PATH_BYTES = 100
+"""Of a Unix socket: the kernel takes 107, and gRPC adds to them."""
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _LISTEN = "0A"
@@ -147,12 +152,43 @@ def owners(local: Address, peer: Address) -> set[int]:
     That is whoever has accepted it, and all that listen there: the kernel knows no user of a
     connection that waits to be accepted, and shows root's.
     """
-    found = set()
-    for here, there, state, uid in _sockets():
-        is_listener = state == _LISTEN and here[1] == peer[1] and here[0] in (peer[0], *_ANY)
-        if is_listener or (here, there) == (peer, local):
-            found.add(uid)
-    return found
+    accepted = {uid for here, there, _, uid in _sockets() if (here, there) == (peer, local)}
+    # Looked at second: a listener that has accepted and closed meanwhile is in the first.
+    return accepted | listeners(*peer)
+
+
+def way_to(host: str, port: int) -> str:
+    """The gRPC target that leads to our own server at a loopback port, "unix:..."; "" without one.
+
+    Its socket outlives the server, so a port that somebody else takes later is not asked instead.
+    Raises StrangerError if the socket is left over, and another user listens at the port.
+    """
+    path = beside_port(port)
+    try:
+        found, folder = path.lstat(), path.parent.lstat()
+    except OSError:
+        return ""
+    is_private = folder.st_uid == os.geteuid() and not stat.S_IMODE(folder.st_mode) & 0o077
+    if not is_private or not stat.S_ISSOCK(found.st_mode) or len(bytes(path)) > MAX_PATH_BYTES:
+        return ""
+    with socket.socket(socket.AF_UNIX) as probe:
+        if probe.connect_ex(str(path)) == 0:
+            return f"unix:{path}"
+    # Left over: of a server that has died, or whose port another program has now.
+    uids = listeners(plain_ip(host), port)
+    if uids <= {0, os.geteuid()}:
+        return ""
+    who = ", ".join(f"uid {uid}" for uid in sorted(uids))
+    raise StrangerError(f"{host}:{port} belongs to {who} now; nothing was sent there")
+
+
+def listeners(host: Ip, port: int) -> set[int]:
+    """Uids of the sockets that listen at an address of this network namespace."""
+    return {
+        uid
+        for here, _, state, uid in _sockets()
+        if state == _LISTEN and here[1] == port and here[0] in (host, *_ANY)
+    }
 
 
 def _sockets() -> Iterator[tuple[Address, Address, str, int]]:

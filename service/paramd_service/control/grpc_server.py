@@ -21,6 +21,7 @@ from paramd.security.tickets import NONCE_BYTES
 from paramd.security.tls import RANK_NAME
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd_service.admission import CONNECTION_OPTIONS, Doors, Notice, Shares, TokenRevokedError
+from paramd_service.beside import listen_beside
 from paramd_service.control.access.authority import Denied
 from paramd_service.control.access.join import (
     TicketInterceptor,
@@ -288,6 +289,8 @@ class GrpcServer:
         reflection.enable_server_reflection(names, server)
         credentials = tls.grpc_credentials if tls is not None else None
         bound = bind_grpc(server, wanted, credentials)
+        if tls is None:
+            listen_beside(server, bound.host, bound.port)
         self._server = server
         await server.start()
         for name in ("", SERVICE):

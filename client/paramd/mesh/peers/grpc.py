@@ -32,6 +32,7 @@ from paramd.errors import (
     error_of_grpc,
 )
 from paramd.memory.handover import Message
+from paramd.security import loopback
 from paramd.security.tickets import claimed
 from paramd.security.tls import (
     ClientTls,
@@ -307,11 +308,14 @@ class Channels:
     def channel(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` ("host:port", or "grpcs://host:port"). No connection yet.
 
-        Raises DeniedError for another host without TLS, UsageError if a TLS file cannot be read.
+        Raises DeniedError for another host without TLS, UsageError if a TLS file cannot be read,
+        StrangerError if another user listens where a server of ours was.
         """
         target, way = address, ""
         if self._relay is not None and is_relayed(address):
             target, way = self._relay.way(address)
+        if not way and address not in self._channels:
+            way = _own_way(target)
         tls = tls_for(target, self._tls, self._job_tls())
         stamp = tls.stamp() if is_secure(target) and tls is not None else ()
         if address in self._channels and self._stamps[address] != stamp:
@@ -425,6 +429,15 @@ class Channels:
     def credentials(self, rank: int | None) -> tuple[tuple[str, str], ...]:
         """The metadata of a call to a rank's sidecar; None for the control plane."""
         return (("authorization", f"Bearer {self._ticket(rank)}"),)
+
+
+def _own_way(address: str) -> str:
+    """As `loopback.way_to`, for an address on loopback without TLS; "" for all others."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if is_secure(address) or not is_loopback(host) or not port.isdecimal():
+        return ""
+    return loopback.way_to("127.0.0.1" if host == "localhost" else host, int(port))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from grpc_reflection.v1alpha import reflection
 
 from paramd.errors import UsageError
 from paramd_service.admission import CALLER, CONNECTION_OPTIONS, Doors, Shares
+from paramd_service.beside import listen_beside
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import SERVICE, AuthInterceptor
 from paramd_service.sidecar.rpc.late import Gateway
@@ -99,6 +100,7 @@ class GrpcServer:
         def add(address: str) -> str:
             if tls is None:
                 port = server.add_insecure_port(address)
+                listen_beside(server, host, port)
             else:
                 port = server.add_secure_port(address, tls.grpc_credentials())
             return grpc_address(name, port, tls=tls is not None, of_job=own is not None)

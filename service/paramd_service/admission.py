@@ -28,6 +28,7 @@ from contextlib import (
 )
 from contextvars import ContextVar
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -51,6 +52,12 @@ Who: TypeAlias = str | None
 
 CALLER: ContextVar[Who] = ContextVar("paramd_caller_token", default=None)
 """Caller that this task works for, inherited by tasks it starts."""
+
+
+def covers(jobs: str, job: str) -> bool:
+    """Return whether a token for `jobs` (its patterns, joined by commas; empty: all) is for
+    `job`."""
+    return not jobs or any(fnmatchcase(job, pattern) for pattern in jobs.split(","))
 
 
 class Shares:

@@ -1,4 +1,5 @@
-"""A small training that registers at a site: `python -m tests.integration.site_trainer URL JOB`.
+"""A small training that registers at a site:
+`python -m tests.integration.site_trainer URL JOB [RESUME]`.
 
 Says its incarnation on stdout, trains until its stdin is closed, and detaches.
 """
@@ -13,11 +14,12 @@ import paramd
 
 
 def main() -> None:
-    url, job = sys.argv[1:]
+    url, job, *more = sys.argv[1:]
+    resume = more[0] if more else "never"
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    attachment = paramd.attach(model, optimizer, job=job, control=url)
+    attachment = paramd.attach(model, optimizer, job=job, control=url, resume=resume)
     print(json.dumps({"incarnation": attachment.incarnation, "url": attachment.url}), flush=True)
     while not select.select([sys.stdin], [], [], 0.02)[0]:
         optimizer.zero_grad()

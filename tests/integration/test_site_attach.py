@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 
 @contextmanager
-def trainer(control: Control, job: str, directory: Path) -> Iterator[Any]:
+def trainer(control: Control, job: str, directory: Path, *more: str) -> Iterator[Any]:
     """A training on another host, as it were: its state dir is its own."""
     environment = {
         **os.environ,
@@ -35,7 +35,7 @@ def trainer(control: Control, job: str, directory: Path) -> Iterator[Any]:
         "PARAMD_TOKEN": site_token(),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.integration.site_trainer", control.url, job]
+    command = [sys.executable, "-m", "tests.integration.site_trainer", control.url, job, *more]
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

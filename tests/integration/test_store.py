@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -27,6 +28,7 @@ from paramd_service.control.records.audit import Action, Audit
 from paramd_service.control.store.alerts import AlertStore, State
 from paramd_service.control.store.edits import EditRow, EditStore
 from paramd_service.control.store.engine import StoreAddress, StoreError, make_engine, parse_store
+from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
 from paramd_service.control.store.history import (
     KEEP_S,
     MAX_POINTS,
@@ -69,6 +71,8 @@ async def go_back(store: Store) -> None:
     """Makes of a new, empty store one of revision 0005."""
     await execute(store, "ALTER TABLE export_schedules ADD COLUMN last_s DOUBLE PRECISION")
     await execute(store, "ALTER TABLE tokens DROP COLUMN jobs")
+    for table in ("exports", "export_schedules"):
+        await execute(store, f"ALTER TABLE {table} DROP COLUMN jobs")
     await execute(store, "DROP TABLE metric_points")
     await execute(store, OLD_POINTS)
     for name in ("grid_ms", "newest_ms", "point_count"):
@@ -104,6 +108,33 @@ async def test_the_migrations_make_the_same_tables_as_a_new_store_has(
     async with started(address) as store:
         assert await store.read(_difference) == []
         assert await store.read(_described) == fresh
+
+
+async def test_exports_and_schedules_get_the_jobs_of_their_authors_tokens(
+    address: StoreAddress,
+) -> None:
+    def export(author: str) -> ExportRow:
+        named: Any = {"id": author * 32, "job": "run", "destination": "x/y", "format": "dcp"}
+        return ExportRow(actor=author, request={}, generation=1, created_s=1.0, **named)
+
+    async with started(address) as store:
+        for name, jobs in (("a", "team-a-*"), ("b", None)):
+            row = TokenRow(name=name, digest=name * 64, role="exporter", created_s=1.0, jobs=jobs)
+            await TokenStore(store).create(row)
+            await ExportStore(store).add(export(name))
+            schedule = {"id": name * 32, "job": "run", "actor": name, "last_step": 0}
+            made = ScheduleRow(request={}, cadence={}, created_s=1.0, **schedule)  # type: ignore[arg-type]
+            await ExportStore(store).add_schedule(made)
+        for table in ("exports", "export_schedules"):
+            await execute(store, f"ALTER TABLE {table} DROP COLUMN jobs")
+        await execute(store, "UPDATE alembic_version SET version_num = '0009'")
+    async with started(address) as store:
+        exports, schedules = (
+            await ExportStore(store).page("run", limit=9),
+            await ExportStore(store).schedules("run"),
+        )
+        for rows in (exports, schedules):
+            assert {row.actor: row.jobs for row in rows} == {"a": "team-a-*", "b": None}
 
 
 def _old_points(series_id: int, resolution_s: int, begin_s: int, end_s: int) -> str:

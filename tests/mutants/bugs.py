@@ -79,6 +79,7 @@ ROLES = planted(CONTROL + "access/roles.py", "unit/control/test_auth_roles.py")
 DIRECTORY = planted(
     "service/paramd_service/destinations/directory.py",
     "unit/exports/test_destinations.py",
+    "unit/exports/test_others_exports.py",
     "integration/test_export_files.py",
 )
 MEGATRON = planted(CLIENT + "integrations/megatron.py", "unit/test_partitioned.py")
@@ -360,6 +361,11 @@ BUGS = (
         "        with explained(self._target), self._parent(make=True) as parent:\n",
         "        self._hidden = self._last\n"
         "        with explained(self._target), self._parent(make=True) as parent:\n",
+    ),
+    DIRECTORY(
+        "an export of another job that comes meanwhile is replaced",
+        "                self._check_replaceable(parent, self._hidden)\n",
+        "                pass\n",
     ),
     DIRECTORY(
         "an export follows symbolic links",

@@ -18,10 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from paramd.errors import ConflictError, DataLossError, NotFoundError, ParamdError
+from paramd.errors import ConflictError, DataLossError, DeniedError, NotFoundError, ParamdError
 from paramd.layout.exports.settings import ExportSettings
 from paramd.mesh.exports.calls import ExportState
 from paramd.v1.export_pb2 import ExportTarget
+from paramd_service.destinations import object_store
 from paramd_service.destinations.destinations import MANIFEST
 from paramd_service.destinations.object_store import ObjectPlace
 from paramd_service.destinations.open import open_place
@@ -256,3 +257,94 @@ def test_a_bucket_that_is_gone_is_named(store: Store) -> None:
     target = store.target("s3://no-such-bucket/x", key="k", export_id=secrets.token_hex(16))
     with pytest.raises(NotFoundError, match="cloud/k"):
         open_place(target).begin(0)
+
+
+MINE = "team-a-*"
+"""Patterns of a token for some jobs."""
+
+
+def written(store: Store, key: str, job: str, content: bytes, **fields: object) -> ObjectPlace:
+    """A whole export with one file."""
+    place = store.place(key, job=job, **fields)
+    place.begin(0)
+    sink = place.create("a", len(content))
+    sink.write(memoryview(content))
+    sink.finish()
+    told = {"export_id": place.target.export_id, "job": job, "files": [{"name": "a"}]}
+    place.commit({MANIFEST: json.dumps(told).encode()}, {"a": len(content)}, nothing)
+    return place
+
+
+@pytest.fixture
+def emptied(store: Store) -> Iterator[Store]:
+    yield store
+    for name in store.names():
+        store.s3.delete_object(Bucket=BUCKET, Key=name)
+
+
+def test_a_token_for_some_jobs_replaces_and_occupies_nothing_of_others(emptied: Store) -> None:
+    written(emptied, "team-a-run/best", "team-b-run", b"theirs")
+    mine: dict[str, object] = {"job": "team-a-run", "jobs": MINE, "overwrite": True}
+    with pytest.raises(DeniedError, match="writes only below"):
+        emptied.place("team-b-run/best", **mine).begin(0)
+    for key in ("team-a-run/best", "team-a-run/best/inner"):
+        with pytest.raises(ConflictError, match="not an export of your jobs"):
+            emptied.place(key, **mine).begin(0)
+    assert emptied.names() == {f"pre/team-a-run/best/{name}" for name in ("a", MANIFEST)}
+    written(emptied, "team-a-run/ours", "team-a-other", b"first")
+    written(emptied, "team-a-run/ours", "team-a-run", b"second", jobs=MINE, overwrite=True)
+    body = emptied.s3.get_object(Bucket=BUCKET, Key="pre/team-a-run/ours/a")["Body"].read()
+    assert body == b"second"
+
+
+def test_a_token_for_some_jobs_takes_no_reservation_of_others(
+    emptied: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, mine = "team-a-run/next", {"job": "team-a-run", "jobs": MINE, "overwrite": True}
+    theirs = emptied.place(key, job="team-b-run")
+    theirs.begin(0)
+    late = emptied.place(key, **mine)
+    with pytest.raises(ConflictError, match="not an export of your jobs"):
+        late.begin(0)
+    late.drop([], finished=True)
+    reservation = f"pre/{key}/.paramd-export"
+    assert emptied.names() == {reservation}
+    theirs.drop([], finished=False)
+    # One of its own jobs is taken over, but not what comes in its place at that moment.
+    emptied.place(key, job="team-a-other").begin(0)
+    real, came = object_store.covers, []
+
+    def covers(jobs: str, job: str) -> bool:
+        if job == "team-a-other":
+            came.append(emptied.s3.put_object(Bucket=BUCKET, Key=reservation, Body=b"theirs"))
+        return real(jobs, job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_store, "covers", covers)
+        with pytest.raises(ConflictError, match="at this moment"):
+            late.begin(0)
+    assert len(came) == 1
+    emptied.s3.put_object(Bucket=BUCKET, Key=reservation, Body=f"{'ab' * 16} team-a-x".encode())
+    late.begin(0)
+    late.drop([], finished=False)
+    assert emptied.names() == set()
+
+
+def test_a_token_for_some_jobs_reads_the_export_whose_manifest_it_was_shown(
+    emptied: Store,
+) -> None:
+    key = "team-a-run/read"
+    reading: dict[str, object] = {"jobs": MINE, "export_id": "0" * 32}
+    refused = set()
+    written(emptied, "team-b-run/best", "team-b-run", b"theirs")
+    for other, name in (("team-b-run/best", "a"), ("team-b-run/best", MANIFEST), ("none", "a")):
+        with pytest.raises(NotFoundError) as caught:
+            emptied.place(other, **reading).open(name, finished=True)
+        refused.add(str(caught.value).replace(other, "KEY"))
+    assert len(refused) == 1, "it does not tell what is there"
+    written(emptied, key, "team-a-run", b"ours")
+    source = emptied.place(key, **reading).open("a", finished=True)
+    assert source.read(1, 9) == b"urs"
+    written(emptied, key, "team-b-run", b"more", overwrite=True)
+    with pytest.raises(ParamdError):
+        source.read(0, 4)

@@ -63,11 +63,15 @@ class ExportTarget(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     EXPORT_ID_FIELD_NUMBER: builtins.int
     OVERWRITE_FIELD_NUMBER: builtins.int
+    JOBS_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
     destination: builtins.str
     root: builtins.str
     key: builtins.str
     export_id: builtins.str
     overwrite: builtins.bool
+    jobs: builtins.str
+    job: builtins.str
     @property
     def options(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
     def __init__(
@@ -79,8 +83,10 @@ class ExportTarget(google.protobuf.message.Message):
         key: builtins.str = ...,
         export_id: builtins.str = ...,
         overwrite: builtins.bool = ...,
+        jobs: builtins.str = ...,
+        job: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["destination", b"destination", "export_id", b"export_id", "key", b"key", "options", b"options", "overwrite", b"overwrite", "root", b"root"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["destination", b"destination", "export_id", b"export_id", "job", b"job", "jobs", b"jobs", "key", b"key", "options", b"options", "overwrite", b"overwrite", "root", b"root"]) -> None: ...
 
 global___ExportTarget = ExportTarget
 

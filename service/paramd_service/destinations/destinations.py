@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeAlias
 
-from paramd.errors import NotFoundError, UsageError
+from paramd.errors import DeniedError, NotFoundError, UsageError
+from paramd_service.admission import covers
 
 ENVIRONMENT = "PARAMD_DESTINATIONS"
 MAX_KEY_BYTES = 512
@@ -87,6 +88,24 @@ def check_key(key: str) -> tuple[str, ...]:
     for segment in segments:
         check_file_name(segment)
     return segments
+
+
+def check_below(key: str, jobs: str) -> None:
+    """Raise DeniedError unless a token for `jobs` (as in `covers`) may write at `key`: a token for
+    some jobs writes below a folder with the name of such a job. `key` may hold "{step}"."""
+    folder, below, _ = key.partition("/")
+    # A name that is filled in later could become another job's.
+    if jobs and (not below or "{" in folder or not covers(jobs, folder)):
+        raise DeniedError(
+            f"key {key[:80]!r}: your token is for jobs {jobs} and writes only below a folder with "
+            "the name of such a job; write NAME/JOB/KEY, such as checkpoints/my-run/step-{step}"
+        )
+
+
+def not_seen(where: str) -> NotFoundError:
+    """The error for everything that a token for some jobs may not read at `where`. It is the same
+    whether nothing is there, no export, or an export of another job."""
+    return NotFoundError(f"{where}: there is no such file of an export that your token is for")
 
 
 def check_file_name(name: str) -> str:

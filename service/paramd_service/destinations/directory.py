@@ -13,6 +13,8 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 from paramd.errors import (
     ConflictError,
@@ -24,7 +26,15 @@ from paramd.errors import (
     UnreachableError,
 )
 from paramd.v1.export_pb2 import ExportTarget
-from paramd_service.destinations.destinations import MANIFEST, AtPoint, check_file_name, check_key
+from paramd_service.admission import covers
+from paramd_service.destinations.destinations import (
+    MANIFEST,
+    AtPoint,
+    check_below,
+    check_file_name,
+    check_key,
+    not_seen,
+)
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags that open a directory, and nothing else."""
@@ -34,6 +44,8 @@ EXCHANGE = 2
 """Flag of `rename`: swap source and target."""
 
 _MAX_MANIFEST_BYTES = 64 << 20
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
+"""Errors that would tell a token for some jobs what lies at the keys of others."""
 
 _SYNC_FILE_RANGE_WRITE = 2
 _WRITEBACK_BYTES = 32 << 20
@@ -46,30 +58,68 @@ def checked(name: str) -> str:
     return name if name == ".metadata" else check_file_name(name)
 
 
-def open_file(parent: int, folder_name: str, name: str) -> int:
-    """Open a plain file in a folder of `parent` for reading; its descriptor. Raises OSError."""
-    folder = os.open(folder_name, DIRECTORY, dir_fd=parent)
+@contextmanager
+def opened_folder(parent: int, name: str) -> Iterator[int]:
+    """A descriptor of the folder `name` of `parent`. Raises OSError."""
+    folder = os.open(name, DIRECTORY, dir_fd=parent)
     try:
-        # Non-blocking: a FIFO of that name must not hang this process.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        return os.open(name, flags, dir_fd=folder)
+        yield folder
     finally:
         os.close(folder)
 
 
-def export_at(parent: int, folder_name: str) -> tuple[str, set[str]]:
-    """(id, names of its files) of the export in that folder; the id is empty if it is no export."""
+def open_file(folder: int, name: str) -> int:
+    """Open a plain file in a folder for reading; return its descriptor. Raises OSError."""
+    # Non-blocking: a FIFO of that name must not hang this process.
+    return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a folder's manifest says of the export in it."""
+
+    export_id: str = ""
+    """Empty: the folder holds no export."""
+    job: str = ""
+    names: frozenset[str] = frozenset()
+    """Names of its files, the manifest included."""
+
+
+def export_in(folder: int) -> Stored:
+    """The export in an open folder."""
     try:
-        file = open_file(parent, folder_name, MANIFEST)
+        file = open_file(folder, MANIFEST)
     except OSError:
-        return "", set()
+        return Stored()
     try:
         found = json.loads(os.pread(file, _MAX_MANIFEST_BYTES, 0))
-        return str(found["export_id"]), {MANIFEST, *(one["name"] for one in found["files"])}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return "", set()
+        names = frozenset((MANIFEST, *(str(one["name"]) for one in found["files"])))
+        return Stored(str(found["export_id"]), str(found.get("job", "")), names)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return Stored()
     finally:
         os.close(file)
+
+
+def export_at(parent: int, folder_name: str) -> Stored:
+    """The export in the folder of that name."""
+    try:
+        with opened_folder(parent, folder_name) as folder:
+            return export_in(folder)
+    except OSError:
+        return Stored()
+
+
+def export_of(path: Path) -> Stored:
+    """The export in the folder at `path`."""
+    try:
+        folder = os.open(path, DIRECTORY)
+    except OSError:
+        return Stored()
+    try:
+        return export_in(folder)
+    finally:
+        os.close(folder)
 
 
 def check_sizes(folder: int, sizes: Mapping[str, int]) -> None:
@@ -180,6 +230,7 @@ class DirectoryPlace:
         self._hidden = f".{self._last}.{target.export_id}.part"
 
     def begin(self, size_bytes: int) -> None:
+        check_below(self._target.key, self._target.jobs)
         with explained(self._target), self._parent(make=True) as parent:
             if not self._is_ours(parent):
                 self._check_free(parent)
@@ -205,9 +256,13 @@ class DirectoryPlace:
 
     def open(self, name: str, *, finished: bool) -> DirectorySource:
         checked(name)
-        with explained(self._target), self._parent() as parent:
-            folder = self._last if finished else self._folder(parent)
-            return DirectorySource(open_file(parent, folder, name))
+        with explained(self._target):
+            if finished and self._target.jobs:
+                return self._open_seen(name)
+            with self._parent() as parent:
+                at = self._last if finished else self._folder(parent)
+                with opened_folder(parent, at) as folder:
+                    return DirectorySource(open_file(folder, name))
 
     def commit(
         self, small: Mapping[str, bytes], sizes: Mapping[str, int], at_point: AtPoint
@@ -237,7 +292,7 @@ class DirectoryPlace:
         with explained(self._target), suppress(FileNotFoundError), self._parent() as parent:
             remove(parent, self._hidden)
             if finished and self._is_ours(parent):
-                self._check_nothing_else(parent)
+                self._check_nothing_else(parent, self._last)
                 # Hidden first, so that no reader finds a half-removed export.
                 os.rename(self._last, self._hidden, src_dir_fd=parent, dst_dir_fd=parent)
                 remove(parent, self._hidden)
@@ -248,12 +303,23 @@ class DirectoryPlace:
             return
         self._check_free(parent)
         if rename(parent, self._hidden, self._last, EXCHANGE):
+            try:
+                # Another writer may have replaced what was checked before the exchange.
+                self._check_replaceable(parent, self._hidden)
+            except ConflictError:
+                rename(parent, self._hidden, self._last, EXCHANGE)
+                raise
             remove(parent, self._hidden)  # the replaced export
             return
         # This file system has no RENAME_EXCHANGE: for a moment the key is empty.
         old = f".{self._last}.{secrets.token_hex(4)}.old"
         with suppress(FileNotFoundError):
             os.rename(self._last, old, src_dir_fd=parent, dst_dir_fd=parent)
+            try:
+                self._check_replaceable(parent, old)
+            except ConflictError:
+                os.rename(old, self._last, src_dir_fd=parent, dst_dir_fd=parent)
+                raise
         os.rename(self._hidden, self._last, src_dir_fd=parent, dst_dir_fd=parent)
         remove(parent, old)
 
@@ -265,26 +331,44 @@ class DirectoryPlace:
         where = f"{self._target.destination}/{self._target.key} exists"
         if not self._target.overwrite:
             raise ConflictError(f"{where}; choose another key, or overwrite=True")
-        if not export_at(parent, self._last)[0]:
-            why = "is not a paramd export, so it is not replaced; choose another key"
-            raise ConflictError(f"{where} and {why}")
-        self._check_nothing_else(parent)
+        self._check_replaceable(parent, self._last)
 
-    def _check_nothing_else(self, parent: int) -> None:
-        """Raise ConflictError if more lies at the key than files of the export there."""
-        folder = os.open(self._last, DIRECTORY, dir_fd=parent)
-        try:
-            others = set(os.listdir(folder)) - export_at(parent, self._last)[1]
-        finally:
-            os.close(folder)
+    def _check_replaceable(self, parent: int, name: str) -> None:
+        """Raise ConflictError unless the folder `name` is an export that may be replaced."""
+        found = export_at(parent, name)
+        if not found.export_id or not covers(self._target.jobs, found.job):
+            raise not_replaced(self._target)
+        self._check_nothing_else(parent, name)
+
+    def _check_nothing_else(self, parent: int, name: str) -> None:
+        """Raise ConflictError if more lies in the folder `name` than files of the export there."""
+        with opened_folder(parent, name) as folder:
+            others = set(os.listdir(folder)) - export_in(folder).names
         if others:
             where = f"{self._target.destination}/{self._target.key} also holds {min(others)!r}"
             why = "which is not of the paramd export there, so nothing is replaced or removed"
             raise ConflictError(f"{where}, {why}; move it or choose another key")
 
+    def _open_seen(self, name: str) -> DirectorySource:
+        """Open a file of the finished export if that is of a job that the caller sees. Raises
+        NotFoundError for everything else, with one text."""
+        try:
+            with self._parent() as parent, opened_folder(parent, self._last) as folder:
+                # In one open folder: the export is the one whose manifest was read.
+                found = export_in(folder)
+                seen = bool(found.export_id) and covers(self._target.jobs, found.job)
+                if seen and name in found.names:
+                    return DirectorySource(open_file(folder, name))
+        except OSError as error:
+            if error.errno not in _NOT_THERE:
+                raise
+        except ConflictError:
+            pass  # the key lies within an export of another job
+        raise not_seen(f"{self._target.destination}/{self._target.key}")
+
     def _is_ours(self, parent: int) -> bool:
         """Whether this very export is already at the key."""
-        return export_at(parent, self._last)[0] == self._target.export_id
+        return export_at(parent, self._last).export_id == self._target.export_id
 
     def _folder(self, parent: int) -> str:
         """Where its files are: at the key if a control plane died after it was published."""
@@ -299,12 +383,24 @@ class DirectoryPlace:
                 if make:
                     with suppress(FileExistsError):
                         os.mkdir(name, dir_fd=folder)
+                above = export_at(folder, name) if self._target.jobs else Stored()
+                if above.export_id and not covers(self._target.jobs, above.job):
+                    raise not_replaced(self._target)
                 inner = os.open(name, DIRECTORY, dir_fd=folder)
                 os.close(folder)
                 folder = inner
             yield folder
         finally:
             os.close(folder)
+
+
+def not_replaced(target: ExportTarget) -> ConflictError:
+    """The error for something at the key that is no export, or none that may be replaced."""
+    what = f"an export of your jobs ({target.jobs})" if target.jobs else "a paramd export"
+    return ConflictError(
+        f"{target.destination}/{target.key} exists and is not {what}, so it is not replaced; "
+        "choose another key"
+    )
 
 
 @contextmanager

@@ -16,10 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 from obstore.store import S3Store
 
 from paramd.errors import (
@@ -33,13 +39,17 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.v1.export_pb2 import ExportTarget
+from paramd_service.admission import covers
 from paramd_service.destinations.destinations import (
     MANIFEST,
     OPTIONS,
     AtPoint,
+    check_below,
     check_file_name,
     check_key,
+    not_seen,
 )
+from paramd_service.destinations.directory import not_replaced
 
 PART_BYTES = 6 << 20
 CONCURRENCY = 4
@@ -127,9 +137,15 @@ class ObjectSink:
 
 
 class ObjectSource:
-    def __init__(self, place: ObjectPlace, path: str, size_bytes: int) -> None:
+    """A file to read."""
+
+    def __init__(
+        self, place: ObjectPlace, path: str, size_bytes: int, tag: str | None = None
+    ) -> None:
+        """With `tag`, reading fails once the object has been replaced."""
         self._place = place
         self._path = path
+        self._tag = tag
         self.size_bytes = size_bytes
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
@@ -138,10 +154,20 @@ class ObjectSource:
             return b""
         with self._place.explained():
             store, path = self._place.store, self._path
-            return bytes(obstore.get_range(store, path, start=offset_bytes, length=length))
+            if self._tag is None:
+                return bytes(obstore.get_range(store, path, start=offset_bytes, length=length))
+            span = (offset_bytes, offset_bytes + length)
+            found = obstore.get(store, path, options={"range": span, "if_match": self._tag})
+            return bytes(found.bytes())
 
     def close(self) -> None:
         pass
+
+
+def _reservation_of(content: bytes) -> tuple[str, str]:
+    """(export id, job) of a reservation; the job is empty in one of an earlier version."""
+    export_id, _, job = content.decode("ascii", "replace").partition(" ")
+    return export_id, job
 
 
 def _first_line(error: BaseException) -> str:
@@ -174,7 +200,9 @@ class ObjectPlace:
         )
 
     def begin(self, size_bytes: int) -> None:
+        check_below(self.target.key, self.target.jobs)
         with self.explained():
+            self._check_above()
             manifest = self._manifest()
             if manifest is not None and manifest.get("export_id") == self.target.export_id:
                 return
@@ -198,6 +226,8 @@ class ObjectPlace:
 
     def open(self, name: str, *, finished: bool) -> ObjectSource:
         with self.explained():
+            if finished and self.target.jobs:
+                return self._open_seen(name)
             found = obstore.head(self.store, self._path(name))
             return ObjectSource(self, self._path(name), int(found["size"]))
 
@@ -265,14 +295,16 @@ class ObjectPlace:
         known = (".metadata", RESERVATION)
         return f"{self._prefix}/{name if name in known else check_file_name(name)}"
 
-    def _get(self, name: str) -> bytes | None:
+    def _get(self, name: str, folder: str = "") -> bytes | None:
+        path = f"{folder}/{name}" if folder else self._path(name)
         try:
-            return bytes(obstore.get(self.store, self._path(name)).bytes())
+            return bytes(obstore.get(self.store, path).bytes())
         except FileNotFoundError:
             return None
 
-    def _manifest(self) -> dict[str, Any] | None:
-        content = self._get(MANIFEST)
+    def _manifest(self, folder: str = "") -> dict[str, Any] | None:
+        """The manifest at the key, or in another folder of the bucket."""
+        content = self._get(MANIFEST, folder)
         try:
             found = json.loads(content) if content is not None else None
         except (ValueError, RecursionError):
@@ -284,25 +316,69 @@ class ObjectPlace:
             return
         if not self.target.overwrite:
             raise ConflictError(f"{self._where} exists; choose another key, or overwrite=True")
-        if manifest is None:
-            why = "is not a paramd export, so it is not replaced; choose another key"
-            raise ConflictError(f"{self._where} exists and {why}")
+        if manifest is None or not self._covers(manifest):
+            raise not_replaced(self.target)
+
+    def _covers(self, manifest: Mapping[str, Any]) -> bool:
+        """Whether the export is of a job that the caller's token is for."""
+        return covers(self.target.jobs, str(manifest.get("job", "")))
+
+    def _check_above(self) -> None:
+        """Raise ConflictError if the key lies within an export of a job that the caller does not
+        see: objects below that export's key would keep it from being replaced."""
+        above = PurePosixPath(self.target.key).parents[:-1] if self.target.jobs else ()
+        for key in map(str, above):
+            manifest = self._manifest(self._prefix.removesuffix(self.target.key) + key)
+            if manifest is not None and not self._covers(manifest):
+                raise not_replaced(self.target)
+
+    def _open_seen(self, name: str) -> ObjectSource:
+        """Open a file of the finished export if that is of a job that the caller sees. Raises
+        NotFoundError for everything else, with one text."""
+        with suppress(FileNotFoundError):
+            found = obstore.head(self.store, self._path(name))
+            # After the file: the manifest of an export is deleted before its files change.
+            manifest = self._manifest()
+            names = {MANIFEST, *self._names_of(manifest or {})}
+            if manifest is not None and self._covers(manifest) and name in names:
+                size_bytes, tag = int(found["size"]), found["e_tag"]
+                return ObjectSource(self, self._path(name), size_bytes, tag)
+        raise not_seen(self._where)
 
     def _reserved_by(self) -> str | None:
         content = self._get(RESERVATION)
-        return content.decode("ascii", "replace") if content is not None else None
+        return _reservation_of(content)[0] if content is not None else None
 
     def _reserve(self) -> None:
         if self._reserved_by() == self.target.export_id:
             return
+        content = f"{self.target.export_id} {self.target.job}".encode()
         try:
-            self._put_new(RESERVATION, self.target.export_id.encode())
+            self._put_new(RESERVATION, content)
         except ConflictError:
             if not self.target.overwrite:
                 why = "is in progress, or was abandoned; choose another key, or overwrite=True"
                 raise ConflictError(f"another export to {self._where} {why}") from None
-            content = self.target.export_id.encode()
-            obstore.put(self.store, self._path(RESERVATION), content, use_multipart=False)
+            self._take_over(content)
+
+    def _take_over(self, content: bytes) -> None:
+        """Replace another export's reservation. With `jobs` only one of a job that the caller sees,
+        and only the very one that was looked at."""
+        path = self._path(RESERVATION)
+        if not self.target.jobs:
+            obstore.put(self.store, path, content, use_multipart=False)
+            return
+        try:
+            found = obstore.get(self.store, path)
+            tag = found.meta["e_tag"]
+            if tag is None or not covers(
+                self.target.jobs, _reservation_of(bytes(found.bytes()))[1]
+            ):
+                raise not_replaced(self.target)
+            obstore.put(self.store, path, content, mode={"e_tag": tag})
+        except (FileNotFoundError, PreconditionError):
+            why = "began or ended at this moment; try again"
+            raise ConflictError(f"another export to {self._where} {why}") from None
 
     def _unreserve(self) -> None:
         if self._reserved_by() == self.target.export_id:
@@ -318,9 +394,13 @@ class ObjectPlace:
     def _delete_export(self, manifest: Mapping[str, Any]) -> None:
         """Delete the marker first: without it the rest is no export."""
         self._delete([MANIFEST])
-        names = [str(file.get("name", "")) for file in manifest.get("files", ())]
+        names = self._names_of(manifest)
         present = set(self._names())
         self._delete([name for name in names if name in present and name != MANIFEST])
+
+    @staticmethod
+    def _names_of(manifest: Mapping[str, Any]) -> list[str]:
+        return [str(file.get("name", "")) for file in manifest.get("files", ())]
 
     def _delete(self, names: Sequence[str]) -> None:
         for name in names:

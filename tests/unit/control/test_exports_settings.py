@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from paramd_service.control.records.records import Records
 from paramd_service.destinations.destinations import Destination, parse_destinations
 
 OWNER = "ab" * 16
+JOB = "team-a.run"
 
 
 def test_destinations_are_the_operators_or_the_jobs_own(tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ async def test_admins_add_destinations_for_good(tmp_path: Path) -> None:
 
 
 def put(assets: Assets, name: str, data: bytes, offset_bytes: int = 0, owner: str = OWNER) -> int:
-    return assets.put(owner, name, offset_bytes, base64.b64encode(data).decode())
+    return assets.put(JOB, owner, name, offset_bytes, base64.b64encode(data).decode())
 
 
 def test_small_files_come_in_parts_and_go(tmp_path: Path) -> None:
@@ -74,16 +76,17 @@ def test_small_files_come_in_parts_and_go(tmp_path: Path) -> None:
     assert put(assets, "config.json", b"def", 3) == 6
     assert put(assets, "config.json", b"def", 3) == 6, "the same part may come again"
     assert put(assets, "empty", b"") == 0
-    assert assets.read(OWNER, ["config.json", "empty"]) == {"config.json": b"abcdef", "empty": b""}
+    found = assets.read(JOB, OWNER, ["config.json", "empty"])
+    assert found == {"config.json": b"abcdef", "empty": b""}
     with pytest.raises(ConflictError, match="begins at byte 9"):
         put(assets, "config.json", b"x", 9)
     with pytest.raises(NotFoundError):
-        assets.read(OWNER, ["other"])
+        assets.read(JOB, OWNER, ["other"])
     assets.sweep([])
-    assert assets.read(OWNER, ["empty"]), "what has just come may still be claimed"
-    assets.forget(OWNER)
+    assert assets.read(JOB, OWNER, ["empty"]), "what has just come may still be claimed"
+    assets.forget(JOB, OWNER)
     with pytest.raises(NotFoundError):
-        assets.read(OWNER, ["empty"])
+        assets.read(JOB, OWNER, ["empty"])
 
 
 @pytest.mark.parametrize(
@@ -111,3 +114,26 @@ def test_small_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         put(assets, "c", b"x")
     with pytest.raises(ExhaustedError):
         put(assets, "a", b"x", owner="cd" * 16)
+
+
+def test_small_files_of_a_job_are_not_anothers(tmp_path: Path) -> None:
+    assets = Assets(tmp_path)
+    put(assets, "config.json", b"ours")
+    assets.put("team-b-run", OWNER, "config.json", 0, base64.b64encode(b"theirs").decode())
+    assert assets.read(JOB, OWNER, ["config.json"]) == {"config.json": b"ours"}
+    assets.forget("team-b-run", OWNER)
+    assert assets.read(JOB, OWNER, ["config.json"]) == {"config.json": b"ours"}
+    with pytest.raises(NotFoundError):
+        assets.read("team-b-run", OWNER, ["config.json"])
+
+
+def test_small_files_of_an_earlier_version_are_found_and_kept(tmp_path: Path) -> None:
+    earlier = tmp_path / "export-assets" / OWNER
+    earlier.mkdir(parents=True)
+    (earlier / "config.json").write_bytes(b"{}")
+    os.utime(earlier, (0, 0))
+    assets = Assets(tmp_path)
+    assets.sweep([OWNER])
+    assert assets.read(JOB, OWNER, ["config.json"]) == {"config.json": b"{}"}
+    assets.forget(JOB, OWNER)
+    assert not earlier.exists()

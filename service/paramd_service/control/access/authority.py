@@ -19,7 +19,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from paramd.errors import UsageError
 from paramd.security import loopback
 from paramd.security.tickets import MAX_TOKEN_CHARS, holds_token, new_token
 from paramd.state_files import replace
+from paramd_service.admission import covers
 from paramd_service.control.access.roles import Action, UserRole, may
 from paramd_service.control.store.tokens import TokenRow, TokenStore
 
@@ -213,7 +213,7 @@ class Principal:
         return may(self.role, action)
 
     def sees(self, job: str) -> bool:
-        return self.jobs is None or any(fnmatchcase(job, one) for one in self.jobs.split(","))
+        return covers(self.jobs or "", job)
 
 
 OWNER = Principal("owner", UserRole.ADMIN)

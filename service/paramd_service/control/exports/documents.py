@@ -60,14 +60,14 @@ else:
 
 
 class Assets:
-    """Asset files by owner: the id of an export or schedule, which need not exist yet. They are
-    under the control plane's directory. Blocking: call in a thread."""
+    """Asset files by job and owner: the id of an export or schedule of the job, which need not
+    exist yet. They are under the control plane's directory. Blocking: call in a thread."""
 
     def __init__(self, directory: Path) -> None:
         self._root = directory / "export-assets"
         self._whose: dict[str, Who] = {}
 
-    def put(self, owner: str, name: str, offset_bytes: int, data: str) -> int:
+    def put(self, job: str, owner: str, name: str, offset_bytes: int, data: str) -> int:
         """Write the next part of a file; return the file's size. A part may be repeated. Raises
         UsageError: `name` is not a plain file name, or `data` not base64. ConflictError: the part
         before it is missing. ExhaustedError: too many files, bytes or owners. UnreachableError: the
@@ -78,7 +78,7 @@ class Assets:
         except ValueError:  # not ASCII either
             raise UsageError("data: not valid base64") from None
         try:
-            return self._put(self._root / owner, name, offset_bytes, part)
+            return self._put(self._folder(job, owner), name, offset_bytes, part)
         except OSError as error:
             raise UnreachableError(
                 f"assets: the control plane cannot write {name!r} ({error.strerror})"
@@ -109,11 +109,14 @@ class Assets:
             file.truncate()
         return offset_bytes + len(part)
 
-    def read(self, owner: str, names: Iterable[str]) -> dict[str, bytes]:
+    def read(self, job: str, owner: str, names: Iterable[str]) -> dict[str, bytes]:
         """Contents of an owner's files. Raises NotFoundError when one was not uploaded."""
+        folder = self._folder(job, owner)
+        if not folder.exists():
+            folder = self._root / owner  # of an earlier version, which kept them by owner alone
         found = {}
         for name in names:
-            path = self._root / owner / check_asset_name(name)
+            path = folder / check_asset_name(name)
             try:
                 found[name] = path.read_bytes()
             except FileNotFoundError:
@@ -122,9 +125,10 @@ class Assets:
                 ) from None
         return found
 
-    def forget(self, owner: str) -> None:
+    def forget(self, job: str, owner: str) -> None:
         """Remove the files of an owner. Idempotent."""
-        shutil.rmtree(self._root / owner, ignore_errors=True)
+        for folder in (self._folder(job, owner), self._root / owner):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def sweep(self, owners: Iterable[str]) -> None:
         """Remove files older than UNOWNED_S that belong to none of `owners`."""
@@ -132,8 +136,13 @@ class Assets:
         if not self._root.exists():
             return
         for folder in self._root.iterdir():
-            if folder.name not in kept and clock.now_s() - folder.stat().st_mtime > UNOWNED_S:
+            owner = folder.name.partition(".")[0]
+            if owner not in kept and clock.now_s() - folder.stat().st_mtime > UNOWNED_S:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _folder(self, job: str, owner: str) -> Path:
+        # By job, so that who knows the id of another job's schedule changes none of its files.
+        return self._root / f"{owner}.{job}"
 
     def _make_room(self) -> None:
         there = [one.name for one in self._root.iterdir()] if self._root.exists() else []

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -45,6 +45,7 @@ from paramd_service.destinations.destinations import (
     ENVIRONMENT,
     Destination,
     DestinationKind,
+    check_below,
     locate,
 )
 
@@ -118,10 +119,13 @@ class ExportService:
     def running(self) -> list[ExportJob]:
         return [job for queue in self._queues.values() for job in queue.runs.values()]
 
-    def check(self, request: Mapping[str, Any]) -> None:
-        """Validate a request. Raises UsageError, NotFoundError."""
+    def check(self, request: Mapping[str, Any], jobs: str | None) -> None:
+        """Validate a request of a token for `jobs`, as in `ExportRow`. Raises UsageError,
+        NotFoundError; DeniedError: its key is none that this token may write."""
         read_spec(request)
-        locate(self.destinations, named_at(str(request["destination"]), incarnation=1, step=0))
+        wanted = str(request["destination"])
+        locate(self.destinations, named_at(wanted, incarnation=1, step=0))
+        check_below(wanted.partition("/")[2], jobs or "")
 
     async def create(
         self,
@@ -129,14 +133,15 @@ class ExportService:
         request: Mapping[str, Any],
         *,
         actor: str,
+        jobs: str | None = None,
         export_id: str | None = None,
         schedule: str = "",
     ) -> ExportInfo:
-        """Queue an export. Idempotent by id. Raises UsageError, NotFoundError: as `check`.
+        """Queue an export; `jobs` as in `ExportRow`. Idempotent by id. Raises as `check`.
         ExhaustedError: the queue is full. ConflictError: the incarnation has ended, or the id
         belongs to another request."""
         mesh.check()
-        self.check(request)
+        self.check(request, jobs)
         queue = self._queues[mesh.job]
         if export_id is not None:
             found = await self._same(mesh.job, export_id, request)
@@ -153,6 +158,7 @@ class ExportService:
             request=request,
             generation=mesh.terms.generation,
             created_s=clock.now_s(),
+            jobs=jobs,
         )
         await self.store.add(row)
         job = queue.add(row, [])
@@ -195,10 +201,10 @@ class ExportService:
             if not row.removed and _is_on_the_way(row, back)
         ]
 
-    async def directory(self, job: str, given: str) -> tuple[str, str]:
-        """(directory, destination) of a finished safetensors export, by the first characters of its
-        id. Raises NotFoundError for an unknown one, ConflictError for one that is not finished, was
-        removed, has another format or is not in a directory."""
+    async def directory(self, job: str, given: str) -> tuple[str, str, str]:
+        """(directory, destination, id) of a finished safetensors export, by the first characters of
+        its id. Raises NotFoundError for an unknown one, ConflictError for one that is not finished,
+        was removed, has another format or is not in a directory."""
         row = await self.store.get(job, await self.store.whole_id(job, given))
         if row.state != "DONE" or row.removed:
             state = "removed" if row.removed else row.state
@@ -211,7 +217,7 @@ class ExportService:
         found = self._directory(row.destination)
         if found["why_not"]:
             raise ConflictError(f"export {row.id[:8]}: {found['why_not']}")
-        return found["directory"], row.destination
+        return found["directory"], row.destination, row.id
 
     def _directory(self, named: str) -> dict[str, str]:
         try:
@@ -237,14 +243,14 @@ class ExportService:
         destination: str,
         name: str,
         offset_bytes: int,
-        sees: Callable[[str], bool],
+        jobs: str | None,
     ) -> tuple[int, bytes]:
         """Read a file of a finished export of any job that the caller sees, or its manifest: (its
-        size, up to 8 MiB from the offset). `sees`: whether the caller sees a job. Raises
-        UsageError, NotFoundError: there is no such destination, export or file."""
+        size, up to 8 MiB from the offset). `jobs` as in `ExportRow`. Raises UsageError,
+        NotFoundError: there is no such destination, export or file."""
         mesh.check()
-        target = target_of(self.destinations, destination)
-        return await read_file(self._queues[mesh.job].group, target, name, offset_bytes, sees)
+        target = target_of(self.destinations, destination, jobs=jobs)
+        return await read_file(self._queues[mesh.job].group, target, name, offset_bytes)
 
     def schedules(self, job: str) -> Schedules:
         if job not in self._schedules:
@@ -258,15 +264,17 @@ class ExportService:
         cadence: Cadence,
         *,
         actor: str,
+        jobs: str | None,
         schedule_id: str | None,
     ) -> ScheduleRow:
-        """Add a schedule. Raises as `create`; ExhaustedError when the job has too many."""
+        """Add a schedule; `jobs` as in `ExportRow`. Raises as `create`; ExhaustedError when the job
+        has too many."""
         mesh.check()
         schedules = self.schedules(mesh.job)
         if len(await schedules.all()) >= MAX_SCHEDULES:
             raise ExhaustedError(f"a job has at most {MAX_SCHEDULES} schedules; delete one")
         request = {**request, "destination": scheduled(str(request["destination"]))}
-        self.check(request)
+        self.check(request, jobs)
         joined = mesh.registry.view().joined
         row = ScheduleRow(
             id=schedule_id if schedule_id is not None else secrets.token_hex(16),
@@ -276,6 +284,7 @@ class ExportService:
             cadence=asdict(cadence),
             last_step=max(min((report.step for report in joined), default=0), 0),
             created_s=clock.now_s(),
+            jobs=jobs,
         )
         return await schedules.add(row)
 
@@ -338,15 +347,23 @@ class ExportService:
     async def _begin_scheduled(self, row: ScheduleRow) -> None:
         request = {**row.request, "overwrite": False}
         mesh = self._queues[row.job].mesh
-        await self.create(mesh, request, actor=row.actor, schedule=row.id)
+        await self.create(mesh, request, actor=row.actor, jobs=row.jobs, schedule=row.id)
 
     def _place(self, row: ExportRow) -> export_pb2.ExportTarget:
         overwrite = bool(row.request.get("overwrite", False))
-        return target_of(self.destinations, row.destination, export_id=row.id, overwrite=overwrite)
+        return target_of(
+            self.destinations,
+            row.destination,
+            export_id=row.id,
+            overwrite=overwrite,
+            job=row.job,
+            jobs=row.jobs,
+        )
 
     async def _assets_of(self, row: ExportRow) -> Mapping[str, bytes]:
         owner = row.schedule or row.id
-        return await asyncio.to_thread(self.assets.read, owner, row.request.get("assets", ()))
+        names = row.request.get("assets", ())
+        return await asyncio.to_thread(self.assets.read, row.job, owner, names)
 
     async def _ended(self, job: ExportJob) -> None:
         row = job.row
@@ -355,7 +372,7 @@ class ExportService:
         await self._records.export_ended(row)
         self.written_bytes[row.job] += job.export.written_bytes
         if not row.schedule:
-            await asyncio.to_thread(self.assets.forget, row.id)
+            await asyncio.to_thread(self.assets.forget, row.job, row.id)
         elif row.state == "DONE":
             try:
                 await self.schedules(row.job).retain(row.schedule, self._queues[row.job])

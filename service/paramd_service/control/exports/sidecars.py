@@ -18,10 +18,11 @@ from paramd.layout.types import Layout
 from paramd.mesh.peers.grpc import RankUnreachableError
 from paramd.v1 import export_pb2, sidecar_pb2
 from paramd.wire import checksum_of
+from paramd_service.admission import covers
 from paramd_service.aio import stopped
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.sidecars import SidecarCalls, address_of, on_all
-from paramd_service.destinations.destinations import MANIFEST, Destination, locate
+from paramd_service.destinations.destinations import MANIFEST, Destination, locate, not_seen
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
@@ -281,8 +282,11 @@ def target_of(
     *,
     export_id: str = NO_EXPORT,
     overwrite: bool = False,
+    job: str = "",
+    jobs: str | None = None,
 ) -> export_pb2.ExportTarget:
-    """Resolve "name/key" into the target sent to sidecars. Raises UsageError, NotFoundError."""
+    """Resolve "name/key" into the target sent to sidecars. `job` is the export's, `jobs` as in
+    `ExportRow`. Raises UsageError, NotFoundError."""
     found, key = locate(destinations, text)
     return export_pb2.ExportTarget(
         destination=found.name,
@@ -291,6 +295,8 @@ def target_of(
         key=key,
         export_id=export_id,
         overwrite=overwrite,
+        job=job,
+        jobs=jobs or "",
     )
 
 
@@ -299,7 +305,6 @@ async def read_file(
     target: export_pb2.ExportTarget,
     name: str,
     offset_bytes: int,
-    sees: Callable[[str], bool],
 ) -> tuple[int, bytes]:
     """As `ExportService.read_file`."""
     read = partial(part_of, group.calls, target=target)
@@ -312,10 +317,11 @@ async def read_file(
     try:
         found = json.loads(text)
         # Only files listed in the manifest: the directory may hold others.
-        names, seen = {MANIFEST, *(file["name"] for file in found["files"])}, sees(found["job"])
+        names, whose = {MANIFEST, *(file["name"] for file in found["files"])}, found["job"]
     except (ValueError, LookupError, TypeError) as error:
         raise DataLossError(f"{where}: its {MANIFEST} cannot be read") from error
-    if name not in names or not seen:
-        raise NotFoundError(f"{where}: it has no file {name[:80]!r}, or your token is not for it")
+    if name not in names or not covers(target.jobs, str(whose)):
+        raise not_seen(where)
+    # The sidecar checks the manifest again: another export may have taken the place meanwhile.
     _, answer = await group.any(partial(read, name=name, offset_bytes=offset_bytes))
     return answer

@@ -43,7 +43,8 @@ class Comparisons:
         heat: bool,
     ) -> dict[str, Any]:
         """Labels of both states, and a row for each tensor. `a`, `b`: {"job": NAME}, {"path":
-        DIRECTORY, "label": its name for callers}, or {"text": a state of `job`}. `jobs`: job
+        DIRECTORY, "label": its name for callers, "export": id of the export expected there}, or
+        {"text": a state of `job`}. `jobs`: job
         documents with the caller's ticket, by name. Raises ExhaustedError: other comparisons are
         running. ParamdError: as `AsyncMesh.diff`."""
         asked = {

@@ -16,12 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paramd.errors import CODES, NotFoundError, ParamdError
+from paramd.errors import CODES, ConflictError, NotFoundError, ParamdError
 from paramd.mesh.insight.diff import compute_diff
 from paramd.mesh.peers.control import JobDocument, parse_job
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.reading.transfer import Transfer
 from paramd_service import core_dumps
+from paramd_service.destinations.directory import export_of
 
 CELLS = 64
 """Most rows and columns of a heat map."""
@@ -59,6 +60,7 @@ async def compare(asked: Mapping[str, Any]) -> dict[str, Any]:
     finders = {job: SidecarFinder(directory, job) for job in jobs}
     transfer = Transfer()
     states = [_state(asked[side], finders) for side in ("a", "b")]
+    _check_places(asked)
     try:
         for finder in finders.values():
             await finder.start()
@@ -76,7 +78,18 @@ async def compare(asked: Mapping[str, Any]) -> dict[str, Any]:
         for finder in finders.values():
             await finder.close()
         transfer.close()
+    # Once more: another export may have taken the place while files were read.
+    _check_places(asked)
     return {"a": found.a, "b": found.b, "rows": [asdict(row) for row in found]}
+
+
+def _check_places(asked: Mapping[str, Any]) -> None:
+    """Raise ConflictError if another export, perhaps of another job, lies where one was."""
+    for given in (asked["a"], asked["b"]):
+        if "path" not in given:
+            continue
+        if export_of(Path(given["path"])).export_id != given["export"]:
+            raise ConflictError(f"{given['label']} was replaced or removed; choose another")
 
 
 def _state(given: Mapping[str, str], finders: Mapping[str, SidecarFinder]) -> Any:

@@ -47,6 +47,8 @@ class ExportRow:
     created_s: float
     """Seconds since the Unix epoch."""
     ended_s: float | None = None
+    jobs: str | None = None
+    """Patterns of the jobs that its author's token is for; None: all."""
 
 
 class FileState(StrEnum):
@@ -85,6 +87,8 @@ class ScheduleRow:
     skipped_count: int = 0
     created_s: float
     deleted_s: float | None = None
+    jobs: str | None = None
+    """As in `ExportRow`."""
 
 
 class TakenOverError(ConflictError):
@@ -185,8 +189,15 @@ class ExportStore:
         return await self._all(chosen.order_by(exports.c.created_s, exports.c.id))
 
     async def add_schedule(self, row: ScheduleRow) -> None:
-        statement = insert(export_schedules).values(columns_of(row))
-        await self._store.write(lambda connection: connection.execute(statement))
+        """Add a schedule. Raises ConflictError when the id is taken, by whatever job."""
+
+        def work(connection: Connection) -> None:
+            taken = select(export_schedules.c.id).where(export_schedules.c.id == row.id)
+            if connection.execute(taken).first() is not None:
+                raise ConflictError(f"schedule {row.id} is a different request; use a new id")
+            connection.execute(insert(export_schedules).values(columns_of(row)))
+
+        await self._store.write(work)
 
     async def save_schedule(self, row: ScheduleRow) -> None:
         """Overwrite a schedule; one deleted meanwhile is not revived."""

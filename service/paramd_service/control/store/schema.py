@@ -18,7 +18,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISION = "0009"
+REVISION = "0010"
 """The newest revision; a test checks it against the migrations."""
 
 MAX_JOB_CHARS = 64
@@ -129,6 +129,7 @@ exports = Table(
     Column("removed", Boolean(create_constraint=False), nullable=False),
     Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
     Column("ended_s", Double, comment="null: it goes on"),
+    Column("jobs", Text, comment="as in tokens, of who asked for it"),
     Index("ix_exports_job", "job", "created_s"),
     Index("ix_exports_schedule", "schedule"),
 )
@@ -158,6 +159,7 @@ export_schedules = Table(
     Column("skipped_count", Integer, nullable=False),
     Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
     Column("deleted_s", Double, comment="null: in force"),
+    Column("jobs", Text, comment="as in tokens, of who made it"),
     Index("ix_export_schedules_job", "job"),
 )
 

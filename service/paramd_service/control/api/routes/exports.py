@@ -62,9 +62,9 @@ def router(services: Services) -> APIRouter:
         job: str, destination: Where, name: FileName, request: Request, offset_bytes: Offset = 0
     ) -> Response:
         """Up to 8 MiB of a file of a finished export; header paramd-file-bytes has its size."""
-        mesh, sees = services.jobs.get(job), principal_of(request).sees
+        mesh, jobs = services.jobs.get(job), principal_of(request).jobs
         size_bytes, data = await services.exports.read_file(
-            mesh, destination, name, offset_bytes, sees
+            mesh, destination, name, offset_bytes, jobs
         )
         headers = {"paramd-file-bytes": str(size_bytes)}
         return Response(data, media_type="application/octet-stream", headers=headers)
@@ -100,11 +100,11 @@ def _exports(services: Services, routes: APIRouter) -> None:
     @routes.post("/jobs/{job}/exports", status_code=202)
     async def create_export(job: str, wanted: ExportRequest, request: Request) -> ExportInfo:
         """Start an export of one step; poll get_export for progress. Idempotent with an id."""
-        mesh = services.jobs.get(job)
+        mesh, by = services.jobs.get(job), principal_of(request)
         asked = wanted.model_dump(exclude={"id"})
         async with _recorded(services, mesh, request, "export.create", asked) as entry:
             found = await services.exports.create(
-                mesh, asked, actor=principal_of(request).name, export_id=wanted.id
+                mesh, asked, actor=by.name, jobs=by.jobs, export_id=wanted.id
             )
             entry.outcome(id=found.id)
             return found
@@ -145,7 +145,12 @@ def _exports(services: Services, routes: APIRouter) -> None:
         detail = {"owner": part.owner, "name": part.name, "offset_bytes": part.offset_bytes}
         async with _recorded(services, mesh, request, "export-asset.store", detail) as entry:
             size_bytes = await asyncio.to_thread(
-                services.exports.assets.put, part.owner, part.name, part.offset_bytes, part.data
+                services.exports.assets.put,
+                job,
+                part.owner,
+                part.name,
+                part.offset_bytes,
+                part.data,
             )
             entry.outcome(size_bytes=size_bytes)
             return AssetDocument(name=part.name, size_bytes=size_bytes)
@@ -164,13 +169,13 @@ def _schedules(services: Services, routes: APIRouter) -> None:
         job: str, wanted: ScheduleRequest, request: Request
     ) -> ScheduleDocument:
         """Create a schedule that starts exports. Idempotent with an id."""
-        mesh = services.jobs.get(job)
+        mesh, by = services.jobs.get(job), principal_of(request)
         detail = wanted.model_dump(exclude={"id"})
         cadence = Cadence(**wanted.model_dump(include=_CADENCE))
         asked = wanted.model_dump(exclude={"id", *_CADENCE})
         async with _recorded(services, mesh, request, "export-schedule.create", detail) as entry:
             row = await services.exports.add_schedule(
-                mesh, asked, cadence, actor=principal_of(request).name, schedule_id=wanted.id
+                mesh, asked, cadence, actor=by.name, jobs=by.jobs, schedule_id=wanted.id
             )
             entry.outcome(id=row.id)
             return schedule_document(row)

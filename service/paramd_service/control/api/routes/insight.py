@@ -206,8 +206,8 @@ def router(services: Services) -> APIRouter:
         async def resolved(text: str) -> dict[str, str]:
             kind, rest = state_of(text)
             if kind == "export":
-                path, destination = await services.exports.directory(job, rest)
-                return {"path": path, "label": f"export {destination}"}
+                path, destination, export_id = await services.exports.directory(job, rest)
+                return {"path": path, "label": f"export {destination}", "export": export_id}
             if kind == "job":
                 check_job(who, rest)  # first: whether another's job exists is nobody's business
                 jobs[rest] = await job_document(services, services.jobs.get(rest), who)

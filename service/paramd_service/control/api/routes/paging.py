@@ -32,24 +32,25 @@ class Pages(Generic[Item]):
     """Costly results, kept so that their pages are consistent. Event loop only."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[Item, float]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], tuple[Item, float]] = OrderedDict()
 
-    def keep(self, item: Item, *, name: str = "") -> str:
+    def keep(self, item: Item, *, of: str, name: str = "") -> str:
         """Keep a result for its next pages; return its name for `make_token`. Equal results under
-        the same `name` are kept once for all callers."""
+        the same `name` are kept once for all callers. `of`: whose result it is, such as a job's:
+        its next pages are for the same alone."""
         now_s = time.monotonic()
         for old in [old for old, (_, expires_s) in self._kept.items() if expires_s < now_s]:
             del self._kept[old]
         name = name or secrets.token_hex(8)
-        self._kept[name] = item, now_s + KEPT_S
-        self._kept.move_to_end(name)
+        self._kept[of, name] = item, now_s + KEPT_S
+        self._kept.move_to_end((of, name))
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return name
 
-    def get(self, name: str) -> Item:
-        """Raises ConflictError when it is no longer kept."""
-        item, expires_s = self._kept.get(name, (None, 0.0))
+    def get(self, name: str, *, of: str) -> Item:
+        """The result kept under this name `of` the same. Raises ConflictError: it no longer is."""
+        item, expires_s = self._kept.get((of, name), (None, 0.0))
         if item is None or expires_s < time.monotonic():
             raise ConflictError("page_token: expired; omit it to start over")
         return item

@@ -130,8 +130,10 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         found_filter = parse_filter(wanted)
         by_statistics = _needs_statistics(found_filter, sort)
         begin, name = read_token(page_token) if page_token else (0, "")
+        # A reader's list may order small tensors by their values.
+        of = f"{job} {may_read(request)}"
         if name:
-            found = pages.get(name)
+            found = pages.get(name, of=of)
             digest = mesh.registry.view().layout_digest
             if found.digest != digest:
                 raise ConflictError("page_token: the layout has changed; omit it to start over")
@@ -148,7 +150,7 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
             # Without statistics a list depends on layout, filter and order alone.
             facts = f"{found.digest} {sort} {wanted}"
             shared = "" if by_statistics else hashlib.sha256(facts.encode()).hexdigest()[:16]
-            name = name or pages.keep(found, name=shared)
+            name = name or pages.keep(found, of=of, name=shared)
             token = make_token(end, name)
         return ParamPage(
             layout_digest=found.digest,

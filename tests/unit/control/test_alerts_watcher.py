@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -32,6 +32,13 @@ TENSORS = tuple(
     for n, pieces in enumerate(PIECES)
 )
 LAYOUT = Layout(3, (4096,) * 3, TENSORS)
+
+
+ALERT = Alert(
+    id="1", job="run", incarnation=1, rule="stuck", subject="mesh", severity="critical",
+    state="firing", reason="", ranks=(), name="", step=1, first_seen_s=1.0, last_seen_s=1.0,
+    resolved_s=None,
+)  # fmt: skip
 
 
 class World:
@@ -220,6 +227,51 @@ async def test_posts_are_bounded_and_a_receiver_that_hangs_delays_nobody(
     await watcher.close()
     await hooks.close()
     assert (hooks.posted_count, hooks.failed_count) == (1, 3), "those that hang at the end, too"
+
+
+class Endless(httpx2.AsyncByteStream):
+    """The body of an answer that never ends."""
+
+    def __init__(self) -> None:
+        self.read_count = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            self.read_count += 1
+            yield bytes(1 << 20)
+
+
+async def test_of_a_receivers_answer_only_the_head_is_read() -> None:
+    body = Endless()
+
+    async def receive(request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(200, headers={"content-encoding": "gzip"}, stream=body)
+
+    hooks = Webhooks(["https://a.example.com"], transport=httpx2.MockTransport(receive))
+    hooks.post([ALERT])
+    await _until(lambda: hooks.posted_count == 1)
+    await hooks.close()
+    assert body.read_count == 0
+
+
+async def test_a_receiver_that_trickles_keeps_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def receive(request: httpx2.Request) -> httpx2.Response:
+        if request.url.host == "slow":
+            await asyncio.Event().wait()
+        return httpx2.Response(200)
+
+    monkeypatch.setattr(webhook, "MAX_POSTS", 3)
+    transport = httpx2.MockTransport(receive)
+    hooks = Webhooks(["https://slow", "https://good"], transport=transport)
+    for number in range(1, 11):
+        hooks.post([ALERT])
+        await _until(lambda number=number: hooks.posted_count == number)
+    assert hooks.failed_count == 7, "those beyond its three"
+    monkeypatch.setattr(webhook, "TIMEOUT_S", 0.01)
+    await hooks.close()
+    assert (hooks.posted_count, hooks.failed_count) == (10, 10)
 
 
 @pytest.mark.parametrize("disabled", [(), ("non-finite",)])

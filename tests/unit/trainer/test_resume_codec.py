@@ -1,7 +1,9 @@
 """State as bytes without pickle: what comes back, and what is refused by its path."""
 
+import json
 import math
 import random
+import struct
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from paramd.errors import UsageError
 from paramd.trainer.resume.codec import decode, encode, random_state, set_random_state
+from paramd.trainer.resume.succession import _checked
 
 PLAIN = [
     None, True, 1 << 80, -0.0, 0.1 + 0.2, "\u00c4\n", b"\x00\xff", [], (1, [2, (3,)]),
@@ -76,3 +79,77 @@ def test_generators_go_on_where_they_were() -> None:
     drawn()
     set_random_state(decode(kept))
     assert drawn() == expected
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"tensor": ["float32", [1 << 61], 0, 0]},
+        {"tensor": ["float32", [-1], 0, 0]},
+        {"tensor": ["float32", [2], 0, 3]},
+        {"tensor": ["float32", ["x"], 0, 4]},
+        {"tensor": ["nn", [1], 0, 4]},
+        {"tensor": ["no_such_dtype", [1], 0, 4]},
+        {"tensor": [7, [1], 0, 4]},
+        {"tensor": ["float32", [1], -4, 4]},
+        {"numpy": ["O", [1], 0, 8]},
+        {"numpy": ["<f4", [1 << 61], 0, 4]},
+        {"numpy": ["|V0", [1], 0, 0]},
+        {"numpy": ["x", None, 0, 0]},
+        {"dict": [[[], 1]]},
+        {"dict": [1]},
+        {"counter": [["a"]]},
+        {"bytes": ["0", "1"]},
+        {"bytes": [1 << 80, 1]},
+        {"tuple": 1},
+        {"unknown": 1},
+        {},
+        {"a": 1, "b": 2},
+    ],
+)
+def test_what_no_program_of_ours_wrote_is_refused_and_no_traceback(document: Any) -> None:
+    text = json.dumps(document).encode()
+    with pytest.raises(UsageError, match="cannot be read"):
+        decode(struct.pack("=Q", len(text)) + text + bytes(8))
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"[" * 100_000, b"NaN,", b"1" * 10_000])
+def test_text_that_is_no_json_is_refused(text: bytes) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        decode(struct.pack("=Q", len(text)) + text)
+
+
+RECORD = {
+    "step": 3, "groups": [[{"lr": 0.1}]], "others": [], "random_forward": None,
+    "late": encode({}), "early": encode({"keep": {}, "random": random_state()}),
+}  # fmt: skip
+TABLE = {"on_device": False, "used_bytes": [8], "optimizers": [["AdamW", [[["float32", [2]]]]]]}
+
+
+def test_a_record_and_table_that_go_together_are_taken() -> None:
+    assert _checked(dict(RECORD), dict(TABLE)) == TABLE
+
+
+@pytest.mark.parametrize(
+    ("record", "table"),
+    [
+        ({"early": b""}, {}),
+        ({"early": encode({"keep": {}})}, {}),
+        ({"early": encode({"keep": 1, "random": random_state()})}, {}),
+        ({"early": encode({"keep": {}, "random": {"python": [3, b"", None], "torch": 1}})}, {}),
+        ({"late": encode([1])}, {}),
+        ({"late": 7}, {}),
+        ({"groups": [[1]]}, {}),
+        ({"groups": None}, {}),
+        ({}, {"used_bytes": ["x"]}),
+        ({}, {"used_bytes": []}),
+        ({}, {"used_bytes": [-8]}),
+        ({}, {"optimizers": [["AdamW"]]}),
+        ({}, {"optimizers": [["AdamW", [[1]]]]}),
+    ],
+)
+def test_a_record_that_would_fail_later_is_refused_where_another_can_be_chosen(
+    record: dict[str, Any], table: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        _checked(RECORD | record, TABLE | table)

@@ -20,7 +20,8 @@ import struct
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,38 @@ def encode(value: object, *, name: str = "") -> bytes:
 
 def decode(data: bytes) -> Any:
     """The inverse of `encode`, with tensors in host memory; UsageError if malformed."""
-    try:
+    with legible():
         (size,) = _SIZE.unpack_from(data)
         found = json.loads(data[_SIZE.size : _SIZE.size + size])
         return _decoded(found, memoryview(data)[_SIZE.size + size :])
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+
+
+@contextmanager
+def legible() -> Iterator[None]:
+    """Raise UsageError where the block finds that a state is not what `encode` was given.
+
+    It may have been kept by another program, or by a host that lies: whatever is wrong with it, the
+    next way to resume is taken, and no start ends in a traceback.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except _ILLEGIBLE as error:
         raise UsageError(f"the kept state cannot be read: {error!r}") from None
+
+
+_ILLEGIBLE = (
+    struct.error,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    # Of torch, for shapes and sizes that do not go together or fit into no memory.
+    RuntimeError,
+    OverflowError,
+    MemoryError,
+)
 
 
 def _encoded(value: object, path: str, blobs: bytearray, depth: int) -> Any:
@@ -165,6 +192,16 @@ def random_state() -> dict[str, Any]:
     if devices is not None:
         found[str(accelerator.kind())] = devices.get_rng_state_all()
     return found
+
+
+def check_random_state(found: dict[str, Any]) -> None:
+    """Raise UsageError unless `set_random_state` could continue with these; nothing is set."""
+    with legible():
+        version, words, gauss = found["python"]
+        random.Random().setstate((version, tuple(array("I", words)), gauss))
+        if "numpy" in found:
+            np.random.RandomState().set_state(tuple(found["numpy"]))
+        torch.Generator().set_state(found["torch"])
 
 
 def set_random_state(found: dict[str, Any]) -> None:

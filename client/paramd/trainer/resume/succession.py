@@ -42,7 +42,7 @@ from paramd.trainer.resume.choice import (
     choose,
     signature_difference,
 )
-from paramd.trainer.resume.codec import decode, set_random_state
+from paramd.trainer.resume.codec import check_random_state, decode, legible, set_random_state
 from paramd.trainer.resume.keeper import Keeper, read_record
 from paramd.trainer.resume.optimizer_home import OptimizerHome, signature
 
@@ -155,7 +155,7 @@ class Succession:
             except ParamdError as error:
                 why_not = str(error)
         for label, descriptor in zip(offer["snapshots"], fds, strict=True):
-            with suppress(ParamdError, ValueError, OSError):
+            with suppress(ParamdError, LookupError, TypeError, ValueError, OSError):
                 self._snapshots += _snapshots_in(
                     copies.mapped(descriptor, sum(copies.sizes_of(label))), label
                 )
@@ -370,7 +370,7 @@ class Succession:
         self._live = _State(
             mark,
             record,
-            decode(pair[1]),
+            _checked(record, decode(pair[1])),
             parts=tuple(
                 copies.mapped(descriptor, size)
                 for descriptor, size in zip(self._descriptors[on:2], sizes[on:], strict=True)
@@ -488,7 +488,7 @@ def _snapshots_in(memory: memoryview, label: Mapping[str, Any]) -> list[_State]:
     sizes = copies.sizes_of(label)
     begin = sizes[0] + sizes[1]
     record = read_record(bytes(memory[begin : begin + sizes[2]]))
-    table = decode(bytes(memory[begin + sizes[2] : sum(sizes)]))
+    table = _checked(record, decode(bytes(memory[begin + sizes[2] : sum(sizes)])))
     return [
         _State(
             mark,
@@ -501,6 +501,32 @@ def _snapshots_in(memory: memoryview, label: Mapping[str, Any]) -> list[_State]:
         )
         for mark in copies.marks_of(label)
     ]
+
+
+def _checked(record: dict[str, Any], table: Any) -> dict[str, Any]:
+    """The table, if it and the record have what resuming needs. Raises UsageError.
+
+    A record whose digest is right can still be another program's, or made up by the host that kept
+    it. So what would fail later is looked at here, where another state can still be chosen.
+    """
+    with legible():
+        bool(table["on_device"])
+        host_bytes, device_bytes = _used_bytes(table)
+        if min(host_bytes, device_bytes) < 0:
+            raise ValueError(f"used_bytes {host_bytes}, {device_bytes}")
+        for _kind, groups in table["optimizers"]:
+            for group in groups:
+                for _dtype, shape in group:
+                    list(shape)
+        for groups in record["groups"]:
+            if not all(isinstance(group, dict) for group in groups):
+                raise TypeError("a group of parameters is no dict")
+        for name in ("others", "random_forward"):
+            record[name]
+        _kept(record)
+        check_random_state(decode(record["early"])["random"])
+    checked: dict[str, Any] = table
+    return checked
 
 
 def _used_bytes(table: dict[str, Any]) -> tuple[int, int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,10 @@ MAX_RANKS = 64
 """Ranks whose numbers are kept: the lowest that log."""
 MAX_NAMES = 256
 """Names kept per rank."""
+MAX_NAME_CHARS = 64
+"""As a sidecar takes them from its training: a longer one is no name that was logged."""
+MAX_VALUES = 64
+"""Numbers of one entry, likewise."""
 WINDOW = 20
 LEAST = 5
 """Values needed before a jump can be detected."""
@@ -34,6 +39,8 @@ POINT_S = 1.0
 """The history keeps the first value of a number in each period of this length."""
 
 BATCH = 1000
+MAX_BATCHES = 10
+"""Answers taken from one rank in a round: whatever it says that it has, others get their turn."""
 ASK_TIMEOUT_S = 3.0
 
 Ask = Callable[[Report, pb.GetLoggedRequest], Awaitable[pb.GetLoggedResponse]]
@@ -46,11 +53,16 @@ class NumberHistory:
         """Raises UsageError for a rule that cannot be parsed."""
         self._rules = [parse_number(text) for text in rules]
         self._values: dict[tuple[int, str], deque[float]] = {}
+        self._name_counts: Counter[int] = Counter()
+        """Names known of each rank."""
 
     def judge(self, rank: int, name: str, values: Sequence[tuple[int, float]]) -> list[Finding]:
         """Problems among new (step, value) pairs, oldest first, which are then remembered. One
         finding per rule, for the last value that violates it."""
-        known = self._values.setdefault((rank, name), deque(maxlen=WINDOW))
+        if (rank, name) not in self._values:
+            self._values[rank, name] = deque(maxlen=WINDOW)
+            self._name_counts[rank] += 1
+        known = self._values[rank, name]
         found: dict[str, Finding] = {}
         for step, value in values:
             for text, why in self._problems(name, value, known):
@@ -61,9 +73,7 @@ class NumberHistory:
 
     def knows(self, rank: int, name: str) -> bool:
         """Whether the number is followed: at most `MAX_NAMES` of a rank are."""
-        if (rank, name) in self._values:
-            return True
-        return sum(1 for of, _ in self._values if of == rank) < MAX_NAMES
+        return (rank, name) in self._values or self._name_counts[rank] < MAX_NAMES
 
     def _problems(
         self, name: str, value: float, known: Sequence[float]
@@ -100,6 +110,20 @@ def _finding(rank: int, name: str, text: str, why: str, step: int) -> Finding:
     )
 
 
+def _in_order(entries: Sequence[pb.LoggedEntry], *, after: int) -> list[pb.LoggedEntry]:
+    """The entries of an answer up to the first that a sidecar does not number so.
+
+    One that numbers them otherwise could be asked for the same ones without end.
+    """
+    found: list[pb.LoggedEntry] = []
+    for entry in entries[:BATCH]:
+        if entry.number <= after:
+            break
+        after = entry.number
+        found.append(entry)
+    return found
+
+
 class LoggedRounds:
     """Takes new entries from the sidecars. Single event loop."""
 
@@ -126,9 +150,11 @@ class LoggedRounds:
         # A respawned sidecar counts from 1 again.
         known_pid, number = self._taken.get(report.rank, (pid, 0))
         number = number if known_pid == pid else 0
-        while number < report.state.logged_count:
+        for _ in range(MAX_BATCHES):
+            if number >= report.state.logged_count:
+                return
             answer = await self._ask(report, pb.GetLoggedRequest(after=number, limit=BATCH))
-            found = answer.entries
+            found = _in_order(answer.entries, after=number)
             number = found[-1].number if found else max(number, answer.count)
             self._taken[report.rank] = pid, number
             if not found:
@@ -139,8 +165,10 @@ class LoggedRounds:
         values: dict[str, list[tuple[int, float]]] = {}
         points: list[Sample] = []
         for entry in entries:
-            for name, value in entry.values.items():
-                if self._history.knows(rank, name):
+            for name, value in islice(entry.values.items(), MAX_VALUES):
+                if len(name) > MAX_NAME_CHARS or not self._history.knows(rank, name):
+                    continue
+                if name in values or len(values) < MAX_NAMES:
                     values.setdefault(name, []).append((entry.step, value))
                     points += self._point(rank, name, entry, value)
         self._watcher.offer(points)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from urllib.parse import urlsplit
@@ -18,9 +19,10 @@ from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import kept, stopped
 
 TIMEOUT_S = 5.0
+"""Time limit of a post as a whole: a receiver that trickles does not extend it."""
 
-MAX_POSTS = 200
-"""Concurrent posts; more are counted as failed."""
+MAX_POSTS = 50
+"""Concurrent posts to one receiver; more are counted as failed, and keep no other waiting."""
 
 log = logging.getLogger("paramd.control.alerts")
 
@@ -35,6 +37,7 @@ class Webhooks:
         self._urls = urls
         self._client = httpx2.AsyncClient(
             timeout=TIMEOUT_S,
+            limits=httpx2.Limits(max_connections=MAX_POSTS * max(len(urls), 1)),
             # The default one reads all certificate authorities, which nobody needs without URLs.
             transport=transport if urls else httpx2.AsyncBaseTransport(),
             follow_redirects=False,
@@ -42,6 +45,8 @@ class Webhooks:
             trust_env=False,
         )
         self._tasks: set[asyncio.Task[None]] = set()
+        self._under_way: Counter[str] = Counter()
+        """Posts to each receiver."""
         self.posted_count = 0
         """Posts accepted by a receiver."""
         self.failed_count = 0
@@ -51,10 +56,13 @@ class Webhooks:
         """Begin to post alerts to every receiver. Never blocks, never fails."""
         for alert in alerts:
             for url in self._urls:
-                if len(self._tasks) >= MAX_POSTS:
+                if self._under_way[url] >= MAX_POSTS:
                     self._failed(url, alert, f"{MAX_POSTS} posts are under way")
                     continue
-                kept(self._tasks, self._post(url, alert), "paramd-webhook")
+                self._under_way[url] += 1
+                task = kept(self._tasks, self._post(url, alert), "paramd-webhook")
+                # Also of one that is cancelled before it has begun.
+                task.add_done_callback(lambda _, url=url: self._under_way.subtract([url]))
 
     async def close(self) -> None:
         """Stop. Posts in progress have `TIMEOUT_S` to arrive. Idempotent."""
@@ -65,17 +73,22 @@ class Webhooks:
 
     async def _post(self, url: str, alert: Alert) -> None:
         try:
-            answer = await self._client.post(url, json=asdict(alert))
-        except (httpx2.HTTPError, asyncio.CancelledError) as error:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                # Of an answer only its head is read: its body could be of any size.
+                self._client.stream("POST", url, json=asdict(alert)) as answer,
+            ):
+                status = answer.status_code
+        except (httpx2.HTTPError, TimeoutError, asyncio.CancelledError) as error:
             # The error text may contain the URL.
             self._failed(url, alert, type(error).__name__)
             if isinstance(error, asyncio.CancelledError):
                 raise
             return
-        if answer.status_code < 300:
+        if status < 300:
             self.posted_count += 1
         else:
-            self._failed(url, alert, f"HTTP {answer.status_code}")
+            self._failed(url, alert, f"HTTP {status}")
 
     def _failed(self, url: str, alert: Alert, why: str) -> None:
         self.failed_count += 1

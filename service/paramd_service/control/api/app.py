@@ -41,6 +41,7 @@ from paramd_service.control.api.routes import (
 )
 from paramd_service.control.api.services import Services
 from paramd_service.control.base import problems
+from paramd_service.control.metrics.passed_on import own_series
 
 API = "/api/v1"
 _PROOF_ID = re.compile(f"[0-9a-f]{{{ID_CHARS}}}")
@@ -203,7 +204,8 @@ def metrics_router(services: Services) -> APIRouter:
         for report in mesh.registry.view().joined:
             if report.rank == rank:
                 found = await mesh.calls.ask(rank, report.address, pb.GetMetricsRequest())
-                return Response(found.text, media_type=services.metrics.content_type)
+                text = own_series(found.text, job=mesh.job, rank=rank)
+                return Response(text, media_type=services.metrics.content_type)
         raise NotFoundError(f"rank {rank} of job {job[:64]!r} has no sidecar now")
 
     return router

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from urllib.parse import urlsplit
 
 import httpx2
@@ -62,7 +63,10 @@ class Webhooks:
                 self._under_way[url] += 1
                 task = kept(self._tasks, self._post(url, alert), "paramd-webhook")
                 # Also of one that is cancelled before it has begun.
-                task.add_done_callback(lambda _, url=url: self._under_way.subtract([url]))
+                task.add_done_callback(partial(self._ended, url))
+
+    def _ended(self, url: str, _: asyncio.Task[None]) -> None:
+        self._under_way[url] -= 1
 
     async def close(self) -> None:
         """Stop. Posts in progress have `TIMEOUT_S` to arrive. Idempotent."""

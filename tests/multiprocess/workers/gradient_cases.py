@@ -220,6 +220,54 @@ def accumulation(cases: Cases) -> None:
     assert_rising(frames)
 
 
+def closures(cases: Cases) -> None:
+    """A step that computes its gradients itself has a frame of these."""
+    plain = cases.model.plain
+    optimizer = torch.optim.SGD([plain], lr=0.0)
+
+    def update(number: int) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (plain * float(number)).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    for frame in cases.read(update, "plain", count=4):
+        assert frame["plain"].unique().item() == frame.step
+
+
+class Refused(Exception):
+    """A guard does not like the gradients."""
+
+
+def retries(cases: Cases) -> None:
+    """Of a step that a hook refuses, and that is tried again with others, these are shown."""
+    plain = cases.model.plain
+
+    def guard(*_: Any) -> None:
+        raise Refused
+
+    def update(number: int) -> None:
+        plain.grad = torch.full((ROWS, WIDTH), -1.0)
+        cases.attachment.clipped(2.0, 1.0)
+        (plain * 0.0).sum().backward()
+        refusing = cases.first.register_step_pre_hook(guard)
+        try:
+            cases.first.step()
+        except Refused:
+            refusing.remove()
+        plain.grad = torch.full((ROWS, WIDTH), float(number))
+        cases.attachment.clipped(4.0, 1.0)
+        cases.first.step()
+
+    for frame in cases.read(update, "plain", count=4):
+        assert frame["plain"].unique().item() == frame.step
+        assert frame.clip_factor is not None
+        assert abs(frame.clip_factor - 0.25) < 1e-6
+
+
 def clipping(cases: Cases) -> None:
     """The trainer says by which factor it clipped, for that update alone."""
 
@@ -308,6 +356,8 @@ def main() -> None:
         slices_rows_and_casts,
         several_optimizers,
         accumulation,
+        closures,
+        retries,
         clipping,
         skipped_steps,
         explicit_updates,

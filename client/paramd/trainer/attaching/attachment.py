@@ -93,7 +93,7 @@ class Attachment:
         self._editor = editor
         self._record = record
         self._gradients = gradients
-        boundary.before_update = gradients.before_update
+        boundary.gradients = gradients
         gradients.iteration = boundary.iteration
         self._signals = Signals(model, boundary)
         self._exchange = exchange

@@ -427,6 +427,7 @@ class Stages(Discovering):
                 arena_bytes=home.arena_bytes,
                 pieces=home.pieces,
                 lossless_budget_ns=round(self._settings.lossless_budget_ms * 1e6),
+                partitioned=model in partitions.declared,
             ),
             exchange=self._exchange,
             sidecar=self._sidecar,

@@ -1,6 +1,7 @@
 """The part inside the training loop: updates, and the boundaries between them.
 
-    begin     an optimizer step (or `attachment.update()`) begins: SEQ odd
+    begin     an optimizer step (or `attachment.update()`) begins: SEQ odd. A step that computes its
+              gradients itself, in a closure, begins when the closure has returned
     end       the update ends. The state rests but is not settled: the script may still clamp
               weights, swap in averaged ones or load others, and a wrapper's step may still run
     continue  training continues with a forward that will be differentiated, the next update or
@@ -26,7 +27,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -54,6 +55,7 @@ from paramd.trainer.boundary.standins import CHANGED, StandIns
 if TYPE_CHECKING:
     from paramd.memory.device_arena import TrainerDevice
     from paramd.trainer.boundary.edits import Editor
+    from paramd.trainer.boundary.gradients import GradientCapture
     from paramd.trainer.home.mirrored import MirroredHome
     from paramd.trainer.home.owned import ParameterStorage
     from paramd.trainer.resume.keeper import Keeper
@@ -101,6 +103,16 @@ class _Entry:
     """Whether its owner has said that it raised; the others are seen on the stack."""
     followed_by: set[int] = field(default_factory=set)
     """Ids of the owners whose update ended while this one was open."""
+    leads: bool = False
+    """Whether the update's frame of gradients is that of this owner."""
+    consumed: bool = False
+    """Whether the owner has begun that frame in this try."""
+    evaluates: bool = False
+    """Whether its step was given a closure."""
+    evaluated: bool = False
+    """Whether the closure has returned in this try."""
+    was: Literal["settled", "resting", ""] = ""
+    """What readers had before the window opened."""
 
 
 class Boundary:
@@ -188,8 +200,7 @@ class Boundary:
         self.keeper: Keeper | None = None
         self._keeper_announces = False
         self.rewinder: Rewinder | None = None
-        self.before_update: Callable[[object], None] = lambda _: None
-        """Called with the owner just before an update window opens; must not raise."""
+        self.gradients: GradientCapture | None = None
         if home.contents is not None:
             write_samples(page, home.contents.indices[:MAX_SAMPLES])
         # Odd until the first boundary: nothing has been verified yet.
@@ -252,8 +263,12 @@ class Boundary:
                 # Its digest from before: what the script changed since the update still shows.
                 self._rest(digest)
 
-    def begin(self, owner: object) -> None:
-        """Open an update window unless one is open."""
+    def begin(self, owner: object, *, consumes: bool = True, evaluates: bool = False) -> None:
+        """Open an update window unless one is open.
+
+        `consumes`: the owner reads gradients next; False: `consumes` tells when. `evaluates`: its
+        step was given a closure.
+        """
         if self._forgotten:
             return
         if owner is not self._in_backward and self._in_backward.begins():
@@ -263,9 +278,17 @@ class Boundary:
             entry = self._open.get((thread, id(owner)))
             if entry is not None:
                 # A subclass step calling its base's, or the owner's last step raised.
-                entry.depth = entry.depth + 1 if runs_inside_itself(owner) else 1
+                if runs_inside_itself(owner):
+                    entry.depth += 1
+                else:
+                    entry.depth = 1
+                    entry.evaluates, entry.evaluated, entry.was = evaluates, False, ""
+                    entry.consumed = False
+                    self._gave_up_on_gradients()
                 entry.raised = False
                 entry.followed_by.clear()
+                if consumes:
+                    self._consume(owner, entry)
                 return
             if self._open:
                 self._drop_dead(owner)
@@ -273,12 +296,70 @@ class Boundary:
             alone = not self._open
             under_way = [e for e in self._open.values() if not self._gave_up(e)]
             outermost = all(e.thread != thread for e in under_way)
-            self._open[thread, id(owner)] = _Entry(thread, weakref.ref(owner), outermost=outermost)
+            entry = _Entry(thread, weakref.ref(owner), outermost=outermost, evaluates=evaluates)
+            self._open[thread, id(owner)] = entry
+            # If none is under way, the window of a step that raised is open still.
+            entry.leads = alone or not under_way
             if alone:
-                self._open_window(owner)
-            elif not under_way:
-                # The window of a step that raised is open still.
-                self.before_update(owner)
+                self._open_window(owner, entry, consumes=consumes)
+            elif consumes:
+                self._consume(owner, entry)
+
+    def consumes(self, owner: object) -> None:
+        """The owner, whose update has begun, reads gradients next."""
+        with self._lock:
+            entry = self._open.get((threading.get_ident(), id(owner)))
+            if entry is not None and not self._forgotten:
+                self._consume(owner, entry)
+
+    def suspend(self, owner: object) -> _Entry | None:
+        """The owner's closure begins: it computes gradients with the parameters as they are.
+
+        Returns what `resume` needs. Until then the update has not begun, and readers have the
+        state before it. None if the window stays open: the owner may have changed parameters, or
+        another update is in progress. The first evaluation alone is suspended: later ones are of
+        parameters within the update.
+        """
+        with self._lock:
+            key = threading.get_ident(), id(owner)
+            entry = self._open.get(key)
+            if entry is None or len(self._open) > 1 or self._forgotten:
+                return None
+            if entry.evaluated or not entry.was or self._strayed():
+                return None
+            del self._open[key]
+            words = self._words
+            if entry.was == "settled":
+                self._gate.settle(words[_STEP], words[Word.ITERATION], proven=True)
+                # Its digest is there already.
+                words[Word.SETTLED_SEQ] = words[_SEQ]
+            else:
+                self._rest()
+            return entry
+
+    def resume(self, owner: object, entry: _Entry, *, consumes: bool) -> None:
+        """The closure is over: the update begins. `consumes`: it has computed gradients."""
+        with self._lock:
+            if self._forgotten:
+                return
+            alone = not self._open
+            self._open[entry.thread, id(owner)] = entry
+            entry.evaluated, entry.leads, entry.consumed = True, alone, False
+            if alone:
+                self._open_window(owner, entry, consumes=consumes)
+
+    def evaluated(self, owner: object) -> None:
+        """The owner's closure has computed gradients amid the update.
+
+        Those of the first evaluation count, and of later ones until parameters change.
+        """
+        with self._lock:
+            entry = self._open.get((threading.get_ident(), id(owner)))
+            if entry is None or self._forgotten:
+                return
+            first, entry.evaluated = not entry.evaluated, True
+            if first or not self._strayed():
+                self._consume(owner, entry)
 
     def raised(self, owner: object) -> None:
         """The owner's update raised on this thread: it stays open."""
@@ -306,6 +387,8 @@ class Boundary:
                 other.followed_by.add(id(owner))
             if entry.outermost:
                 self._done += 1
+            if entry.leads and self.gradients is not None:
+                self.gradients.publish(self._done, owner)
             self._ended_by.add(thread)
             self._pending, self._only_confirms, self._ended_at = True, False, self._backwards
             self._standing.void = ""
@@ -414,6 +497,7 @@ class Boundary:
         for (thread, number), entry in list(self._open.items()):
             if entry.owner() is None or (number == id(owner) and thread not in alive):
                 del self._open[thread, number]
+                self._gave_up_on_gradients()
 
     def _gave_up(self, entry: _Entry) -> bool:
         """Whether an update that is open is in progress no more: it raised."""
@@ -441,6 +525,7 @@ class Boundary:
         for key in found:
             del self._open[key]
         if found:
+            self._gave_up_on_gradients()
             log.info("paramd: %d updates raised and were not tried again", len(found))
         return bool(found)
 
@@ -452,16 +537,38 @@ class Boundary:
             self._drop_given_up()
             return not self._open
 
-    def _open_window(self, owner: object) -> None:
+    def _open_window(self, owner: object, entry: _Entry, *, consumes: bool) -> None:
         """Make SEQ odd, after settling what is still pending, if possible."""
         if self._pending:
             self._boundary()
+        words, contents = self._words, self._home.contents
         if not (self._standing.open or self._standing.void):
-            self._look_for_strays()
+            # A step that was suspended has had its span counted.
+            self._look_for_strays(counts=not entry.evaluated)
+            if entry.evaluates and contents is not None:
+                # All of it: whether the step has changed anything is asked right away.
+                contents.remember()
+                at_rest: Literal["resting", ""] = "resting" if words[Word.REST] else ""
+                entry.was = at_rest if words[_SEQ] & 1 else "settled"
         # SEQ is still even here unless strict, so parameter copies keep running meanwhile.
-        self.before_update(owner)
+        if consumes:
+            self._consume(owner, entry)
         self._gate.begin_update()
         self._iteration = self._backwards
+
+    def _consume(self, owner: object, entry: _Entry) -> None:
+        """The owner reads gradients next: have them captured."""
+        if self.gradients is None:
+            return
+        within = not entry.outermost or (entry.depth > 1 and entry.consumed)
+        if within or entry.leads:
+            self.gradients.capture(owner, self._done + 1, within=within)
+            entry.consumed = True
+
+    def _gave_up_on_gradients(self) -> None:
+        """A try to update has raised: what was said of its gradients is not of later ones."""
+        if self.gradients is not None:
+            self.gradients.retried()
 
     def _rest(self, digest: int | None = None) -> None:
         """Publish that the state rests, if it is in the arena. `digest`: of its samples; None: as
@@ -669,6 +776,9 @@ class Boundary:
             # Finding every user of the memory takes tens of milliseconds: back off.
             self._patience -= 1
             return False
+        if self.gradients is not None:
+            # Replaced parameters need no memory, and would get some for whoever still has them.
+            self.gradients.forget_plans()
         names = self._home.take_back()
         log.info("paramd: brought %d parameters back, first %s", len(names), names[:1])
         return True
@@ -679,13 +789,16 @@ class Boundary:
             write_text(self._page, why)
             self._words[Word.UNSERVED] = unserved if why else 0
 
-    def _look_for_strays(self) -> None:
-        """Compare parameters with the settled ones; go strict if they differ."""
+    def _look_for_strays(self, *, counts: bool = True) -> None:
+        """Compare parameters with the settled ones; go strict if they differ.
+
+        `counts`: if they do not, this was one more clean span.
+        """
         if self._home.contents is None:
             return
         if self._strayed():
             self._note_stray()
-        elif self._strict_left:
+        elif self._strict_left and counts:
             self._strict_left -= 1
             self._tell_strictness()
 

@@ -1,8 +1,16 @@
-"""Gradient capture: before an update, copy what the sidecar armed for it into a slot.
+"""Gradient capture: copy the gradients that an update consumes into the slot armed for it.
 
 Each update reads two words and does nothing more if they name another update. It never waits
 for a slot to be armed, unless the operator lets lossless readers hold up an update for a
 bounded time (`lossless_budget_ms`). Nothing here communicates or waits for other ranks.
+
+    capture   right before an optimizer reads gradients: after all pre-hooks of its step, and
+              after its closure has computed them. Again for a second try of a step that raised,
+              and for an optimizer that steps within the update, of its own parameters
+    publish   the update is over: the frame has what was captured last
+
+So a try that raised, and gradients that a hook, a closure or a wrapping optimizer has replaced
+since, are never shown under the update's number.
 
 A gradient has the geometry of its parameter's local memory: an element has the same offset in
 both. So a piece is one memmove, unless the gradient's dtype, strides or placement differ from
@@ -18,7 +26,8 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,9 +46,9 @@ from paramd.memory.gradient_program import (
     digest_of_spans,
 )
 from paramd.memory.handover import GRADIENT_SLOTS
-from paramd.trainer.boundary.signals import backward_id
+from paramd.trainer.boundary.signals import backward_id, members
 from paramd.trainer.home.mirrored import finish_copies
-from paramd.trainer.home.moving import address
+from paramd.trainer.home.moving import address, extent
 from paramd.trainer.model.dtensor import is_dtensor, leaf_of, split
 from paramd.trainer.model.flatten import wait_for_gradient
 from paramd.trainer.model.local_shard import LocalShard
@@ -128,6 +137,9 @@ def find_sources(pieces: Pieces, spans: Spans, owner: object) -> tuple[list[Sour
             local, spec = split(param)
             sources[id(param)] = Source(param, local.detach(), spec)
         source = sources[id(param)]
+        if not _lies_in(shard.tensor, source.local):
+            notes.append(Note(begin, NoGradient.UNSUPPORTED))
+            continue
         offset = (address(shard.tensor) - address(source.local)) // shard.tensor.itemsize
         source.parts.extend(Part(shard, begin, offset, low, high) for low, high in wanted)
     for source in sources.values():
@@ -153,6 +165,12 @@ def _shared_begins(pieces: Pieces) -> set[int]:
         if seen.setdefault(begin, tensor) is not tensor:
             found.add(begin)
     return found
+
+
+def _lies_in(piece: torch.Tensor, local: torch.Tensor) -> bool:
+    """Whether a parameter has its piece's memory: one that was replaced gets it at a boundary."""
+    inner, outer = extent(piece), extent(local)
+    return outer.begin <= inner.begin and inner.end <= outer.end
 
 
 def _pointer(param: torch.Tensor) -> int:
@@ -264,7 +282,7 @@ def _copy_local(
             target.copy_(piece, non_blocking=divisor == 1)
             if divisor != 1:
                 target.div_(divisor)
-    return [] if group == 0 else [Note(begin, 0, group) for begin in _begins(source)]
+    return [] if group == 0 else [Note(begin, 0, group) for begin in begins(source)]
 
 
 def _copy_slices(source: Source, whole: torch.Tensor, room: Room) -> list[Note]:
@@ -290,17 +308,17 @@ def _target(part: Part, dtype: torch.dtype, room: Room) -> torch.Tensor:
 
 
 def _none(source: Source, why: NoGradient) -> list[Note]:
-    return [Note(begin, why) for begin in _begins(source)]
+    return [Note(begin, why) for begin in begins(source)]
 
 
-def _begins(source: Source) -> list[int]:
+def begins(source: Source) -> list[int]:
     return list(dict.fromkeys(part.arena_begin for part in source.parts))
 
 
 log = logging.getLogger("paramd")
 
 # Plain ints: these are read on every update.
-_STEP, _GRADIENTS_STEP = int(Word.STEP), int(Word.GRADIENTS_STEP)
+_GRADIENTS_STEP = int(Word.GRADIENTS_STEP)
 _ARM_SLOT0, _ARM_SLOT1 = int(Word.ARM_SLOT0), int(Word.ARM_SLOT1)
 _REWOUND = int(Word.REWOUND)
 _LOSSLESS_EVERY = int(Word.LOSSLESS_EVERY)
@@ -317,12 +335,47 @@ class _Plan:
     digest: int
     owner: object
     """Kept alive so that its id is not reused."""
-    shape: tuple[int, ...]
-    """Number of parameters in each of the optimizer's groups; adding one invalidates the plan."""
+    pieces: Pieces
+    served: list[torch.Tensor]
+    """The tensor of each piece that has the gradient."""
+    updated: list[torch.Tensor]
+    """The owner's parameters."""
     sources: list[Source]
     notes: list[Note]
     devices: tuple[torch.device, ...]
     """Devices other than the host that hold gradients."""
+
+    def holds(self, version: int, owner: object) -> bool:
+        """Whether program, pieces and parameters are the same objects still.
+
+        Parameters may be replaced by others of the same number, names and shapes.
+        """
+        if self.version != version:
+            return False
+        served = (leaf_of(shard.slot.tensor()) for shard, _ in self.pieces)
+        return _are(served, self.served) and _are(_listed(owner), self.updated)
+
+
+def _listed(owner: object) -> Iterator[torch.Tensor]:
+    """The parameters of an optimizer's groups; none of any other owner."""
+    for group in getattr(owner, "param_groups", ()):
+        yield from group["params"]
+
+
+def _are(found: Iterator[torch.Tensor], known: list[torch.Tensor]) -> bool:
+    return all(one is other for one, other in zip_longest(found, known))
+
+
+@dataclass(slots=True)
+class _Frame:
+    """What a slot holds of the update in progress."""
+
+    moment: int
+    step: int
+    told: Notes | None = None
+    """None: there is nothing that could be shown."""
+    notes: dict[int, Note] = field(default_factory=dict)
+    """By arena byte."""
 
 
 class GradientCapture:
@@ -337,12 +390,17 @@ class GradientCapture:
         arena_bytes: int,
         pieces: Callable[[], Pieces],
         lossless_budget_ns: int,
+        partitioned: bool = False,
     ) -> None:
-        """`descriptor` is the gradient memory's; `pieces` is called once per plan."""
+        """`descriptor` is the gradient memory's; `pieces` is called once per plan. `partitioned`:
+        an integration shows the gradients of its whole update, and the optimizers within step
+        through its partitions.
+        """
         self._words = page.words
         self._wake_descriptor = wake_descriptor
         self._pieces = pieces
         self._budget_ns = lossless_budget_ns
+        self._partitioned = partitioned
         self._memory = SparseMemory(descriptor)
         self._slots: list[tuple[Slot, Room]] = []
         for index in range(GRADIENT_SLOTS if arena_bytes else 0):
@@ -351,83 +409,189 @@ class GradientCapture:
             room = Room(self._memory.buffer[begin:end], self._memory.address + begin)
             self._slots.append((slot, room))
         self._plans: dict[tuple[int, int], _Plan] = {}
+        self._frames: dict[int, _Frame] = {}
+        """Of the update in progress, by slot."""
+        self._captured_at = 0
+        self._from_within = False
+        """Whether an optimizer within the update has shown what it consumes."""
         self._clip_factor = 0.0
+        self._clipped_at = 0
+        """Backward passes when the clip factor was noted."""
+        self._tried_again = False
         self._failed = False
         self.iteration: Callable[[], int] = lambda: -1
         """Backward passes this rank has seen."""
 
     def clipped(self, factor: float) -> None:
         """Note that the next update's gradients were multiplied by `factor`."""
-        self._clip_factor = factor
+        self._clip_factor, self._clipped_at = factor, self.iteration()
 
-    def before_update(self, owner: object) -> None:
-        """Call before each update begins. Never raises; waits only for lossless readers.
+    def retried(self) -> None:
+        """The update in progress begins anew: its last try raised."""
+        self._tried_again = True
 
-        `owner` is the optimizer about to update; anything else means all parameters.
+    def capture(self, owner: object, step: int, *, within: bool = False) -> None:
+        """Call right before `owner` consumes gradients in update `step`. Never raises; waits only
+        for lossless readers.
+
+        `owner` is the optimizer about to update; anything else means all parameters. `within`: it
+        updates within another owner's update, and replaces what that one's capture has of its own
+        parameters.
         """
+        if within:
+            if self._partitioned:
+                return
+            for index, frame in self._frames.items():
+                self._add(index, frame, owner)
+            self._from_within = True
+            return
         words = self._words
-        step = words[_STEP] + 1
         moment = in_time(step, rewound=words[_REWOUND])
         if self._budget_ns and words[_LOSSLESS_EVERY]:
             self._await_reader(step, moment)
+        if self._frames:
+            self._frames.clear()
+        self._captured_at, self._from_within = self.iteration(), False
         if words[_ARM_SLOT0] == moment:
-            self._serve(0, step, moment, owner)
+            self._begin(0, step, moment, owner)
         if words[_ARM_SLOT1] == moment:
-            self._serve(1, step, moment, owner)
+            self._begin(1, step, moment, owner)
+
+    def publish(self, step: int, owner: object) -> None:
+        """Call when `owner`'s update, the first to be captured, is over as number `step`."""
+        words = self._words
+        moment = in_time(step, rewound=words[_REWOUND])
+        if words[_ARM_SLOT0] == moment:
+            self._publish(0, moment, owner)
+        if words[_ARM_SLOT1] == moment:
+            self._publish(1, moment, owner)
+        if self._frames:
+            self._frames.clear()
         # After the DONE words: whoever reads this step finds that update's frames complete.
         words[_GRADIENTS_STEP] = step
-        self._clip_factor = 0.0
+        self._clip_factor, self._tried_again = 0.0, False
+
+    def forget_plans(self) -> None:
+        """Drop all references to parameters: some of them are about to move."""
+        self._plans.clear()
 
     def close(self) -> None:
         for slot, _ in self._slots:
             slot.close()
         self._slots.clear()
         self._plans.clear()
+        self._frames.clear()
         self._memory.close()
 
-    def _serve(self, index: int, step: int, moment: int, owner: object) -> None:
-        words, done = self._words, -moment
-        slot, room = self._slots[index]
-        if words[slot.done_word] == moment:
+    def _begin(self, index: int, step: int, moment: int, owner: object) -> None:
+        slot, _ = self._slots[index]
+        # Given away already: the sidecar reads it.
+        if self._words[slot.done_word] == moment:
+            return
+        frame = self._frames[index] = _Frame(moment, step)
+        try:
+            plan = self._plan(index, slot, owner) if not _skips(owner) else None
+            if plan is None:
+                return
+            scale, version, digest = _scale(owner), plan.version, plan.digest
+            frame.told = Notes(step, version, scale, 0.0, (), self.iteration(), digest)
+            frame.notes = {note.arena_begin: note for note in plan.notes}
+            if members(owner):
+                # It reads none itself: each of its members does, in a step of its own.
+                why = NoGradient.OTHER_OPTIMIZER
+                left = [begin for source in plan.sources for begin in begins(source)]
+                frame.notes |= {begin: Note(begin, why) for begin in left}
+            else:
+                self._copy(index, frame, plan)
+        except Exception:
+            self._fail(frame)
+
+    def _add(self, index: int, frame: _Frame, owner: object) -> None:
+        told = frame.told
+        if told is None:
             return
         try:
-            if not _skips(owner) and self._fill(index, slot, room, step, owner):
-                done = moment
+            plan = self._plan(index, self._slots[index][0], owner) if not _skips(owner) else None
+            # Of another program, what the first owner has captured would be missing.
+            if plan is None or plan.version != told.version:
+                frame.told = None
+                return
+            frame.told = replace(told, scale=_scale(owner))
+            self._copy(index, frame, plan)
         except Exception:
-            if not self._failed:
-                log.exception("paramd: gradients could not be captured; training continues")
-            self._failed = True
-        words[slot.done_word] = done
-        wake(self._wake_descriptor)
+            self._fail(frame)
 
-    def _fill(self, index: int, slot: Slot, room: Room, step: int, owner: object) -> bool:
-        plan = self._plan(index, slot, owner)
-        if plan is None:
-            return False
-        notes = list(plan.notes)
+    def _copy(self, index: int, frame: _Frame, plan: _Plan) -> None:
+        _, room = self._slots[index]
         with torch.no_grad():
             for source in plan.sources:
-                notes += copy_gradient(source, room)
+                for begin in begins(source):
+                    frame.notes.pop(begin, None)
+                for note in copy_gradient(source, room):
+                    frame.notes[note.arena_begin] = note
         finish_copies(plan.devices)
-        if len(notes) > MAX_NOTES:
+
+    def _fail(self, frame: _Frame) -> None:
+        frame.told = None
+        if not self._failed:
+            log.exception("paramd: gradients could not be captured; training continues")
+        self._failed = True
+
+    def _publish(self, index: int, moment: int, owner: object) -> None:
+        words, (slot, _) = self._words, self._slots[index]
+        if words[slot.done_word] == moment:
+            return
+        frame = self._frames.get(index)
+        if frame is not None and frame.moment != moment:
+            # Another thread's update ended first, and has that number.
+            frame = None
+        if frame is not None and self._computed_inside(owner):
+            self._add(index, frame, owner)
+        # Also of a slot that was armed too late: its readers need not wait for a poll.
+        words[slot.done_word] = moment if self._tell(slot, frame) else -moment
+        wake(self._wake_descriptor)
+
+    def _computed_inside(self, owner: object) -> bool:
+        """Whether hand-written code has computed the gradients after its update began."""
+        by_hand = not isinstance(owner, torch.optim.Optimizer) and backward_id() == -1
+        return by_hand and not self._from_within and self.iteration() != self._captured_at
+
+    def _tell(self, slot: Slot, frame: _Frame | None) -> bool:
+        if frame is None or frame.told is None or len(frame.notes) > MAX_NOTES:
             return False
-        told = (_scale(owner), self._clip_factor, tuple(notes), self.iteration(), plan.digest)
-        slot.write_notes(Notes(step, plan.version, *told))
+        notes = tuple(frame.notes.values())
+        slot.write_notes(replace(frame.told, clip_factor=self._factor(), notes=notes))
         return True
 
+    def _factor(self) -> float:
+        """The factor that these gradients were clipped by; 0 when unknown."""
+        # Noted for a try that raised, and other gradients were computed since.
+        if self._tried_again and self._clipped_at != self._captured_at:
+            return 0.0
+        return self._clip_factor
+
     def _plan(self, index: int, slot: Slot, owner: object) -> _Plan | None:
-        shape = tuple(len(group["params"]) for group in getattr(owner, "param_groups", ()))
         known = self._plans.get((index, id(owner)))
-        if known is not None and (known.version, known.shape) == (slot.version(), shape):
+        if known is not None and known.holds(slot.version(), owner):
             return known
         program = slot.read_program()
         if program is None:
             return None
         version, spans = program
-        sources, notes = find_sources(self._pieces(), spans, owner)
+        pieces = self._pieces()
+        sources, notes = find_sources(pieces, spans, owner)
         found = dict.fromkeys(source.local.device for source in sources)
-        devices = tuple(device for device in found if device.type != "cpu")
-        plan = _Plan(version, digest_of_spans(spans), owner, shape, sources, notes, devices)
+        plan = _Plan(
+            version,
+            digest_of_spans(spans),
+            owner,
+            pieces,
+            [leaf_of(shard.slot.tensor()) for shard, _ in pieces],
+            list(_listed(owner)),
+            sources,
+            notes,
+            tuple(device for device in found if device.type != "cpu"),
+        )
         self._plans = {
             k: p for k, p in self._plans.items() if k[0] != index or p.version == version
         }

@@ -7,8 +7,18 @@
     backward          of that forward's output; counted once a pass, however many modules a rank
                       attached were in it, so that the count is the same on all ranks
 
-The computation is unaffected: the hooks return None, draw no random numbers, and stay out of
-torch.compile's traces. Copies and pickles of the model do not carry them.
+The computation is unaffected: the hooks draw no random numbers and stay out of torch.compile's
+traces. They return None, except that a closure is wrapped. Copies and pickles of the model and of
+optimizers do not carry them.
+
+An optimizer has two of our pre-hooks. The first, which is global, sees its step begin. The last,
+its own, runs after all others, which may change gradients, refuse the step or wrap its closure:
+only then does the optimizer read gradients. If there are no others, the update begins there, too.
+
+A step that is given a closure computes its gradients itself. torch's own optimizers do that before
+anything else: their update begins when the closure has returned. Others, LBFGS among them, may
+change parameters first: their update begins at once, and is suspended while the closure runs for
+the first time, if nothing has changed until then.
 
 Pipelines (torch.distributed.pipelining): a later stage's forward begins when the earlier one has
 sent its output. A rank that waits at a boundary in its forward would wait for ranks that wait for
@@ -29,19 +39,22 @@ no update: checkpointing code takes one before it saves or loads (`only_fills`).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import lru_cache, partial, wraps
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -51,6 +64,11 @@ from paramd.trainer.model.local_shard import loaded_class
 
 if TYPE_CHECKING:
     from paramd.trainer.boundary.boundary import Boundary
+
+_Args: TypeAlias = tuple[Any, ...]
+_Kwargs: TypeAlias = dict[str, Any]
+_Changed: TypeAlias = tuple[_Args, _Kwargs] | None
+"""What a pre-hook of an optimizer's step gets, and what it may return in their place."""
 
 SILENT_UPDATES = 3
 """Updates without any forward or backward before falling back to a hook on one parameter."""
@@ -118,6 +136,27 @@ def members(optimizer: object) -> list[torch.optim.Optimizer]:
     return inner if len(inner) == len(found) else []
 
 
+class _Last:
+    """The last pre-hook of one optimizer's step."""
+
+    def __init__(self, signals: Signals, optimizer: torch.optim.Optimizer) -> None:
+        self._signals = signals
+        handle = optimizer.register_step_pre_hook(self)
+        self.id: int = handle.id
+        self.remove = handle.remove
+        self.passes = True
+        """Whether the present step is no update."""
+        self.has_begun = False
+        """Whether the present step's update began before this hook."""
+        self.evaluates = False
+        """Whether the optimizer is known to call its closure."""
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs) -> _Changed:
+        if torch.compiler.is_compiling():
+            return self._signals.untraced_last(self, optimizer, args, kwargs)
+        return self._signals.last(self, optimizer, args, kwargs)
+
+
 class Signals:
     """One attachment's hooks, from `open` to `close`."""
 
@@ -135,13 +174,16 @@ class Signals:
         self._counted: deque[int] = deque(maxlen=LATEST_PASSES)
         self._filling: torch.optim.Optimizer | None = None
         """The optimizer whose present step only fills its state."""
+        self._first_id = -1
+        self._last: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Last] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def open(self) -> None:
         model = self._model()
-        self._remove += [
-            register_optimizer_step_pre_hook(self._before).remove,
-            register_optimizer_step_post_hook(self._after).remove,
-        ]
+        first = register_optimizer_step_pre_hook(self._before)
+        self._first_id = first.id
+        self._remove += [first.remove, register_optimizer_step_post_hook(self._after).remove]
         for module in callable_roots(model) if model is not None else ():
             # Prepended: FSDP's own pre-hook gathers parameters, and edits must precede it.
             before = module.register_forward_pre_hook(_Forward(module, self), prepend=True)
@@ -178,7 +220,10 @@ class Signals:
         """Remove all hooks. Idempotent."""
         for remove in self._remove:
             remove()
+        for last in self._last.values():
+            last.remove()
         self._remove.clear()
+        self._last.clear()
         self._leaf = None
 
     def _listen_to_a_leaf(self) -> None:
@@ -198,27 +243,142 @@ class Signals:
                 return
         self._leaf = False
 
-    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self.optimizers.has(optimizer, self._model()):
-            if self._filling is optimizer and runs_inside_itself(optimizer):
-                # A subclass's step calls its base's.
-                return
-            self._filling = None
-            if only_fills(optimizer, trained=self._listener.trained):
-                self._filling = optimizer
-                self._listener.begin_filling()
-                return
-            if backward_id() != -1:
-                self._in_backward.add(optimizer)
-            elif any(one in self._in_backward for one in members(optimizer)):
-                # Its members have stepped already: this step is empty, and no update.
-                return
-            self._silent += 1
-            if self._silent > SILENT_UPDATES and self._leaf is None:
-                self._listen_to_a_leaf()
-            self._listener.begin(optimizer)
+    def _before(self, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs) -> None:
+        if torch.compiler.is_compiling():
+            self._untraced_first(optimizer, args, kwargs)
+        else:
+            self._first(optimizer, args, kwargs, early=False)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._untraced_end(optimizer)
+        else:
+            self._end(optimizer)
+
+    # Compiled code calls these as they are: traced, they would be part of it, or missing from it.
+    # Loads torch's compiler only where it is in use.
+
+    @_disable_dynamo
+    def _untraced_first(
+        self, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs
+    ) -> None:
+        # Early: the trace may have gone through the hooks before the last one was among them.
+        self._first(optimizer, args, kwargs, early=True)
+
+    @_disable_dynamo
+    def untraced_last(
+        self, last: _Last, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs
+    ) -> _Changed:
+        """As `last`, called by compiled code."""
+        return self.last(last, optimizer, args, kwargs)
+
+    @_disable_dynamo
+    def _untraced_end(self, optimizer: torch.optim.Optimizer) -> None:
+        self._end(optimizer)
+
+    def _first(
+        self, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs, *, early: bool
+    ) -> None:
+        if not self.optimizers.has(optimizer, self._model()):
+            return
+        others, last = self._place_last(optimizer)
+        # Until the end of this method, and where it returns.
+        last.passes = True
+        at = closure_place(optimizer, args, kwargs)
+        if self._only_fills(optimizer, closure=at is not None):
+            return
+        in_backward = backward_id() != -1
+        if in_backward:
+            self._in_backward.add(optimizer)
+        elif any(one in self._in_backward for one in members(optimizer)):
+            # Its members have stepped already: this step is empty, and no update.
+            return
+        self._silent += 1
+        if self._silent > SILENT_UPDATES and self._leaf is None:
+            self._listen_to_a_leaf()
+        last.passes = False
+        waits = at is not None and not in_backward and evaluates_first(optimizer)
+        last.has_begun = early or (others and not waits)
+        if last.has_begun:
+            # The other hooks may change parameters.
+            self._listener.begin(optimizer, consumes=False, evaluates=at is not None)
+
+    def last(
+        self, last: _Last, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs
+    ) -> _Changed:
+        """The optimizer takes its step next; returns the arguments if its closure is wrapped."""
+        if last.passes:
+            return None
+        at = closure_place(optimizer, args, kwargs)
+        if at is None:
+            if last.has_begun:
+                self._listener.consumes(optimizer)
+            else:
+                self._listener.begin(optimizer)
+            return None
+        closure = kwargs["closure"] if at == "closure" else args[1]
+        if not last.has_begun and evaluates_first(optimizer) and backward_id() == -1:
+            closure = _computing(closure, partial(self._listener.begin, optimizer))
+        else:
+            # An optimizer that is known to call its closure does not read what is there before.
+            if not last.has_begun:
+                consumes = not last.evaluates
+                self._listener.begin(optimizer, consumes=consumes, evaluates=True)
+            elif not last.evaluates:
+                self._listener.consumes(optimizer)
+            closure = self._suspending(closure, last, optimizer)
+        if at == "closure":
+            return args, {**kwargs, "closure": closure}
+        return (args[0], closure, *args[2:]), kwargs
+
+    def _suspending(
+        self, closure: Callable[..., Any], last: _Last, optimizer: torch.optim.Optimizer
+    ) -> Callable[..., Any]:
+        listener = self._listener
+
+        @wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            last.evaluates = True
+            suspended = listener.suspend(optimizer)
+            try:
+                loss = closure(*args, **kwargs)
+            except BaseException:
+                # The optimizer may catch it, and update all the same.
+                if suspended is not None:
+                    listener.resume(optimizer, suspended, consumes=False)
+                raise
+            if suspended is not None:
+                listener.resume(optimizer, suspended, consumes=True)
+            else:
+                listener.evaluated(optimizer)
+            return loss
+
+        return evaluate
+
+    def _place_last(self, optimizer: torch.optim.Optimizer) -> tuple[bool, _Last]:
+        """Make our own pre-hook the optimizer's last; return whether others may run before it."""
+        hooks, last = optimizer._optimizer_step_pre_hooks, self._last.get(optimizer)
+        if last is None or last.id not in hooks:
+            last = self._last[optimizer] = _Last(self, optimizer)
+            return True, last
+        if next(reversed(hooks)) != last.id:
+            hooks[last.id] = hooks.pop(last.id)
+        return len(hooks) > 1 or next(reversed(_global_optimizer_pre_hooks)) != self._first_id, last
+
+    def _only_fills(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> bool:
+        """Whether this step only fills the optimizer's state; the listener knows then."""
+        if self._filling is optimizer and runs_inside_itself(optimizer):
+            # A subclass's step calls its base's.
+            return True
+        self._filling = None
+        # A closure computes gradients: those of a step that fills are there before.
+        if closure or not only_fills(optimizer, trained=self._listener.trained):
+            return False
+        self._filling = optimizer
+        self._listener.begin_filling()
+        return True
+
+    def _end(self, optimizer: torch.optim.Optimizer) -> None:
         if self._filling is optimizer:
             if not runs_inside_itself(optimizer):
                 self._filling = None
@@ -226,6 +386,49 @@ class Signals:
             return
         # Unfiltered: the listener ignores steps that it never saw begin.
         self._listener.end(optimizer)
+
+
+def _computing(closure: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    """The closure, with `then` called once it has returned."""
+
+    @wraps(closure)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        then()
+        return loss
+
+    return evaluate
+
+
+def closure_place(
+    optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs
+) -> Literal["closure", 1] | None:
+    """The name or index of the closure that a step was given; None if it was given none."""
+    if not kwargs and len(args) == 1:
+        return None
+    if callable(kwargs.get("closure")):
+        return "closure"
+    # Something else may be called, too: a model that a step takes, for example.
+    if len(args) > 1 and callable(args[1]) and _step_of(type(optimizer).step)[0] == "closure":
+        return 1
+    return None
+
+
+def evaluates_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step calls the closure before it reads or changes anything."""
+    return _step_of(type(optimizer).step)[1]
+
+
+@lru_cache(maxsize=64)
+def _step_of(step: Callable[..., Any]) -> tuple[str, bool]:
+    """Name of a step's first argument, and whether it `evaluates_first`."""
+    module = inspect.unwrap(step).__module__
+    try:
+        names = [*inspect.signature(step).parameters, "", ""]
+    except (TypeError, ValueError):
+        names = ["", ""]
+    # LBFGS has read its learning rate before, which an edit in the closure's forward would change.
+    return names[1], module.startswith("torch.optim.") and module != "torch.optim.lbfgs"
 
 
 def callable_roots(model: nn.Module) -> Iterator[nn.Module]:
@@ -305,8 +508,11 @@ def _size(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _is_step_of(frame: FrameType, optimizer: object) -> bool:
-    code = frame.f_code
-    if code.co_name != "wrapper" or frame.f_globals.get("__name__") != "torch.optim.optimizer":
+    name = frame.f_code.co_name
+    # Compiled, it is cut into several functions.
+    if name != "wrapper" and not name.startswith("torch_dynamo_resume_in_wrapper"):
+        return False
+    if frame.f_globals.get("__name__") != "torch.optim.optimizer":
         return False
     return frame.f_locals.get("self") is optimizer
 

@@ -285,7 +285,7 @@ class Refusal(IntEnum):
     AWAY = -2
     """The parameters are not in the arena and will not be, or an edit has failed half way."""
     GATHERED = -3
-    """Training waits in a forward on unsharded copies, which an edit would not reach."""
+    """The boundary lies in a forward on unsharded copies, which an edit would not reach."""
     NOT_HELD = -4
     """The request requires that training is paused, but the pause has ended."""
 

@@ -149,7 +149,7 @@ def test_a_pause_on_gathered_parameters_is_told_as_such(bench: Bench) -> None:
     bench.arm(1)
     bench.page[Word.REFUSED], bench.page[Word.REFUSED_STEP] = 1, Refusal.GATHERED
     bench.capture.serve()
-    assert "which an edit would not reach" in bench.outcomes[0].reason
+    assert "an edit would not reach" in bench.outcomes[0].reason
 
 
 def test_words_of_an_agreement_still_being_written_are_waited_for(bench: Bench) -> None:

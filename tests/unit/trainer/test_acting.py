@@ -20,7 +20,7 @@ from paramd.memory.control_page import (
 )
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.boundary.agreement import CAPTURE, EDIT, RESUME, Request, Round
-from paramd.trainer.boundary.hold import BoundaryHandler, HoldState
+from paramd.trainer.boundary.hold import MOST_MISSED, BoundaryHandler, HoldState
 from paramd.trainer.home.moving import BufferChangedError
 
 
@@ -59,7 +59,7 @@ def acting(
     launch: Callable[..., None] = lambda request, **_: None,
     agreed: bool = False,
     copied: list[str] | None = None,
-    gathered: bool = False,
+    computes: bool = False,
 ) -> BoundaryHandler:
     """A rank whose rounds agree on nothing, or on what it promised; a hold ends after some."""
     left = [rounds_left]
@@ -83,7 +83,9 @@ def acting(
         stay=lambda: True, update=lambda heard: None, pass_boundary=lambda: None, end=lambda: None
     )
     home: Any = SimpleNamespace(
-        copy_buffers=partial(copied.append, "buffers"), gathered=lambda: gathered
+        copy_buffers=partial(copied.append, "buffers"),
+        computes=lambda: computes,
+        gather_again=lambda: copied.append("gathered"),
     )
     return BoundaryHandler(
         page, agreement, TrainerGate(page, stall_budget_ns=0), home=home, hold=nothing,
@@ -132,7 +134,7 @@ class Failed(Asked):
 
 
 @pytest.mark.parametrize(
-    ("editor", "action", "at_home", "held", "gathered", "refusal"),
+    ("editor", "action", "at_home", "held", "computes", "refusal"),
     [
         (Failing(), EDIT, True, False, False, Refusal.FAULTY),
         (Asked(), RESUME + 1, True, False, False, Refusal.FAULTY),
@@ -149,17 +151,41 @@ def test_what_a_rank_will_not_promise_it_refuses(
     action: int,
     at_home: bool,
     held: bool,
-    gathered: bool,
+    computes: bool,
     refusal: Refusal | None,
 ) -> None:
     """Else the others would wait for it; what it may promise at a later boundary it does not."""
     page[Word.READY], page[Word.ACTION] = 3, action
     page[Word.HELD] = HoldState.HELD if held else HoldState.RUNNING
-    acting(page, editor, alone=False, rounds_left=2, gathered=gathered).at_boundary(at_home)
+    acting(page, editor, alone=False, rounds_left=2, computes=computes).at_boundary(at_home)
     assert page[Word.PROMISED] == 0
     assert page[Word.REFUSED] == (3 if refusal is not None else 0)
     if refusal is not None:
         assert page[Word.REFUSED_STEP] == refusal
+
+
+def test_an_edit_whose_boundaries_all_lie_within_a_forward_of_fsdp_is_refused(
+    page: ControlPage,
+) -> None:
+    """It would be waited for until the training ends."""
+    page[Word.READY], page[Word.ACTION] = 3, EDIT
+    handler = acting(page, Asked(), alone=False, computes=True)
+    for _ in range(MOST_MISSED - 1):
+        handler.at_boundary(True)
+    assert page[Word.REFUSED] == 0
+    handler.at_boundary(True)
+    assert (page[Word.REFUSED], page[Word.REFUSED_STEP]) == (3, Refusal.GATHERED)
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_what_fsdp_left_gathered_is_gathered_again_after_an_edit_on_every_rank(
+    page: ControlPage, at_home: bool
+) -> None:
+    found: list[str] = []
+    handler = acting(page, Asked(), alone=True, copied=found)
+    heard = Round(Request(3, 5, EDIT, 0), True)
+    handler._hear(heard, at_home)
+    assert found == ["gathered"]
 
 
 @pytest.mark.parametrize(("wanted", "copied"), [(2, []), (3, ["buffers", "moments"]), (4, [])])

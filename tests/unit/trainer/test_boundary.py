@@ -598,6 +598,31 @@ def test_a_record_is_not_made_amid_the_next_update(make: Make) -> None:
     assert kept == [PROBATION + 2]
 
 
+@pytest.mark.parametrize("settled", [False, True])
+def test_buffers_and_record_are_kept_while_no_reader_takes_them_for_a_state(
+    make: Make, settled: bool
+) -> None:
+    """A forward without a backward has settled the state before the end of the iteration."""
+    bench = make()
+    seen: list[tuple[bool, bool]] = []
+    bench.boundary.keeper = SimpleNamespace(  # type: ignore[assignment]
+        kept=lambda _: seen.append((bench.settled, bench.rests)), rested=lambda _: None,
+        settling=lambda *_, **__: False, ended=lambda *_, **__: False,
+    )  # fmt: skip
+    bench.train(_sgd(bench))
+    if settled:
+        bench.model(torch.ones(2, WIDTH))
+    bench.page[Word.BUFFERS_STEP] = bench.page[Word.STEP]
+    before = bench.page[Word.SEQ], bench.page[Word.REST]
+    bench.boundary.kept()
+    assert seen == [(False, False)]
+    assert (bench.settled, bench.rests) == (settled, not settled)
+    assert bench.page[Word.SEQ if settled else Word.REST] > before[not settled]
+    assert bench.page[Word.BUFFERS_STEP] == -1, "they are no boundary's any more"
+    bench.train(_sgd(bench), 1)
+    assert bench.page[Word.STRAY_COUNT] == 0
+
+
 @pytest.mark.parametrize("again", [None, False, True])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_backward_through_several_attached_modules_is_counted_once(

@@ -203,6 +203,9 @@ class Stages(Discovering):
         self._together(begin)
         # Attached on all ranks: point of no return.
         self._undo.pop_all()
+        if self._resumed is not None:
+            # What the script has gathered before, by an evaluation, has the values of its start.
+            found.home.gather_again()
         self._go_on(made[0], found.first_step)
         return made[0]
 
@@ -214,8 +217,8 @@ class Stages(Discovering):
         mine: list[Exported] = []
 
         def look() -> Answer:
-            if found.home.gathered():
-                return {"why": "fully_shard has unsharded parameters in use", "digest": ""}
+            if found.home.computes():
+                return {"why": "FSDP is in a forward or backward", "digest": ""}
             layout = decode_layout(layout_pb2.Layout.FromString(found.layout))
             export, told = opened(offered, layout, rank, found.optimizers, share)
             if export is not None:

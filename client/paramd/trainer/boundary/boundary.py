@@ -432,11 +432,32 @@ class Boundary:
     def kept(self) -> None:
         """Complete the record of the state: the script changes nothing more of it."""
         with self._lock:
-            idle = not (self._open or self._forgotten or self._standing.open)
-            # Not amid the next update, of which there are gradients: SEQ may be even.
+            idle = self._all_over() and not (self._forgotten or self._standing.open)
+            # Not amid the next update, of which there are gradients.
             idle = idle and self._backwards == self._ended_at
             if self.keeper is not None and idle and self._trusted() and self._all_home():
-                self.keeper.kept(self._done)
+                self._keep(self.keeper)
+
+    def _keep(self, keeper: Keeper) -> None:
+        """Write the record, and the buffers as they are now, under a SEQ that is odd.
+
+        A forward may have settled the state already, or have changed buffers since: readers that
+        copy it under an even SEQ, or at rest, copy it again.
+        """
+        words = self._words
+        digest = words[Word.REST_DIGEST] if words[Word.REST] else CHANGED
+        self._end_changed()
+        settled = not words[_SEQ] & 1
+        self._gate.begin_update()
+        if words[Word.BUFFERS_STEP] >= 0:
+            # Those of a boundary until now, which a reader may have been promised.
+            words[Word.BUFFERS_STEP] = -1
+        keeper.kept(self._done)
+        if settled:
+            self._gate.settle(self._done, self._iteration, proven=True)
+            self._trust()
+        else:
+            self._rest(digest)
 
     def stand_in(self, label: str) -> bool:
         """Begin a block of other weights (standins.py); False once nothing is served any more."""
@@ -617,14 +638,15 @@ class Boundary:
         try:
             # Before the look: REST_SEEN_NS is when it began, and vouches for copies before that.
             now_ns = time.monotonic_ns()
-            # During a forward, unsharded copies temporarily replace sharded parameters.
-            if not words[Word.REST] or self._home.gathered():
+            if not words[Word.REST]:
                 return
+            # Of fully_shard the shards, which stay where they are while a forward, or what an
+            # evaluation has left, works on gathered copies.
             if self._home.in_place():
                 words[Word.REST_SEEN_NS] = now_ns
                 if self._why == LEFT_AT_REST:
                     self._say("")
-            elif not self._why and not self._home.gathered():
+            elif not self._why:
                 self._say(LEFT_AT_REST)
         except Exception:
             log.debug("paramd: the parameters cannot be checked", exc_info=True)

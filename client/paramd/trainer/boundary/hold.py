@@ -65,6 +65,9 @@ _COPIED = (Word.BUFFERS_WANTED, Word.MOMENTS_WANTED, Word.EXTRA_WANTED)
 ROUND_S = 0.005
 """Pause in seconds between rounds of paused ranks."""
 
+MOST_MISSED = 64
+"""Boundaries at which FSDP computes, one after another, before an edit is refused for it."""
+
 PATIENCE_NS = 10_000_000_000
 """Longest wait of one update for a copy with optimizer state, once a stall budget was too short."""
 
@@ -180,6 +183,8 @@ class BoundaryHandler:
         self._agreed = page.words[Word.AGREED]
         self._agreed_count = 0
         self._iteration = 0
+        self._missing = self._missed = 0
+        """An edit that boundaries within FSDP's computation could not take, and their number."""
         self._words[Word.AGREEMENT_STATE] = AGREEMENT_WORKS
 
     def at_boundary(self, at_home: bool, iteration: int = 0) -> None:
@@ -287,9 +292,11 @@ class BoundaryHandler:
 
     def _accept(self, request: Request, now: bool) -> bool:
         if request.action == EDIT:
-            # FSDP has gathered: an edit of the shards would not reach this forward. Wait.
-            if self._home.gathered():
-                if self._waits():
+            # FSDP works on gathered parameters: an edit of the shards would not reach them. Wait.
+            if self._home.computes():
+                self._missed = self._missed + 1 if request.number == self._missing else 1
+                self._missing = request.number
+                if self._waits() or self._missed >= MOST_MISSED:
                     self._refuse(request.number, Refusal.GATHERED)
                 return False
             return self._editor.accept(request, now=now)
@@ -360,6 +367,8 @@ class BoundaryHandler:
                     # Parameters left the arena after the promise; the other ranks still apply it.
                     words[Word.EDIT_FAILED] = request.number
             finally:
+                # On all ranks, applied here or not.
+                self._home.gather_again()
                 self._after_edit()
         if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
             with self._refusing_buffers():

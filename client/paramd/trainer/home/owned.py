@@ -360,9 +360,17 @@ class ParameterStorage:
             if moving.address(shard.tensor) != self._arena_address + begin
         ]
 
-    def gathered(self) -> bool:
-        """Whether `fully_shard` has unsharded parameters in use, which miss writes to shards."""
-        return fsdp.has_gathered(self._model.modules())
+    def computes(self) -> bool:
+        """Whether FSDP is in a forward or backward, on gathered parameters that miss writes to
+        shards.
+        """
+        return fsdp.computes(self._model.modules())
+
+    def gather_again(self) -> None:
+        """Have what FSDP left gathered follow the shards, which were written. Collective if there
+        is any; only while it does not compute.
+        """
+        fsdp.gather_again(self._model.modules())
 
     def restore_buffers(self) -> None:
         """Copy the arena's values into all persistent buffers. Raises as `copy_buffers`."""

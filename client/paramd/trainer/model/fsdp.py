@@ -92,9 +92,73 @@ def sharded_places(fsdp_param: Any) -> Iterator[tuple[nn.Module, str]]:
     yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
-def has_gathered(modules: Iterable[nn.Module]) -> bool:
-    """Whether any parameter of `fully_shard` is unsharded now."""
-    return any(p.sharded_state.name != "SHARDED" for p in _fsdp_params(modules))
+def computes(modules: Iterable[nn.Module]) -> bool:
+    """Whether FSDP is in a forward or backward of one of these modules.
+
+    It works on gathered parameters then, which miss writes to shards.
+    """
+    modules = list(modules)
+    handles = [state._handle for state in flat_modules(modules) if state._handle is not None]
+    states = sharded_states(modules)
+    holders = [*handles, *states, *(group for state in states for group in groups_of(state))]
+    return any(holder._training_state.name != "IDLE" for holder in holders)
+
+
+def gather_again(modules: Iterable[nn.Module]) -> None:
+    """Gather again what forwards left unsharded, from the present shards.
+
+    A forward without gradients leaves the root's parameters unsharded, and more where parameters
+    are not resharded after a forward. The next forward would use those values, not what has been
+    written to the shards since. Collective, if anything is unsharded; only while FSDP does not
+    compute.
+    """
+    modules = list(modules)
+    for state, handle in left_unsharded(flat_modules(modules)):
+        gather_flat_again(state, handle)
+    for state in sharded_states(modules):
+        for group in groups_of(state):
+            gather_group_again(group)
+
+
+def left_unsharded(states: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """The FSDP1 modules among these whose unsharded memory is allocated, with their handles."""
+    for state in states:
+        handle = state._handle
+        # Nothing can be unsharded before the first forward.
+        if handle is None or not hasattr(handle.flat_param, "_local_shard"):
+            continue
+        if handle.uses_sharded_strategy and not handle.needs_unshard():
+            yield state, handle
+
+
+def gather_flat_again(state: Any, handle: Any) -> None:
+    """Gather the unsharded memory of one FSDP1 module again. Collective."""
+    if handle._uses_param_mixed_precision or handle.flat_param.device != handle.device:
+        # Its source is another shard, of low precision or on the device, which FSDP makes itself.
+        reshard_flat(state, handle)
+    else:
+        # Into the same memory, since views of it may be registered or saved by autograd.
+        handle._all_gather_flat_param(handle._get_padded_unsharded_flat_param())
+
+
+def reshard_flat(state: Any, handle: Any) -> None:
+    """Free the unsharded memory of one FSDP1 module, as FSDP itself does."""
+    from torch.distributed.fsdp import _runtime_utils
+
+    _runtime_utils._reshard(state, handle, True)
+
+
+def gather_group_again(group: Any) -> None:
+    """Gather the unsharded parameters of one group of `fully_shard` again. Collective."""
+    # A gather that was begun ahead of its forward has the old values, too.
+    group.wait_for_unshard()
+    if group.is_sharded:
+        return
+    unsharded = group.is_unsharded
+    group._to_sharded()
+    if unsharded:
+        group.unshard()
+        group.wait_for_unshard()
 
 
 def _fsdp_params(modules: Iterable[nn.Module]) -> Iterator[Any]:

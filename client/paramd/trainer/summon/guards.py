@@ -162,31 +162,17 @@ class FlatParameters:
 
     def settle(self) -> None:
         """Free low-precision unsharded memory left by a forward, as FSDP itself does."""
-        for state, handle in self._left_unsharded():
+        for state, handle in fsdp.left_unsharded(self.states):
             if handle._uses_param_mixed_precision:
-                _reshard(state, handle)
+                fsdp.reshard_flat(state, handle)
 
     def refresh(self) -> None:
         """Gather again what a forward left unsharded, from the changed shards. Collective.
 
         Otherwise the next forward or backward would use the stale values.
         """
-        for state, handle in self._left_unsharded():
-            if handle.flat_param.device == handle.device:
-                # Into the same memory, since views of it may be registered or saved by autograd.
-                handle._all_gather_flat_param(handle._get_padded_unsharded_flat_param())
-            else:
-                _reshard(state, handle)
-
-    def _left_unsharded(self) -> Iterator[tuple[Any, Any]]:
-        """FSDP modules whose unsharded memory is still allocated, and their handles."""
-        for state in self.states:
-            handle = state._handle
-            # Nothing can be unsharded before the first forward.
-            if handle is None or not hasattr(handle.flat_param, "_local_shard"):
-                continue
-            if handle.uses_sharded_strategy and not handle.needs_unshard():
-                yield state, handle
+        for state, handle in fsdp.left_unsharded(self.states):
+            fsdp.gather_flat_again(state, handle)
 
     @contextmanager
     def under_usual_names(self, places: Iterable[Place]) -> Iterator[None]:
@@ -205,12 +191,6 @@ class FlatParameters:
         finally:
             for state, training_state in before:
                 state.training_state = training_state
-
-
-def _reshard(state: Any, handle: Any) -> None:
-    from torch.distributed.fsdp import _runtime_utils
-
-    _runtime_utils._reshard(state, handle, True)
 
 
 class ShardedParameters:
@@ -248,12 +228,7 @@ class ShardedParameters:
     def refresh(self) -> None:
         """Gather again what was left unsharded, from the changed shards. Collective."""
         for group in self._groups:
-            if not group.is_sharded:
-                unsharded = group.is_unsharded
-                group._to_sharded()
-                if unsharded:
-                    group.unshard()
-                    group.wait_for_unshard()
+            fsdp.gather_group_again(group)
 
 
 @contextmanager

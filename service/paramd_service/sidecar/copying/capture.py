@@ -369,9 +369,10 @@ class Capture:
         agreed_step = words[Word.AGREED_STEP]
         if words[Word.STEP] != agreed_step or words[Word.SEQ] & 1:
             return self._not_there(boundary, announced, "the next update began before the copy")
+        # Before BUFFERS_STEP: what the trainer copies later, of the same step, has another SEQ.
+        begin_ns, seq = self._clock_ns(), words[Word.SEQ]
         if boundary.with_buffers and words[Word.BUFFERS_STEP] != agreed_step:
             return self._not_there(boundary, announced, "the trainer did not copy its buffers")
-        begin_ns, seq = self._clock_ns(), words[Word.SEQ]
         spans = self._spans_of(boundary)
         if isinstance(spans, str):
             return self._not_there(boundary, announced, spans)
@@ -382,8 +383,9 @@ class Capture:
         took_ns = self._clock_ns() - begin_ns
         size_bytes = sum(span.size_bytes for span in spans)
         self._at_point("boundary-copied")
-        # Spans found before the copy must be of the state that was copied.
-        still = boundary.state is None or state.proof == seq
+        # Spans and buffers found before the copy must be of the state that was copied.
+        found_before = boundary.state is not None or boundary.with_buffers
+        still = not found_before or state.proof == seq
         if end is CopyEnd.DONE and state.step == agreed_step and still:
             self._note_rate(size_bytes, took_ns)
             return Outcome(

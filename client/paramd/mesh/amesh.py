@@ -21,6 +21,7 @@ from paramd.layout.exports.settings import NameMap
 from paramd.layout.select import Pattern, SelectedTensor, each_pattern, select
 from paramd.layout.types import Layout
 from paramd.mesh.edits.calls import (
+    ELSEWHERE,
     Edit,
     EditCalls,
     Edits,
@@ -485,6 +486,7 @@ class AsyncMesh:
             DeadlineError: training is too quick or has stopped, so no update was captured.
             ParamdError: as `summon`.
         """
+        self._edits.check_outside("verify", ELSEWHERE)
         return await compute_replay(self._reach, rank, patterns or ("*",), self._deadline(timeout))
 
     async def lanes(self) -> Records[Lane]:
@@ -743,6 +745,8 @@ class AsyncMesh:
             ConflictError: the edit was applied on no rank; the message says why.
             DeadlineError: the outcome is not known yet; the message has the edit's id.
         """
+        if wait and not dry_run:
+            self._edits.check_outside("edit")
         given = {"add": add, "mul": mul, "set": set, "lerp": lerp}
         operands = {word: await self._operand(one) for word, one in given.items()}
         ops = ops_of(patterns, fill=fill, weight=weight, clamp=clamp, **operands)
@@ -827,6 +831,8 @@ class AsyncMesh:
                 "mesh.edits(), or its id"
             )
         edit_id = edit_id if isinstance(edit_id, str) else edit_id.id
+        if wait:
+            self._edits.check_outside("undo")
         if edit_id == "last":
             own = str((await self._rest.send("GET", "/session"))["name"])
             edit_id = await self._edits.last_of(own)
@@ -865,6 +871,8 @@ class AsyncMesh:
         deadline_s = self._deadline(timeout)
         if not values:
             raise UsageError("set_hyperparameters: expected at least one value, such as lr=1e-4")
+        if wait:
+            self._edits.check_outside("set_hyperparameters", "Set them in optimizer.param_groups")
         edit = await self._marks.change(group, values, note, deadline_s)
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
 
@@ -918,6 +926,8 @@ class AsyncMesh:
                 rank.
         """
         deadline_s = self._deadline(timeout)
+        if wait:
+            self._edits.check_outside("rollback", ELSEWHERE)
         at = to.state if isinstance(to, Mark) else to
         edit = await self._marks.roll_back(at, note, deadline_s)
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
@@ -994,6 +1004,7 @@ class AsyncMesh:
             ConflictError: nothing was written, on any rank.
         """
         chosen_mode = check_mode(mode, pause=pause)
+        self._edits.check_outside("writeback")
         if pause:
             await self.pause(timeout=timeout)
         try:
@@ -1058,6 +1069,7 @@ class AsyncMesh:
             UnreachableError: a rank did not respond for 20 s.
         """
         check_transport(transport)
+        self._edits.check_outside("grads", ELSEWHERE)
         wanted = GradRequest(
             patterns=patterns,
             every=every,
@@ -1092,6 +1104,7 @@ class AsyncMesh:
         """
         check_transport(transport)
         cast = await self._transfer.dtype(dtype)
+        self._edits.check_outside("follow", ELSEWHERE)
         wanted = FollowRequest(
             patterns=patterns, every=every, dtype=cast, transport=transport, deltas=deltas
         )
@@ -1270,6 +1283,7 @@ class AsyncMesh:
             UsageError: it is not a safetensors export, or a shape differs.
             DataLossError: a file does not match the manifest's checksum.
         """
+        self._edits.check_outside("restore")
         await self._transfer.load_torch()
         where = await self._located(destination)
         if "{" in where:

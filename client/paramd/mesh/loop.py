@@ -15,6 +15,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, Final, Generic, Literal, TypeVar
 
+from paramd import inside
 from paramd.clock import seconds_of
 from paramd.errors import UsageError
 
@@ -108,6 +109,8 @@ class _Call(Generic[Result]):
     ) -> None:
         self._loop = event_loop
         self._work = work
+        # The task belongs to this thread, which waits for it.
+        self._begin = inside.for_caller(event_loop.create_task)
         self._ended = threading.Event()
         self._task: asyncio.Task[Result] | None = None
         self._cancelled = False
@@ -125,7 +128,7 @@ class _Call(Generic[Result]):
         return self._task.result()
 
     def _start(self) -> None:
-        self._task = self._loop.create_task(self._work)
+        self._task = self._begin(self._work)
         self._task.add_done_callback(self._note)
 
     def _note(self, task: asyncio.Task[Result]) -> None:

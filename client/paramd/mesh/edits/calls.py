@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from paramd import gone
 from paramd.documents import Document, Finite, Record, Text, read_document
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
+from paramd.inside import own_wait
 from paramd.layout.edits.kinds import BY_WORD, KINDS
 from paramd.layout.edits.ops import EDIT_ENDS, EditState, EditTerms, OpSpec
 from paramd.mesh.peers.control import REST_TIMEOUT_S
@@ -365,6 +366,14 @@ def new_edit_id() -> str:
     return secrets.token_hex(16)
 
 
+ELSEWHERE: Final = "Call it from another thread or process while training runs"
+EDIT_INSTEAD: Final = (
+    "Change parameters here within attachment.update(); or edit with wait=False, which is applied "
+    "at a later boundary, or from another thread or process"
+)
+GOES_ON: Final = "It is applied as training goes on; look for it then, or wait in another thread"
+
+
 class EditCalls:
     """Edit and pause requests of one job. Idempotent ones are retried while unreachable."""
 
@@ -404,6 +413,8 @@ class EditCalls:
     async def begin(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Edit:
         """Create, or commit, an edit and wait a little for its end; `body` has a new one's id."""
         wait_s = round(min(_WAIT_S, max(deadline_s - time.monotonic(), 0.0)), 3)
+        # The thread that trains need not wait for what its next boundary does.
+        wait_s = 0.0 if self.rest.waits_for_itself() else wait_s
         return await self._again(path, {**body, "wait_s": wait_s}, deadline_s)
 
     async def abort(self, edit_id: str) -> Edit:
@@ -416,8 +427,16 @@ class EditCalls:
             await self.rest.send("GET", f"/edits/{segment(edit_id)}?wait_s={wait_s:g}")
         )
 
+    def check_outside(self, what: str, instead: str = EDIT_INSTEAD) -> None:
+        """Raise ConflictError if the caller is the thread that trains, for which `what` waits."""
+        if self.rest.waits_for_itself():
+            raise own_wait(what, instead)
+
     async def ended(self, edit: Edit, deadline_s: float) -> Edit:
-        """Poll an edit until it has ended or the deadline has passed."""
+        """Poll an edit until it has ended or the deadline has passed. Raises ConflictError if it
+        waits for the thread that trains, and that is the caller."""
+        if not edit.ended:
+            self.check_outside(f"edit {edit.id[:8]}", GOES_ON)
         while not edit.ended and (left_s := deadline_s - time.monotonic()) > 0:
             try:
                 edit = await self.get(edit.id, min(_WAIT_S, left_s))
@@ -473,6 +492,7 @@ class Holder:
 
     async def pause(self, lease_s: float, *, renew: bool, deadline_s: float) -> PauseState:
         """Begin a pause; with `renew`, renew its lease until `resume` or `close`."""
+        self._calls.check_outside("pause", ELSEWHERE)
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
         left_s = min(max(1.0, deadline_s - time.monotonic()), MAX_AGREE_S)
@@ -501,6 +521,7 @@ class Holder:
 
     async def step(self, steps: int, *, wait: bool, deadline_s: float) -> PauseState:
         """Run `steps` updates; with `wait`, return once all ranks are paused again."""
+        self._calls.check_outside("step", ELSEWHERE)
         if steps < 1:
             raise UsageError(f"steps: {steps}; expected at least 1")
         found = await self._calls.pause("POST", "/step", {"steps": steps}, deadline_s)
@@ -609,6 +630,7 @@ class MarkCalls:
         self._edits = edits
 
     async def make(self, name: str, deadline_s: float) -> Mark:
+        self._edits.check_outside("mark", ELSEWHERE)
         return self._mark(await self._edits.send("POST", "/marks", {"name": name}, deadline_s))
 
     async def all(self, deadline_s: float) -> Marks:

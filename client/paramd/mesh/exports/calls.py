@@ -30,6 +30,7 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
+from paramd.inside import own_wait
 from paramd.layout.exports.files import EXPORT_ENDS, ExportState
 from paramd.layout.exports.safetensors import MODEL_FILES, SAFETENSORS, SUFFIX
 from paramd.layout.types import Layout, TensorKind
@@ -159,6 +160,14 @@ _AWAY_S: Final = 60.0
 _CREATE_S: Final = 15.0
 
 
+_ITSELF_S: Final = 2.0
+"""How long the thread that trains waits for an export's step: some need no boundary."""
+EXPORT_INSTEAD: Final = (
+    "Call attachment.export(...) on all ranks, which makes one right here. This one is made when "
+    "training goes on, unless it is cancelled"
+)
+
+
 class ExportCalls:
     """Export requests of one job. Idempotent ones are retried while unreachable."""
 
@@ -183,6 +192,9 @@ class ExportCalls:
         began_s = heard_s = time.monotonic()
         pause_s = _FIRST_LOOK_S
         while not info.ended:
+            late = time.monotonic() - began_s > _ITSELF_S
+            if info.step < 0 and late and self._rest.waits_for_itself():
+                raise own_wait(f"export {info.id[:8]}", EXPORT_INSTEAD)
             left_s = timeout_s - (time.monotonic() - began_s) if timeout_s is not None else pause_s
             if left_s <= 0:
                 raise DeadlineError(

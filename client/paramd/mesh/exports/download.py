@@ -496,7 +496,12 @@ class Download:
     async def _pin(self, sidecars: Sidecars, wanted: Wanted, deadline_s: float) -> Pinned:
         chosen = wanted.chosen
         samples = samples_for(self.reach, sidecars, chosen.tensors)
-        pinned = await Pinner(sidecars, backoff=self.reach.backoff, samples=samples).pin(
+        pinned = await Pinner(
+            sidecars,
+            backoff=self.reach.backoff,
+            samples=samples,
+            waits_for_itself=sidecars.waits_for_itself,
+        ).pin(
             spans_of(sidecars, chosen.plan), deadline_s=deadline_s, with_buffers=chosen.at_boundary
         )
         try:

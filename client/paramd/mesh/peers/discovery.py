@@ -245,6 +245,11 @@ class SidecarFinder:
                     raise
                 await self._after_outage(error, document, stopped, begun_s + LIVENESS_S)
 
+    def waits_for_itself(self) -> bool:
+        """As of `Sidecars`, by the last document."""
+        found = Sidecars(self._channels, self.document, self._background)
+        return found.waits_for_itself()
+
     async def sidecars(self) -> Sidecars:
         """The sidecars of the last document, with a valid ticket.
 
@@ -337,6 +342,10 @@ class JobRest:
     @property
     def job(self) -> str:
         return self._reach.document.job
+
+    def waits_for_itself(self) -> bool:
+        """Whether the caller is the thread that trains this job, so that no boundary comes."""
+        return self._reach.waits_for_itself()
 
     def path(self, path: str) -> str:
         """The path below /api/v1."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from paramd import streams
+from paramd import inside, streams
 from paramd.errors import (
     ConflictError,
     DataLossError,
@@ -294,6 +294,12 @@ class _Waiting:
         )
 
 
+READ_INSTEAD = (
+    "Read parameters without buffers, or read from another thread or process; for a checkpoint, "
+    "call attachment.export(...) on all ranks"
+)
+
+
 class Sidecars:
     """Calls to the sidecars of a job document. Errors name the rank."""
 
@@ -314,6 +320,16 @@ class Sidecars:
         for rank in ranks:
             if rank in self._stopped:
                 raise self._stopped[rank]
+
+    def waits_for_itself(self) -> bool:
+        """Whether the caller is the thread that trains this job, so that no boundary comes."""
+        document = self.document
+
+        def place_of(rank: int) -> tuple[str, str] | None:
+            peer = document.peers.get(rank)
+            return (peer.host_id, peer.socket_path) if peer is not None else None
+
+        return inside.waits_for_itself(document.job, document.incarnation, place_of)
 
     async def pin(
         self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
@@ -362,7 +378,10 @@ class Sidecars:
             self.release(RankPin.of(rank, call.result()))
 
     async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
-        """Fill prepared snapshots at one agreed boundary."""
+        """Fill prepared snapshots at one agreed boundary. Raises ConflictError if the caller is
+        the thread that trains."""
+        if self.waits_for_itself():
+            raise inside.own_wait("this", READ_INSTEAD)
         document = self.document
         request = control_pb2.ScheduleBoundaryRequest(
             job=document.job,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ExhaustedError, ParamdError
+from paramd.inside import own_wait
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.replicas import Sample, differing, ranges_in, sample_spans, samples_of
 from paramd.layout.select import Pattern, select
@@ -21,6 +22,7 @@ from paramd.layout.types import TensorLayout
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import MORE_TIME, all_ended, cancelled
 from paramd.mesh.peers.sidecars import (
+    READ_INSTEAD,
     Captured,
     FastPathBackoff,
     PinKind,
@@ -44,6 +46,8 @@ _LAST_PATIENCE_S = 8.0
 _ANOTHER_CALL_S = 2.0
 # Other readers' snapshots end soon; a request larger than the budget never fits.
 _BUDGET_PATIENCE_S = 3.0
+# Other ranks may still end the update after which the caller reads.
+_ITSELF_S = 5.0
 # An answer does not wait for what is only compared with it.
 _BESIDE_S, _COMPARE_S = 0.1, 2.0
 
@@ -63,10 +67,13 @@ class Pinner:
         backoff: FastPathBackoff | None = None,
         patience_s: float = 1.0,
         samples: Sequence[Sample] = (),
+        waits_for_itself: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`samples` are pinned beside what only a boundary can copy; `compared` pins others."""
+        """`samples` are pinned beside what only a boundary can copy; `compared` pins others.
+        `waits_for_itself`: whether the caller is what a boundary would wait for."""
         self._transport = transport
         self._samples = samples
+        self._waits_for_itself = waits_for_itself
         self._clock = clock
         self._sleep = sleep
         self._patience_s = patience_s
@@ -99,6 +106,7 @@ class Pinner:
         reason = ""
         backoff_s = _FIRST_BACKOFF_S
         patience_until_s = self._clock() + _BUDGET_PATIENCE_S
+        itself_until_s = self._clock() + _ITSELF_S
         while True:
             left_s = deadline_s - self._clock()
             if left_s <= 0:
@@ -126,9 +134,14 @@ class Pinner:
                 found, reason = None, str(error)
             if found is not None:
                 return found
+            self._check_outside(itself_until_s, reason)
             left_s = max(deadline_s - self._clock(), 0.0)
             await self._sleep(min(backoff_s * random.uniform(0.5, 1.0), left_s))
             backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+    def _check_outside(self, until_s: float, reason: str) -> None:
+        if self._clock() > until_s and self._waits_for_itself():
+            raise own_wait(f"a common step of the ranks ({reason})", READ_INSTEAD)
 
     async def _try_once(
         self, spans: Spans, left_s: float, how: PinKind
@@ -137,7 +150,8 @@ class Pinner:
             return await self._at_boundary(spans, left_s, True)
         if how.unsettled or how.mark:
             return await self.try_now(spans, left_s, how)
-        if len(spans) == 1 or self._backoff.tries(self._clock()):
+        alone = len(spans) == 1 or self._waits_for_itself()
+        if alone or self._backoff.tries(self._clock()):
             return await self.try_now(spans, left_s)
         return await self._boundary_or_now(spans, left_s)
 
@@ -344,7 +358,13 @@ async def pinned(
     samples: Sequence[Sample] = (),
 ) -> AsyncIterator[Pinned]:
     """Snapshots of `chosen`. Args, Raises: as `Pinner.pinned`."""
-    async with Pinner(sidecars, backoff=reach.backoff, samples=samples).pinned(
+    pinner = Pinner(
+        sidecars,
+        backoff=reach.backoff,
+        samples=samples,
+        waits_for_itself=sidecars.waits_for_itself,
+    )
+    async with pinner.pinned(
         spans_of(sidecars, chosen.plan),
         deadline_s=deadline_s,
         with_buffers=chosen.at_boundary and not mark,

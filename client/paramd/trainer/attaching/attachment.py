@@ -10,19 +10,22 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from paramd import gone, places
-from paramd.errors import UsageError
+from paramd import gone, inside, places
+from paramd.clock import seconds_of
+from paramd.errors import ConflictError, UsageError
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.trainer.attaching.exchange import Exchange
+from paramd.trainer.attaching.exporting import MadeExport, Place, export
 from paramd.trainer.boundary.boundary import Boundary
 from paramd.trainer.boundary.edits import Editor
 from paramd.trainer.boundary.gradients import GradientCapture
 from paramd.trainer.boundary.signals import Signals
-from paramd.trainer.helpers.control_link import ControlLink, Tracking
+from paramd.trainer.helpers.control_link import ControlLink, Tracking, token_of
 from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
 from paramd.trainer.home.device import DeviceMemory
 from paramd.trainer.home.owned import ParameterStorage
@@ -84,6 +87,7 @@ class Attachment:
         sidecar: SidecarLink,
         control: ControlLink | None,
         url: str,
+        settings: AttachSettings,
     ) -> None:
         self._model = model
         self._page = page
@@ -120,6 +124,15 @@ class Attachment:
         self.incarnation = identity.incarnation
         self.rank = identity.rank
         self._url = url
+        self._settings = settings
+        self._training = inside.Training(
+            job=identity.job,
+            incarnation=identity.incarnation,
+            rank=identity.rank,
+            socket_path=str(places.socket_path(identity.job, identity.rank)),
+            host_id=places.host_id(),
+            by=lambda: boundary.by,
+        )
 
     @property
     def url(self) -> str:
@@ -270,6 +283,7 @@ class Attachment:
         Steps of any other optimizer that has one of the model's parameters count as well.
         """
         attached[id(self._model)] = self
+        inside.begins(self._training)
         self._signals.open()
         self._boundary.start()
         followed = self._signals.optimizers
@@ -323,6 +337,58 @@ class Attachment:
             longest_s=page[Word.STALL_MAX_NS] / 1e9,
         )
 
+    def export(
+        self,
+        destination: str | None = None,
+        *,
+        include: Sequence[str] = ("parameters", "buffers", "optimizer"),
+        timeout: float | str = 60.0,
+        **options: Any,
+    ) -> MadeExport:
+        """Export a checkpoint of this very boundary, and return once it is published.
+
+            if scheduler_warned():  # the same answer on every rank
+                attachment.export("checkpoints/last", timeout=25)
+                break
+
+        Collective: every rank calls it at the same point, between two updates; training stands
+        still meanwhile. `mesh.export` of a client in the same script would wait for a boundary
+        that its own caller holds up.
+
+        Args:
+            destination: As in `Mesh.export`.
+            include: Any of "parameters", "buffers", "optimizer".
+            timeout: Seconds, or a text such as "30s", that the export may take; it is cancelled
+                then, and training continues.
+            options: The others of `Mesh.export`: format, overwrite, dtype and so on.
+
+        Raises:
+            ConflictError: a rank is inside an update or `swapped_weights`, or has detached; or the
+                export failed.
+            DeadlineError: it did not end in time.
+            UnreachableError: the control plane does not respond.
+            ParamdError: any other error of `Mesh.export`; all ranks raise the same.
+        """
+        grace_s = seconds_of(timeout, "timeout")
+        if not grace_s > 0:
+            raise UsageError(f"timeout: {timeout!r}; expected more than 0")
+        if self._detached or self._is_childs:
+            raise ConflictError("export: this attachment has ended")
+
+        def look() -> tuple[str, Place | None]:
+            if self._boundary.is_inside:
+                return "is inside an update or a block of other weights; call it after that", None
+            if self.rank != 0:
+                return "", None
+            if not self.url:
+                return "has no control plane yet", None
+            site = self._control is None
+            token = token_of(self._settings) if site else ""
+            return "", Place(job=self.job, url=self.url if site else "", token=token)
+
+        asked = {"include": tuple(include), **options}
+        return export(self._exchange, self._boundary, look, destination, asked, grace_s)
+
     @torch.inference_mode(False)
     def detach(self) -> None:
         """Move the parameters back to private memory and end the sidecar.
@@ -337,6 +403,7 @@ class Attachment:
         self._last_edits = self._page[Word.EDITS]
         self._detached = True
         attached.pop(id(self._model), None)
+        inside.ends(self._training)
         self._signals.close()
         if self._is_childs:
             self._home.move_out()

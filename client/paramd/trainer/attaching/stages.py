@@ -436,6 +436,7 @@ class Stages(Discovering):
             sidecar=self._sidecar,
             control=self._control,
             url=self._url,
+            settings=self._settings,
         )
 
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from paramd import inside
 from paramd.memory.control_page import (
     MAX_SAMPLES,
     ControlPage,
@@ -197,6 +198,8 @@ class Boundary:
         self._always_strict = always_strict
         self._strict_left = PROBATION
         self._forgotten = False
+        self.by = [inside.who(), inside.who()]
+        """Who trains: the callers of the last forward and of the last update."""
         self.keeper: Keeper | None = None
         self._keeper_announces = False
         self.rewinder: Rewinder | None = None
@@ -271,6 +274,7 @@ class Boundary:
         """
         if self._forgotten:
             return
+        self.by[1] = inside.who()
         if owner is not self._in_backward and self._in_backward.begins():
             self.begin(self._in_backward)
         with self._lock:
@@ -401,6 +405,7 @@ class Boundary:
         """Note the start of a forward that may be differentiated."""
         if not self._pending:
             return
+        self.by[0] = inside.who()
         self._eval_forward = not trains
         if trains or self._trains_in_eval:
             self._go_on()
@@ -428,6 +433,28 @@ class Boundary:
             with self._lock:
                 self._ended_by.clear()
                 self._boundary()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether an update is open, or other weights stand in: no boundary can be here."""
+        return bool(self._open or self._standing.open)
+
+    def stay(self, wants: Callable[[], bool]) -> None:
+        """Make this a boundary and stay at it, acting on what is agreed, while all ranks want to.
+
+        Collective: all ranks call it at the same point, outside of updates.
+        """
+        with self._lock:
+            if self._forgotten or self.is_inside:
+                return
+            self._acting.stays = wants
+            try:
+                # Also where this state is settled already: what is agreed needs a boundary.
+                self._ended_by.clear()
+                self._only_confirms = False
+                self._boundary()
+            finally:
+                self._acting.stays = None
 
     def kept(self) -> None:
         """Complete the record of the state: the script changes nothing more of it."""

@@ -185,6 +185,8 @@ class BoundaryHandler:
         self._iteration = 0
         self._missing = self._missed = 0
         """An edit that boundaries within FSDP's computation could not take, and their number."""
+        self.stays: Callable[[], bool] | None = None
+        """Whether to stay at this boundary; None: do not."""
         self._words[Word.AGREEMENT_STATE] = AGREEMENT_WORKS
 
     def at_boundary(self, at_home: bool, iteration: int = 0) -> None:
@@ -194,8 +196,9 @@ class BoundaryHandler:
         all ranks in lock-step."""
         self._iteration = iteration
         agreement, words = self._agreement, self._words
+        stays = self.stays is not None or words[_HELD]
         if agreement is None or (
-            not words[_HELD] and agreement.passes(wanted=words[_READY] > self._agreed)
+            not stays and agreement.passes(wanted=words[_READY] > self._agreed)
         ):
             self._answer(False)
             return
@@ -233,6 +236,8 @@ class BoundaryHandler:
         if agreement.alone:
             heard = self._exchange(agreement, at_home)
         self._answer(heard is not None and self._hear(heard, at_home))
+        if self.stays is not None:
+            self._stay(agreement, at_home)
         if words[_HELD]:
             self._wait(agreement, at_home)
         if agreement.due and not agreement.alone:
@@ -248,6 +253,27 @@ class BoundaryHandler:
                 expected=words[Word.EXPECTED_NS] > now_ns,
                 quiet=words[Word.CLIENTS_UNTIL_NS] < now_ns,
             )
+
+    def _stay(self, agreement: Agreement, at_home: bool) -> None:
+        """Run rounds and act on them until one rank does not want to stay; with a pause, until
+        that ends, too."""
+        words, begin_ns = self._words, time.monotonic_ns()
+        try:
+            while True:
+                time.sleep(ROUND_S)
+                heard = self._exchange(agreement, at_home)
+                self._answer(self._hear(heard, at_home))
+                if not heard.stay:
+                    break
+        finally:
+            # A round after the last one that was heard must not ask others to stay.
+            self.stays = None
+        # It must not count as step time.
+        words[Word.BOUNDARY_NS] = time.monotonic_ns()
+        note_stand(self._page, Stand.PAUSE, words[Word.BOUNDARY_NS] - begin_ns)
+
+    def _wants_to_stay(self) -> bool:
+        return self._hold.stay() or (self.stays is not None and self.stays())
 
     def _wait(self, agreement: Agreement, at_home: bool) -> None:
         """Stay paused: run rounds and act on them until one ends the hold."""
@@ -269,7 +295,7 @@ class BoundaryHandler:
         return agreement.exchange(
             request,
             pending=self._words[Word.READY] > self._agreed,
-            stay=self._hold.stay(),
+            stay=self._wants_to_stay(),
             iteration=self._iteration,
         )
 

@@ -29,6 +29,9 @@ STALL_LEAST_S = 30.0
 """A boundary is long overdue after this many of the trainer's smoothed step times, but not before
 this time: a validation or a checkpoint takes longer than a step."""
 
+FIRST_STEP_S = 900.0
+"""The same while no step has ended yet: the first one compiles, warms up and fills caches."""
+
 IDLE_STEPS = 4
 IDLE_LEAST_S = 1.0
 """A rank is idle after this many step times without a boundary, and at least this long."""
@@ -89,7 +92,10 @@ def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now
 
 
 def stall_after_ns(step_time_ns: int) -> int:
-    """Age of the last boundary beyond which a training with this step time has stalled."""
+    """Age of the last boundary beyond which a training with this step time has stalled; 0: it
+    is in its first step."""
+    if not step_time_ns:
+        return round(FIRST_STEP_S * 1e9)
     return max(STALL_STEPS * step_time_ns, round(STALL_LEAST_S * 1e9))
 
 
@@ -101,7 +107,7 @@ def _summoned(words: Sequence[int]) -> bool:
 
 def _overdue(age_ns: int, step_ns: int, *, inside: bool) -> str:
     where = "inside an update" if inside else "outside an update"
-    usual = f"its steps take {step_ns / 1e9:.3g} s" if step_ns else "it has had one step"
+    usual = f"its steps take {step_ns / 1e9:.3g} s" if step_ns else "it is in its first step"
     return (
         f"no boundary for {age_ns // 1_000_000_000} s, {usual}: the trainer lives, but hangs "
         f"{where} or runs something long (evaluation, checkpoint)"

@@ -53,6 +53,7 @@ OTHER_LAYOUT = well(2, layout_digest="other")
         # Without updates; one with long steps gets twenty of them.
         ([well(0), well(1, boundary_age_s=301.0)], [], [("stalled-rank", (1,))]),
         ([well(0), well(1, boundary_age_s=299.0)], [], []),
+        ([well(0, step_time_s=0.0, boundary_age_s=890.0)], [], []),
         ([well(0, step_time_s=60.0, boundary_age_s=1100.0)], [], []),
         ([well(0, step_time_s=60.0, boundary_age_s=1200.0)], [], [("stalled-rank", (0,))]),
         ([well(n, boundary_age_s=400.0) for n in (0, 1)], [], [("stalled-rank", (0, 1))]),

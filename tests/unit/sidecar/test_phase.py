@@ -9,7 +9,7 @@ import pytest
 from paramd.memory.control_page import Word
 from paramd.v1 import common_pb2
 from paramd_service.sidecar.owner import Ownership, exit_text
-from paramd_service.sidecar.phase import STALL_LEAST_S, doing, stall_after_ns
+from paramd_service.sidecar.phase import FIRST_STEP_S, STALL_LEAST_S, doing, stall_after_ns
 
 S = 1_000_000_000
 NOW_NS = 1000 * S
@@ -59,7 +59,12 @@ def test_a_trainer_without_boundaries_for_70_s_is_stalled_and_not_dead(inside: i
 
 
 def test_how_long_is_too_long_depends_on_the_trainings_own_steps() -> None:
-    assert stall_after_ns(0) == STALL_LEAST_S * S
+    # The first step compiles and warms up, for minutes perhaps.
+    assert stall_after_ns(0) == FIRST_STEP_S * S
+    first = words(STEP_TIME_NS=0, BOUNDARY_NS=NOW_NS - 300 * S)
+    assert doing(Ownership.OWNED, first, process_state="R", now_ns=NOW_NS).reason == ""
+    assert phase(first, now_ns=NOW_NS + 900 * S) == common_pb2.PHASE_STALLED
+    assert stall_after_ns(1) == STALL_LEAST_S * S
     assert stall_after_ns(60 * S) == 1200 * S
     slow = words(STEP_TIME_NS=60 * S)
     assert phase(slow, now_ns=NOW_NS + 70 * S) == common_pb2.PHASE_FORWARD_BACKWARD

@@ -14,6 +14,8 @@ from paramd_service.control.mesh.registry import MeshView, RankView, ended_s_of
 from paramd_service.control.store.history import Sample
 
 STEPS_OF_PATIENCE = 20
+FIRST_STEP_S = 900.0
+"""Patience, in seconds, with a first step: it compiles, warms up and fills caches."""
 """A rank with long steps is not stalled before this many of them have passed."""
 
 DAY_S = 86_400
@@ -128,7 +130,11 @@ def stalled_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
     stalled = [
         rank
         for rank in present
-        if rank.boundary_age_s >= max(config.stalled_after_s, STEPS_OF_PATIENCE * rank.step_time_s)
+        if rank.boundary_age_s
+        >= max(
+            config.stalled_after_s,
+            STEPS_OF_PATIENCE * rank.step_time_s if rank.step_time_s else FIRST_STEP_S,
+        )
     ]
     if stalled and len(stalled) == len(present):
         longest_s = min(rank.boundary_age_s for rank in stalled)

@@ -14,9 +14,10 @@ from paramd_service.control.mesh.registry import MeshView, RankView, ended_s_of
 from paramd_service.control.store.history import Sample
 
 STEPS_OF_PATIENCE = 20
+"""A rank with long steps is not stalled before this many of them have passed."""
+
 FIRST_STEP_S = 900.0
 """Patience, in seconds, with a first step: it compiles, warms up and fills caches."""
-"""A rank with long steps is not stalled before this many of them have passed."""
 
 DAY_S = 86_400
 

@@ -11,7 +11,8 @@ NEEDS_TORCH = (
     "paramd.trainer", "paramd.examples", "paramd.integrations", "paramd.tensors",
     "paramd.mesh.reading.assemble", "paramd.mesh.edits.operands", "paramd.mesh.frames.grad_tensors",
     "paramd.mesh.insight.compare", "paramd_service.formats.cast",
-    "paramd_service.formats.dcp_writer", "paramd_service.sidecar.statistics",
+    "paramd_service.formats.dcp_writer", "paramd_service.formats.blend_process",
+    "paramd_service.sidecar.statistics",
 )  # fmt: skip
 """Modules, and packages with all of theirs, that may load torch when imported."""
 

@@ -13,7 +13,9 @@ from typer import Option
 from paramd.cli import completion
 from paramd.cli.edit import show_edit
 from paramd.cli.options import (
+    Adapter,
     Dtype,
+    Merge,
     Replica,
     Target,
     completed,
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
 _SHORT_CHARS = 8
 
-FormatOption = Annotated[str, Option("--format", metavar="NAME", help=f"{', or '.join(FORMATS)}.")]
+FormatOption = Annotated[
+    str, Option("--format", metavar="NAME", help=f"One of {', '.join(FORMATS)}.")
+]
 ShardSize = Annotated[
     str | None,
     Option("--max-shard-size", metavar="SIZE",
@@ -56,6 +60,12 @@ NameMapFile = Annotated[
     Path | None,
     Option("--name-map", metavar="FILE", help='JSON of renames, e.g. {"model.*": "*"}.'),
 ]
+WeightsFrom = Annotated[
+    str | None,
+    Option("--weights-from", metavar="NAME",
+           help="Averaged weights: a model given to attach, a state of the optimizers, or "
+           "schedule-free."),
+]  # fmt: skip
 AssetsDir = Annotated[
     Path | None, Option("--assets", metavar="DIR", help="Also copy the files in DIR, up to 64 MiB.")
 ]
@@ -137,6 +147,9 @@ def export(
     only: Only = None,
     replica: Replica = None,
     name_map: NameMapFile = None,
+    adapter: Adapter = None,
+    merge: Merge = False,
+    weights_from: WeightsFrom = None,
     assets: AssetsDir = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing export.")] = False,
     no_verify: NoVerify = False,
@@ -163,6 +176,9 @@ def export(
             replica=replica if replica is not None else 0,
             overwrite=overwrite,
             name_map=read_name_map(name_map) if name_map is not None else None,
+            adapter=adapter,
+            merge=merge,
+            weights_from=weights_from,
             assets=assets,
             verify=not no_verify,
             timeout=timeout_s,
@@ -322,6 +338,9 @@ def create(
     only: Only = None,
     replica: Replica = None,
     name_map: NameMapFile = None,
+    adapter: Adapter = None,
+    merge: Merge = False,
+    weights_from: WeightsFrom = None,
     assets: AssetsDir = None,
     no_verify: NoVerify = False,
 ) -> None:  # fmt: skip
@@ -344,6 +363,9 @@ def create(
             names=only,
             replica=replica if replica is not None else 0,
             name_map=read_name_map(name_map) if name_map is not None else None,
+            adapter=adapter,
+            merge=merge,
+            weights_from=weights_from,
             assets=assets,
             verify=not no_verify,
         )

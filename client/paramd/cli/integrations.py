@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from paramd.cli.exports import NameMapFile, read_name_map
-from paramd.cli.options import Dtype, Every, Followed, Target, with_output, with_target
+from paramd.cli.options import (
+    Adapter,
+    Dtype,
+    Every,
+    Followed,
+    Merge,
+    Target,
+    with_output,
+    with_target,
+)
 from paramd.cli.output import Format, seconds, size
 from paramd.cli.shell import say
 
@@ -106,6 +115,8 @@ def follow(
         bool, Option("--deltas", help="Transfer only the elements that changed.")
     ] = False,
     name_map: NameMapFile = None,
+    merge: Merge = False,
+    adapter: Adapter = None,
 ) -> None:  # fmt: skip
     """Keep an inference engine at the weights of a running training.
 
@@ -129,7 +140,14 @@ def follow(
     async def run() -> None:
         good = 0
         async with target.async_connect() as mesh:
-            frames = mesh.follow(*(glob or ["*"]), every=every, dtype=dtype, deltas=deltas)
+            frames = mesh.follow(
+                *(glob or ["*"]),
+                every=every,
+                dtype=dtype,
+                deltas=deltas,
+                merge=merge,
+                adapter=adapter,
+            )
             try:
                 async with aclosing(follower.updates(frames)) as found:
                     async for update in found:

@@ -84,6 +84,13 @@ Buffers = Annotated[bool, Option("--buffers", help="Include buffers.")]
 Dtype = Annotated[
     str | None, Option("--dtype", metavar="NAME", help="Cast floats, e.g. to bfloat16.")
 ]
+Merge = Annotated[
+    bool, Option("--merge", help="Merge the LoRA adapter into its base model, under its names.")
+]
+Adapter = Annotated[
+    str | None,
+    Option("--adapter", metavar="NAME", help="The adapter, where the model has several."),
+]
 Replica = Annotated[
     int | None,
     Option("--replica", metavar="RANK", min=0,

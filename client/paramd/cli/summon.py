@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Option
 
-from paramd.cli.options import Buffers, Dtype, Globs, Replica, Target, duration, with_target
+from paramd.cli.options import (
+    Adapter,
+    Buffers,
+    Dtype,
+    Globs,
+    Merge,
+    Replica,
+    Target,
+    duration,
+    with_target,
+)
 from paramd.cli.output import seconds, size
 from paramd.cli.shell import say
 from paramd.errors import UsageError
@@ -66,6 +76,8 @@ def summon(
     dtype: Dtype = None,
     buffers: Buffers = False,
     replica: Replica = None,
+    merge: Merge = False,
+    adapter: Adapter = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing file.")] = False,
     transport: Annotated[
         str,
@@ -99,6 +111,8 @@ def summon(
                 dtype=dtype,
                 buffers=buffers,
                 replica=replica,
+                merge=merge,
+                adapter=adapter,
                 overwrite=overwrite,
                 transport=cast("Transport", transport),
                 timeout=timeout,

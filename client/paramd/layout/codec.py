@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from google.protobuf.message import DecodeError
 
 from paramd.errors import ExhaustedError, UsageError
+from paramd.layout.adapters import decode_adapters, encode_adapters
 from paramd.layout.merge import LocalLayout
 from paramd.layout.types import (
     Box,
@@ -62,6 +63,7 @@ def decode_layout(message: layout_pb2.Layout) -> Layout:
         mirrored=message.mirrored,
         missing=tuple(message.missing),
         hub_note=message.hub_note,
+        adapters=decode_adapters(message.adapters),
     )
 
 
@@ -77,6 +79,7 @@ def layout_batches(layout: Layout, max_tensors: int = 1000) -> Iterator[layout_p
             batch.mirrored = layout.mirrored
             batch.missing.extend(layout.missing)
             batch.hub_note = layout.hub_note
+            batch.adapters = encode_adapters(layout.adapters)
         yield batch
 
 
@@ -121,6 +124,7 @@ def encode_local(local: LocalLayout) -> bytes:
         tensors=map(_encode_tensor, local.tensors),
         missing=local.missing,
         hub_note=local.hub_note,
+        adapters=encode_adapters(local.adapters),
     )
     return _RANK.pack(local.rank) + message.SerializeToString(deterministic=True)
 
@@ -142,6 +146,7 @@ def decode_local(data: bytes) -> LocalLayout:
         tensors=tuple(map(_decode_tensor, message.tensors)),
         missing=tuple(message.missing),
         hub_note=message.hub_note,
+        adapters=decode_adapters(message.adapters),
     )
 
 

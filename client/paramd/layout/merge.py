@@ -15,6 +15,7 @@ from functools import lru_cache
 from math import prod
 
 from paramd.errors import UsageError
+from paramd.layout.adapters import Adapter, encode_adapters, merge_adapters
 from paramd.layout.dtypes import ITEM_BYTES
 from paramd.layout.types import (
     Box,
@@ -117,6 +118,7 @@ class LocalLayout:
     """With this rank's pieces, none if its shard is empty; trainable as it is here."""
     missing: tuple[str, ...] = ()
     hub_note: str = ""
+    adapters: tuple[Adapter, ...] = ()
     """As in `Layout`."""
 
 
@@ -147,6 +149,7 @@ def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> L
         mirrored=mirrored,
         missing=tuple(dict.fromkeys(name for local in ordered for name in local.missing)),
         hub_note=next((local.hub_note for local in ordered if local.hub_note), ""),
+        adapters=merge_adapters(local.adapters for local in ordered),
     )
 
 
@@ -158,6 +161,9 @@ def layout_digest(layout: Layout) -> str:
         digest.update(b"\n")
     if layout.mirrored:
         digest.update(b"mirrored\n")
+    if layout.adapters:
+        # Readers keep a layout by its digest, and merge by these scales.
+        digest.update(encode_adapters(layout.adapters).encode())
     return digest.hexdigest()
 
 

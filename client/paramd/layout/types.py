@@ -15,6 +15,8 @@ from math import prod
 from operator import sub
 from typing import TypeAlias
 
+from paramd.layout.adapters import Adapter
+
 
 class TensorKind(Enum):
     """Whether a tensor is constant between updates (parameter) or not (buffer)."""
@@ -115,6 +117,8 @@ class Layout:
     """Entries of the model's state dict beside these tensors: extra or quantisation state."""
     hub_note: str = ""
     """Why `TensorLayout.hub` lacks the layout that transformers writes; empty: it has it."""
+    adapters: tuple[Adapter, ...] = ()
+    """The model's adapters of PEFT."""
 
     def __repr__(self) -> str:
         return f"<Layout of {len(self.tensors)} tensors on {self.world_size} ranks>"

@@ -1091,6 +1091,8 @@ class AsyncMesh:
         dtype: torch.dtype | str | None = None,
         transport: Transport = "auto",
         deltas: bool = False,
+        merge: bool = False,
+        adapter: str | None = None,
     ) -> AsyncIterator[ParamFrame]:
         """Stream parameters, one frame per update whose number is a multiple of `every`.
 
@@ -1101,12 +1103,21 @@ class AsyncMesh:
             deltas: Have the ranks send only the changed elements of changed tensors, where
                 that takes fewer bytes (docs/engines.md). For links slower than a rank compares
                 two states, some 5 Gbit/s a core; it takes memory here for another copy.
+            merge: Merge an adapter (LoRA) into its base here, and name tensors as the base model
+                does. The patterns are over the training's own names.
+            adapter: The adapter to merge; None means the only one.
         """
         check_transport(transport)
         cast = await self._transfer.dtype(dtype)
         self._edits.check_outside("follow", ELSEWHERE)
         wanted = FollowRequest(
-            patterns=patterns, every=every, dtype=cast, transport=transport, deltas=deltas
+            patterns=patterns,
+            every=every,
+            dtype=cast,
+            transport=transport,
+            deltas=deltas,
+            merge=merge,
+            adapter=adapter if adapter is not None else "",
         )
         stream = await open_following(self._reach, self._transfer, wanted)
         async with frames_of(stream, self._streams) as frames:
@@ -1126,6 +1137,9 @@ class AsyncMesh:
         replica: int = 0,
         overwrite: bool = False,
         name_map: Mapping[str, str] | None = None,
+        adapter: str | None = None,
+        merge: bool = False,
+        weights_from: str | None = None,
         assets: str | Path | None = None,
         verify: bool = True,
         timeout: Timeout = UNSET,
@@ -1136,7 +1150,8 @@ class AsyncMesh:
             destination: "NAME/KEY": one of `destinations` and a relative key, such as
                 "checkpoints/step-100". A name alone stands for "NAME/step-{step}", a key alone for
                 that key in "checkpoints", or in the only destination; None for both.
-            format: "safetensors" in Hugging Face's file layout, or "dcp".
+            format: "safetensors" in Hugging Face's file layout, "dcp", or "peft" for an adapter
+                as `PeftModel.from_pretrained` loads it.
             max_shard_size: Maximum tensor bytes per safetensors file, a number or a text such
                 as "5GB", the default.
             dtype: Cast floating tensors to it; None keeps each one's own.
@@ -1148,6 +1163,11 @@ class AsyncMesh:
                 and in `replicas_differ` what others hold otherwise.
             overwrite: Replace an existing export at the key.
             name_map: Names in the model to names in the files; each may hold one "*".
+            adapter: The adapter that format "peft" or `merge` is about; None means the only one.
+            merge: Write the base model, under its own names, with the adapter (LoRA) merged in.
+            weights_from: Write other weights than the parameters: a model that `attach` was
+                given by name, such as "ema", a kind of the optimizers' state, or "schedule-free"
+                (docs/averages.md).
             assets: Directory whose regular files are copied into the export, 64 MiB in total.
             verify: Read everything back before publishing.
             timeout: Seconds for the whole export, or a text such as "20m"; one hour by default,
@@ -1164,7 +1184,7 @@ class AsyncMesh:
         where = await self._located(destination)
         body = export_body(
             where, format, max_shard_size, dtype, include, tied, name_map, verify, names,
-            replica,
+            replica, adapter, merge, weights_from,
         ) | {"overwrite": overwrite}  # fmt: skip
         if timeout is not UNSET:
             body["timeout_s"] = MAX_TIMEOUT_S if timeout is None else allowed_s(timeout)
@@ -1205,6 +1225,8 @@ class AsyncMesh:
         replica: int | None = None,
         overwrite: bool = False,
         name_map: Mapping[str, str] | None = None,
+        merge: bool = False,
+        adapter: str | None = None,
         timeout: float | None = None,
         transport: Transport = "auto",
         progress: Callable[[int, int], object] = lambda done_bytes, size_bytes: None,
@@ -1225,6 +1247,9 @@ class AsyncMesh:
             replica: As in `summon`.
             overwrite: Replace an existing file.
             name_map: Names in the model to names in the file; each may hold one "*".
+            merge: Merge an adapter (LoRA) into its base here, and name tensors as the base model
+                does. The patterns are over the training's own names.
+            adapter: The adapter to merge; None means the only one.
             timeout: Seconds; None, the default, means no limit.
             transport: As in `summon`.
             progress: Called with bytes done and total bytes.
@@ -1242,6 +1267,8 @@ class AsyncMesh:
             buffers=buffers,
             name_map=NameMap.of(name_map) if name_map else NameMap(),
             replica=replica,
+            merge=merge,
+            adapter=adapter if adapter is not None else "",
         )
         file = PartialFile(Path(path))
         file.check(overwrite=overwrite)
@@ -1313,6 +1340,9 @@ class AsyncMesh:
         names: Sequence[str] | None = None,
         replica: int = 0,
         name_map: Mapping[str, str] | None = None,
+        adapter: str | None = None,
+        merge: bool = False,
+        weights_from: str | None = None,
         assets: str | Path | None = None,
         verify: bool = True,
     ) -> dict[str, Any]:
@@ -1331,7 +1361,7 @@ class AsyncMesh:
         where = await self._located(destination)
         body = export_body(
             where, format, max_shard_size, dtype, include, tied, name_map, verify, names,
-            replica,
+            replica, adapter, merge, weights_from,
         )  # fmt: skip
         cadence = {"every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every}
         body |= {key: value for key, value in cadence.items() if value is not None}

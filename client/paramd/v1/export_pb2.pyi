@@ -29,12 +29,14 @@ class _ExportFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     EXPORT_FORMAT_UNSPECIFIED: _ExportFormat.ValueType  # 0
     EXPORT_FORMAT_SAFETENSORS: _ExportFormat.ValueType  # 1
     EXPORT_FORMAT_DCP: _ExportFormat.ValueType  # 2
+    EXPORT_FORMAT_PEFT: _ExportFormat.ValueType  # 3
 
 class ExportFormat(_ExportFormat, metaclass=_ExportFormatEnumTypeWrapper): ...
 
 EXPORT_FORMAT_UNSPECIFIED: ExportFormat.ValueType  # 0
 EXPORT_FORMAT_SAFETENSORS: ExportFormat.ValueType  # 1
 EXPORT_FORMAT_DCP: ExportFormat.ValueType  # 2
+EXPORT_FORMAT_PEFT: ExportFormat.ValueType  # 3
 global___ExportFormat = ExportFormat
 
 @typing.final
@@ -155,6 +157,9 @@ class ExportPlan(google.protobuf.message.Message):
     REPLICAS_DIFFER_FIELD_NUMBER: builtins.int
     REPLICAS_COMPARED_FIELD_NUMBER: builtins.int
     EXTRA_STATE_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    MERGE_FIELD_NUMBER: builtins.int
+    WEIGHTS_FROM_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     layout_digest: builtins.str
     step: builtins.int
@@ -172,6 +177,9 @@ class ExportPlan(google.protobuf.message.Message):
     replica: builtins.int
     replicas_compared: builtins.bool
     extra_state: builtins.bytes
+    adapter: builtins.str
+    merge: builtins.bool
+    weights_from: builtins.str
     @property
     def patterns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -207,8 +215,11 @@ class ExportPlan(google.protobuf.message.Message):
         replicas_differ: collections.abc.Iterable[builtins.str] | None = ...,
         replicas_compared: builtins.bool = ...,
         extra_state: builtins.bytes = ...,
+        adapter: builtins.str = ...,
+        merge: builtins.bool = ...,
+        weights_from: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "extra_state", b"extra_state", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "missing", b"missing", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "patterns", b"patterns", "pins", b"pins", "replica", b"replica", "replicas_compared", b"replicas_compared", "replicas_differ", b"replicas_differ", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "extra_state", b"extra_state", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "merge", b"merge", "missing", b"missing", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "patterns", b"patterns", "pins", b"pins", "replica", b"replica", "replicas_compared", b"replicas_compared", "replicas_differ", b"replicas_differ", "step", b"step", "unsettled", b"unsettled", "weights_from", b"weights_from"]) -> None: ...
 
 global___ExportPlan = ExportPlan
 

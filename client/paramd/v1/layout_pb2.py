@@ -24,27 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paramd/v1/layout.proto\x12\tparamd.v1\"\x8a\x01\n\x06Layout\x12\x12\n\nworld_size\x18\x01 \x01(\x05\x12\"\n\x07tensors\x18\x02 \x03(\x0b\x32\x11.paramd.v1.Tensor\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x03(\x03\x12\x10\n\x08mirrored\x18\x04 \x01(\x08\x12\x0f\n\x07missing\x18\x05 \x03(\t\x12\x10\n\x08hub_note\x18\x06 \x01(\t\"\xe8\x01\n\x06Tensor\x12\x0b\n\x03\x66qn\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x12#\n\x04kind\x18\x05 \x01(\x0e\x32\x15.paramd.v1.TensorKind\x12\x11\n\tplacement\x18\x06 \x01(\t\x12 \n\x06pieces\x18\x07 \x03(\x0b\x32\x10.paramd.v1.Piece\x12\'\n\ttrainable\x18\x08 \x01(\x0e\x32\x14.paramd.v1.Trainable\x12\x1f\n\x03hub\x18\t \x03(\x0b\x32\x12.paramd.v1.HubPart\"C\n\x07HubPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1b\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0e.paramd.v1.Box\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x8d\x01\n\x05Piece\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0b\x61rena_begin\x18\x02 \x01(\x03\x12\x1d\n\x03\x62ox\x18\x03 \x01(\x0b\x32\x0e.paramd.v1.BoxH\x00\x12\'\n\x08interval\x18\x04 \x01(\x0b\x32\x13.paramd.v1.IntervalH\x00\x12\x0f\n\x07strides\x18\x05 \x03(\x03\x42\x08\n\x06region\"!\n\x03\x42ox\x12\r\n\x05\x62\x65gin\x18\x01 \x03(\x03\x12\x0b\n\x03\x65nd\x18\x02 \x03(\x03\"&\n\x08Interval\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x03*\\\n\nTensorKind\x12\x1b\n\x17TENSOR_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15TENSOR_KIND_PARAMETER\x10\x01\x12\x16\n\x12TENSOR_KIND_BUFFER\x10\x02*K\n\tTrainable\x12\x19\n\x15TRAINABLE_UNSPECIFIED\x10\x00\x12\x11\n\rTRAINABLE_YES\x10\x01\x12\x10\n\x0cTRAINABLE_NO\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paramd/v1/layout.proto\x12\tparamd.v1\"\x9c\x01\n\x06Layout\x12\x12\n\nworld_size\x18\x01 \x01(\x05\x12\"\n\x07tensors\x18\x02 \x03(\x0b\x32\x11.paramd.v1.Tensor\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x03(\x03\x12\x10\n\x08mirrored\x18\x04 \x01(\x08\x12\x0f\n\x07missing\x18\x05 \x03(\t\x12\x10\n\x08hub_note\x18\x06 \x01(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x07 \x01(\t\"\xe8\x01\n\x06Tensor\x12\x0b\n\x03\x66qn\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x12#\n\x04kind\x18\x05 \x01(\x0e\x32\x15.paramd.v1.TensorKind\x12\x11\n\tplacement\x18\x06 \x01(\t\x12 \n\x06pieces\x18\x07 \x03(\x0b\x32\x10.paramd.v1.Piece\x12\'\n\ttrainable\x18\x08 \x01(\x0e\x32\x14.paramd.v1.Trainable\x12\x1f\n\x03hub\x18\t \x03(\x0b\x32\x12.paramd.v1.HubPart\"C\n\x07HubPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1b\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0e.paramd.v1.Box\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x8d\x01\n\x05Piece\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0b\x61rena_begin\x18\x02 \x01(\x03\x12\x1d\n\x03\x62ox\x18\x03 \x01(\x0b\x32\x0e.paramd.v1.BoxH\x00\x12\'\n\x08interval\x18\x04 \x01(\x0b\x32\x13.paramd.v1.IntervalH\x00\x12\x0f\n\x07strides\x18\x05 \x03(\x03\x42\x08\n\x06region\"!\n\x03\x42ox\x12\r\n\x05\x62\x65gin\x18\x01 \x03(\x03\x12\x0b\n\x03\x65nd\x18\x02 \x03(\x03\"&\n\x08Interval\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x03*\\\n\nTensorKind\x12\x1b\n\x17TENSOR_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15TENSOR_KIND_PARAMETER\x10\x01\x12\x16\n\x12TENSOR_KIND_BUFFER\x10\x02*K\n\tTrainable\x12\x19\n\x15TRAINABLE_UNSPECIFIED\x10\x00\x12\x11\n\rTRAINABLE_YES\x10\x01\x12\x10\n\x0cTRAINABLE_NO\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paramd.v1.layout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TENSORKIND']._serialized_start=701
-  _globals['_TENSORKIND']._serialized_end=793
-  _globals['_TRAINABLE']._serialized_start=795
-  _globals['_TRAINABLE']._serialized_end=870
+  _globals['_TENSORKIND']._serialized_start=719
+  _globals['_TENSORKIND']._serialized_end=811
+  _globals['_TRAINABLE']._serialized_start=813
+  _globals['_TRAINABLE']._serialized_end=888
   _globals['_LAYOUT']._serialized_start=38
-  _globals['_LAYOUT']._serialized_end=176
-  _globals['_TENSOR']._serialized_start=179
-  _globals['_TENSOR']._serialized_end=411
-  _globals['_HUBPART']._serialized_start=413
-  _globals['_HUBPART']._serialized_end=480
-  _globals['_PIECE']._serialized_start=483
-  _globals['_PIECE']._serialized_end=624
-  _globals['_BOX']._serialized_start=626
-  _globals['_BOX']._serialized_end=659
-  _globals['_INTERVAL']._serialized_start=661
-  _globals['_INTERVAL']._serialized_end=699
+  _globals['_LAYOUT']._serialized_end=194
+  _globals['_TENSOR']._serialized_start=197
+  _globals['_TENSOR']._serialized_end=429
+  _globals['_HUBPART']._serialized_start=431
+  _globals['_HUBPART']._serialized_end=498
+  _globals['_PIECE']._serialized_start=501
+  _globals['_PIECE']._serialized_end=642
+  _globals['_BOX']._serialized_start=644
+  _globals['_BOX']._serialized_end=677
+  _globals['_INTERVAL']._serialized_start=679
+  _globals['_INTERVAL']._serialized_end=717
 # @@protoc_insertion_point(module_scope)

@@ -63,9 +63,11 @@ class Layout(google.protobuf.message.Message):
     MIRRORED_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
     HUB_NOTE_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     mirrored: builtins.bool
     hub_note: builtins.str
+    adapters: builtins.str
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Tensor]: ...
     @property
@@ -81,8 +83,9 @@ class Layout(google.protobuf.message.Message):
         mirrored: builtins.bool = ...,
         missing: collections.abc.Iterable[builtins.str] | None = ...,
         hub_note: builtins.str = ...,
+        adapters: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "hub_note", b"hub_note", "mirrored", b"mirrored", "missing", b"missing", "tensors", b"tensors", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "arena_bytes", b"arena_bytes", "hub_note", b"hub_note", "mirrored", b"mirrored", "missing", b"missing", "tensors", b"tensors", "world_size", b"world_size"]) -> None: ...
 
 global___Layout = Layout
 

@@ -10,19 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from zlib import crc32
 
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.exports.dcp import cut_box
-from paramd.layout.exports.files import Entry, ExportFile, SourceTensor, json_bytes
+from paramd.layout.exports.files import BlendKind, Entry, ExportFile, SourceTensor, json_bytes
 from paramd.layout.exports.plan import ExportPlan
 from paramd.layout.plan import Landing, blocks, views_of
 from paramd.layout.types import Box
 from paramd.v1 import export_pb2
 from paramd.version import __version__
 
+if TYPE_CHECKING:
+    from paramd_service.formats.blend import Blender
+
 _STATE_FIELDS = ("incarnation", "step", "history", "edits", "unsettled", "layout_digest")
+
+_VIEW_FIELDS = ("adapter", "merge", "weights_from")
 
 
 def manifest(
@@ -52,7 +57,8 @@ def manifest(
         "parts": plan.parts,
         "missing": plan.missing,
         "extra_state": sorted(plan.names[name] for name in plan.extra.kept) if plan.extra else [],
-        "layout_note": plan.layout.hub_note if settings.format == "safetensors" else "",
+        "layout_note": plan.note if settings.format == "safetensors" else "",
+        **{name: getattr(settings, name) for name in _VIEW_FIELDS if getattr(settings, name)},
         "tensor_bytes": sum(entry.data_bytes for file in plan.files for entry in file.entries),
         "files": [
             {"name": file.name, "size_bytes": file.size_bytes, "xxh3": file.xxh3.hex()}
@@ -99,6 +105,13 @@ class Window:
     """Whether it is the entry's first window."""
     ends: bool
     """Whether it is the entry's last."""
+    inputs: tuple[Window, ...] = ()
+    """What is blended into it; of no entry of their own."""
+
+    @property
+    def reads(self) -> tuple[Extent, ...]:
+        """All extents: its own, then those of its inputs."""
+        return (*self.extents, *(one for window in self.inputs for one in window.extents))
 
     @property
     def numel(self) -> int:
@@ -161,7 +174,28 @@ def _windows(plan: ExportPlan, entry: Entry) -> Iterator[Window]:
             tuple(_extents(entry.state_key, tensor, box)),
             number == 0,
             number == len(boxes) - 1,
+            tuple(_inputs(plan, entry, box)),
         )
+
+
+def _inputs(plan: ExportPlan, entry: Entry, box: Box) -> Iterator[Window]:
+    """Windows of what is blended into a box of a tensor: only the part that it needs."""
+    blend = entry.blend
+    if blend is None:
+        return
+    others = [(key, plan.sources[key].tensors[number]) for key, number in blend.inputs]
+    if blend.kind is BlendKind.LOW_RANK:
+        (_, a), (_, b) = others
+        rows, columns = (1, 0) if blend.transposed else (0, 1)
+        boxes = [
+            Box((0, box.begin[columns]), (a.shape[0], box.end[columns])),
+            Box((box.begin[rows], 0), (box.end[rows], b.shape[1])),
+        ]
+    else:
+        boxes = [box]
+    for (key, tensor), part in zip(others, boxes, strict=True):
+        extents = tuple(_extents(key, tensor, part))
+        yield Window(entry, part.sizes, tensor.dtype, extents, True, True)
 
 
 def _extents(state_key: str, tensor: SourceTensor, box: Box) -> Iterator[Extent]:
@@ -226,6 +260,12 @@ class Filler:
         self._wide: memoryview | None = None
         self._scratch: memoryview | None = None
         self._checksum = 0
+        self._blender: Blender | None = None
+
+    def close(self) -> None:
+        """End what it started. Idempotent."""
+        if self._blender is not None:
+            self._blender.close()
 
     def pieces(self, batch: Batch, fetched: Fetched) -> Iterator[memoryview]:
         """Yield the batch's bytes in order; each piece is valid until the next is requested."""
@@ -273,10 +313,29 @@ class Filler:
         data = self._wide[: window.source_bytes] if casting and self._wide is not None else target
         for at, extent in enumerate(window.extents):
             self._extent(window, extent, data, fetched.get((number, at)))
+        if window.inputs:
+            self._blend(window, data, fetched, number)
         if casting:
             from paramd_service.formats.cast import cast_into
 
             cast_into(data, window.dtype, target, window.entry.dtype)
+
+    def _blend(self, window: Window, data: memoryview, fetched: Fetched, number: int) -> None:
+        from paramd_service.formats.blend import Blender, Operand
+
+        if self._blender is None:
+            self._blender = Blender()
+        operands = []
+        at = len(window.extents)
+        for one in window.inputs:
+            read = memoryview(bytearray(one.source_bytes))
+            for extent in one.extents:
+                self._extent(one, extent, read, fetched.get((number, at)))
+                at += 1
+            operands.append(Operand(one.dtype, one.shape, read))
+        blend = window.entry.blend
+        assert blend is not None
+        self._blender.blend(blend, Operand(window.dtype, window.shape, data), operands)
 
     def _extent(
         self, window: Window, extent: Extent, data: memoryview, came: memoryview | None
@@ -307,7 +366,7 @@ class Filler:
 
 def _uncopied(window: Window, memories: Memories) -> memoryview | None:
     """The window's bytes without a copy, if they are contiguous in this process."""
-    if len(window.extents) != 1 or window.entry.dtype != window.dtype:
+    if len(window.extents) != 1 or window.inputs or window.entry.dtype != window.dtype:
         return None
     (extent,) = window.extents
     memory = memories.get((extent.rank, extent.state_key))

@@ -27,10 +27,12 @@ from zlib import crc32
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES, item_bytes
 from paramd.layout.exports.files import (
+    Blend,
     Entry,
     ExportFile,
     Format,
     Reads,
+    number_bytes,
     scalar_bytes,
     state_positions,
 )
@@ -204,9 +206,10 @@ class _Writing:
         box: Box,
         dtype: str,
         constant: bytes | None = None,
+        blend: Blend | None = None,
     ) -> None:
         begin = self._ends.get(rank, 0)
-        entry = _Archived(name, *source, box, dtype, begin, constant)
+        entry = _Archived(name, *source, box, dtype, begin, constant, blend)
         self.entries.setdefault(rank, []).append(entry)
         self._ends[rank] = begin + entry.size_bytes
 
@@ -220,14 +223,24 @@ def rank_files(
 ) -> list[ExportFile]:
     """One file for each rank that writes something."""
     writing = _Writing()
+    states = state_positions(tensors, optimizer) if optimizer is not None else {}
     for number, tensor in enumerate(tensors):
-        chosen = reads.model[tensor.fqn]
         name = f"{MODEL_KEY}.{names[tensor.fqn]}"
-        _append(writing, tensor, name, chosen, ("", number), settings.dtype_of(tensor.dtype))
+        source = key, _ = reads.source(tensor.fqn, number, states)
+        if key and optimizer is not None:
+            chosen, dtype = reads.states[tensor.fqn], optimizer.states[key][tensor.fqn]
+        else:
+            chosen, dtype = reads.model[tensor.fqn], tensor.dtype
+        if reads.averages is not None and tensor.fqn in reads.averages.values:
+            data = number_bytes(reads.averages.values[tensor.fqn], dtype, tensor.fqn)
+            writing.append(0, name, ("", -1), Box((), ()), dtype, data)
+            continue
+        blend = reads.blends.get(tensor.fqn)
+        _append(writing, tensor, name, chosen, source, settings.dtype_of(dtype), blend)
     for fqn, one in reads.constants.items():
         name, whole = f"{MODEL_KEY}.{names[fqn]}", full_box(one.layout.shape)
         writing.append(0, name, ("", -1), whole, one.layout.dtype, one.data)
-    if optimizer is not None:
+    if optimizer is not None and reads.averages is None:
         _append_states(writing, tensors, names, reads.states, optimizer)
     return [
         ExportFile(f"__{rank}_0.distcp", rank, b"", tuple(writing.entries[rank]))
@@ -242,13 +255,14 @@ def _append(
     chosen: Sequence[Piece],
     source: tuple[str, int],
     dtype: str,
+    blend: Blend | None = None,
 ) -> None:
     if not chosen:
         writing.append(0, name, source, full_box(tensor.shape), dtype)
         return
     for piece in chosen:
         for box in chunk_boxes(piece, tensor.shape, dtype):
-            writing.append(piece.rank, name, source, box, dtype)
+            writing.append(piece.rank, name, source, box, dtype, blend=blend)
 
 
 def _append_states(
@@ -323,7 +337,7 @@ def _facts(plan: ExportPlan, entry: Entry) -> dict[str, Any]:
     shape = entry.box.sizes
     if entry.tensor >= 0:
         shape = plan.sources[entry.state_key].tensors[entry.tensor].shape
-    if not entry.state_key:
+    if entry.name.startswith(f"{MODEL_KEY}."):
         path = [MODEL_KEY, entry.name.removeprefix(f"{MODEL_KEY}.")]
     else:
         head, tail = f"{OPTIMIZER_KEY}.state.", f".{entry.state_key}"
@@ -334,7 +348,7 @@ def _facts(plan: ExportPlan, entry: Entry) -> dict[str, Any]:
 
 def _objects(plan: ExportPlan) -> list[dict[str, Any]]:
     """Settings of parameter groups, flattened to one key each, as torch does."""
-    if plan.optimizer is None:
+    if plan.optimizer is None or not plan.with_optimizer:
         return []
     return [
         {"path": [OPTIMIZER_KEY, "param_groups", number, name], "value": value}

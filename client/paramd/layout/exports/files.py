@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paramd.layout.exports.optimizer import OptimizerTable, StateScalar
     from paramd.layout.exports.plan import ExportPlan
     from paramd.layout.exports.settings import ExportSettings
+    from paramd.layout.exports.views import Averages
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,29 @@ class ExportState(StrEnum):
 EXPORT_ENDS = frozenset({ExportState.DONE, ExportState.FAILED, ExportState.CANCELLED})
 
 
+class BlendKind(StrEnum):
+    """How a tensor is computed of what is read, with torch's own functions."""
+
+    LOW_RANK = "low_rank"
+    """tensor + weight * B A; the inputs are A and B."""
+    ADD = "add"
+    """tensor + weight * input."""
+    LERP = "lerp"
+    """torch.lerp(tensor, input, weight)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """What is computed of a tensor, and of others beside it, as it is written."""
+
+    kind: BlendKind
+    inputs: tuple[tuple[str, int], ...]
+    """The others: state key, and index into that source's tensors."""
+    weight: float
+    transposed: bool = False
+    """LOW_RANK: the tensor is of shape (in, out)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor, or a box of one, in a file."""
@@ -137,6 +161,8 @@ class Entry:
     """Offset in the file: of the data, or of the frame around it."""
     constant: bytes | None = None
     """The data, if not read from a tensor."""
+    blend: Blend | None = None
+    """None: the tensor as it is."""
 
     @property
     def data_bytes(self) -> int:
@@ -180,6 +206,22 @@ class Reads:
     """The parameter's optimizer state, which another replica may hold."""
     constants: Mapping[str, Constant] = field(default_factory=dict)
     """Tensors of extra state."""
+    unwritten: Collection[str] = ()
+    """Tensors that are only read, for others."""
+    averages: Averages | None = None
+    """Where the weights are, if they are not the parameters."""
+    blends: Mapping[str, Blend] = field(default_factory=dict)
+    """What is computed of a tensor."""
+
+    def source(
+        self, fqn: str, number: int, states: Mapping[tuple[str, str], int]
+    ) -> tuple[str, int]:
+        """State key and index of what is written as that tensor, the `number`-th of the model's.
+
+        `states`: as of `state_positions`.
+        """
+        key = self.averages.sources.get(fqn, "") if self.averages is not None else ""
+        return (key, states[key, fqn]) if key else ("", number)
 
 
 Names = Mapping[str, str]
@@ -228,10 +270,15 @@ def state_positions(
 
 def scalar_bytes(scalar: StateScalar) -> bytes:
     """The bytes of a 0-dim state; UsageError if `struct` has no format for its dtype."""
-    form = DTYPES[scalar.dtype].form
+    return number_bytes(scalar.value, scalar.dtype, f"state {scalar.key!r}")
+
+
+def number_bytes(value: float, dtype: str, name: str) -> bytes:
+    """The bytes of a number; UsageError if `struct` has no format for its dtype."""
+    form = DTYPES[dtype].form
     if not form:
-        raise UsageError(f"state {scalar.key!r}: 0-dim {scalar.dtype} cannot be written")
-    return struct.pack(f"<{form}", scalar.value if form in "def" else int(scalar.value))
+        raise UsageError(f"{name}: 0-dim {dtype} cannot be written")
+    return struct.pack(f"<{form}", value if form in "def" else int(value))
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:

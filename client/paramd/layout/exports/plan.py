@@ -19,9 +19,25 @@ from typing import Any
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.exports.extra import NOT_ASKED, ExtraState, matching
-from paramd.layout.exports.files import ExportFile, Reads, Source, TorchFiles, make_source
+from paramd.layout.exports.files import (
+    ExportFile,
+    Reads,
+    Source,
+    TorchFiles,
+    make_source,
+    state_positions,
+)
 from paramd.layout.exports.optimizer import OptimizerTable
+from paramd.layout.exports.peft import PEFT
 from paramd.layout.exports.settings import FORMATS, ExportSettings
+from paramd.layout.exports.views import (
+    View,
+    adapter_view,
+    averages,
+    blends,
+    merged_view,
+    model_view,
+)
 from paramd.layout.plan import Replica
 from paramd.layout.select import NameIndex, select
 from paramd.layout.types import Layout, TensorKind, TensorLayout
@@ -43,6 +59,25 @@ class ExportPlan:
     optimizer: OptimizerTable | None
     extra: ExtraState | None = None
     """None if it is not read, or not yet."""
+    config: str = ""
+    """Text of adapter_config.json, if an adapter is written."""
+    note: str = ""
+    """Why names and parts are those in memory, not as transformers writes them."""
+
+    @property
+    def with_optimizer(self) -> bool:
+        """Whether it has the optimizer's state, beside the weights."""
+        return self.optimizer is not None and not self.settings.weights_from
+
+    @property
+    def needs_optimizer(self) -> bool:
+        """Whether its weights are in the optimizer's state."""
+        return bool(self.settings.weights_from) and not self.is_view
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it has other tensors, or other names, than the model in memory."""
+        return _view(self.layout, self.settings) is not None
 
     @property
     def size_bytes(self) -> int:
@@ -72,6 +107,9 @@ class ExportPlan:
 
     @property
     def _extra_names(self) -> tuple[str, ...]:
+        if self.is_view:
+            # Its names are the job's, not those of an adapter or of one model.
+            return ()
         return matching(self.layout.missing, self.settings.patterns)
 
     @property
@@ -85,7 +123,7 @@ class ExportPlan:
     @property
     def parts(self) -> dict[str, list[dict[str, Any]]]:
         """By fqn, the parts of a tensor written as several, or in another shape."""
-        if self.settings.names.rules or FORMATS[self.settings.format].keeps_tied:
+        if self.settings.names.rules or FORMATS[self.settings.format].keeps_tied or self.is_view:
             return {}
         return {
             one.fqn: [
@@ -99,7 +137,12 @@ class ExportPlan:
     @property
     def tied(self) -> dict[str, str]:
         """Aliases of included tensors, and the fqn of each; both as in the model."""
-        return {alias: tensor.fqn for tensor in self.exported for alias in tensor.aliases}
+        return {
+            alias: tensor.fqn
+            for tensor in self.exported
+            for alias in tensor.aliases
+            if alias in self.names
+        }
 
     def finish(self, torch_files: TorchFiles) -> dict[str, bytes]:
         """The format's small files, once the sidecars have written theirs; blocks for seconds.
@@ -132,18 +175,31 @@ def plan_export(
     `extra` None what modules have beside their tensors. Raises UsageError: a dtype that the format
     lacks, a pattern that is malformed or of a part of a tensor, a name rule that matches nothing,
     or extra state that is malformed. ConflictError: two tensors would have the same name.
-    NotFoundError: nothing is included, or a pattern matches nothing."""
+    NotFoundError: nothing is included, a pattern matches nothing, or there is no such adapter or
+    state."""
     laid_out = FORMATS[settings.format]
     if laid_out.keeps_tied:
         # Names share the bytes, and loaders expect all of them.
         settings = replace(settings, keep_tied=True)
     chosen = _chosen(layout, settings)
     included = {TensorKind.PARAMETER: settings.parameters, TensorKind.BUFFER: settings.buffers}
-    tensors = [t for t in layout.tensors if included[t.kind] and t.fqn in chosen]
-    if optimizer is not None and settings.patterns:
-        optimizer = optimizer.of(chosen)
+    view = _view(layout, settings)
+    tensors = [
+        one
+        for one in (layout.tensors if view is None else view.tensors)
+        if included[one.kind] and one.fqn in chosen
+    ]
     if not tensors:
         raise NotFoundError("the export would be empty: the job has no tensor of these kinds")
+    kept = None
+    if optimizer is not None and settings.weights_from and view is None:
+        kept = averages(layout, tensors, optimizer, settings.weights_from)
+        optimizer = kept.table
+    if optimizer is not None and settings.patterns:
+        optimizer = optimizer.of(chosen)
+    own_names = {one.fqn for one in tensors}
+    beside = view.beside(layout, own_names) if view is not None else ()
+    beside = tuple(one for one in beside if one.fqn not in own_names)
     if laid_out.keeps_tied or settings.names.rules:
         # torch and the caller's names expect the model in memory.
         tensors = [replace(one, hub=()) for one in tensors]
@@ -154,20 +210,63 @@ def plan_export(
         if own:
             raise UsageError(f"extra state {min(own)!r} has the name of a parameter or buffer")
     constants = extra.constants if extra is not None else {}
-    beside = sorted(extra.kept) if extra is not None else []
+    extras = sorted(extra.kept) if extra is not None else []
     written = [n for t in tensors for n in (t.fqn, *(t.aliases if settings.keep_tied else ()))]
-    names = settings.names.apply([*written, *beside])
+    # Rules are for the names that a view has; those of an adapter have none.
+    told = view.names if view is not None and not view.config else {}
+    mapped = settings.names.apply([*(told.get(name, name) for name in written), *extras])
+    names = {name: mapped[told.get(name, name)] for name in (*written, *extras)}
     names |= {name: renamed[name] for name in names if name in renamed}
-    reads = replace(_reads(layout, tensors, settings.replica, optimizer), constants=constants)
+    whole = [*tensors, *(replace(one, hub=(), aliases=()) for one in beside)]
+    reads = _blended(
+        replace(
+            _reads(layout, whole, settings.replica, optimizer),
+            constants=constants,
+            unwritten=frozenset(one.fqn for one in beside),
+            averages=kept,
+        ),
+        layout,
+        whole,
+        view,
+        optimizer,
+    )
     return ExportPlan(
         settings=settings,
         layout=layout,
-        files=tuple(laid_out.plan(tensors, names, settings, reads, optimizer)),
-        sources=_sources(tensors, reads, optimizer),
-        names=_all_names(tensors, names) | {name: names[name] for name in beside},
+        files=tuple(laid_out.plan(whole, names, settings, reads, optimizer)),
+        sources=_sources(whole, reads, optimizer),
+        names=_all_names(tensors, names) | {name: names[name] for name in extras},
         optimizer=optimizer,
         extra=extra,
+        config=view.config if view is not None else "",
+        note=view.note if view is not None else layout.hub_note,
     )
+
+
+def _view(layout: Layout, settings: ExportSettings) -> View | None:
+    """What is written instead of the model in memory; None if that is."""
+    if settings.format == PEFT.name:
+        return adapter_view(layout, settings.adapter)
+    if settings.merge:
+        return merged_view(layout, settings.adapter)
+    return model_view(layout, settings.weights_from) if settings.weights_from else None
+
+
+def _blended(
+    reads: Reads,
+    layout: Layout,
+    tensors: Sequence[TensorLayout],
+    view: View | None,
+    optimizer: OptimizerTable | None,
+) -> Reads:
+    names = {name: one.fqn for one in layout.tensors for name in (one.fqn, *one.aliases)}
+    numbers = {one.fqn: number for number, one in enumerate(tensors)}
+    positions = {name: numbers[fqn] for name, fqn in names.items() if fqn in numbers}
+    states = state_positions(tensors, optimizer) if optimizer is not None else {}
+    addends = {} if view is None else {f: a for f, a in view.addends.items() if f in numbers}
+    lerps = reads.averages.lerps if reads.averages is not None else {}
+    lerps = {fqn: weight for fqn, weight in lerps.items() if fqn in numbers}
+    return replace(reads, blends=blends(positions, addends, lerps, states))
 
 
 def _chosen(layout: Layout, settings: ExportSettings) -> Collection[str]:

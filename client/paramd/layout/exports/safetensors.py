@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 from paramd.errors import UsageError
 from paramd.layout.dtypes import item_bytes, safetensors_name
 from paramd.layout.exports.files import (
+    Blend,
     Entry,
     ExportFile,
     Format,
     Reads,
     TorchFiles,
     json_bytes,
+    number_bytes,
     piece_bytes,
     scalar_bytes,
     state_positions,
@@ -105,7 +107,7 @@ def encode_header(
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class Item:
     """A tensor to write, before it is placed in a file."""
 
     spec: TensorSpec
@@ -115,6 +117,7 @@ class _Item:
     constant: bytes | None = None
     box: Box | None = None
     """The part of the tensor; None: all of it."""
+    blend: Blend | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -131,21 +134,22 @@ def shard_files(
     """Shards as Hugging Face cuts them, distributed evenly over the ranks."""
     loads = dict.fromkeys(range(reads.world_size), 0)
     model = _cut(
-        chain(_model_items(tensors, names, settings), _extra_items(names, reads)), settings
+        chain(model_items(tensors, names, settings, reads, optimizer), _extra_items(names, reads)),
+        settings,
     )
-    ranks = _assign(model, loads, reads.model)
+    ranks = assign(model, loads, reads.model)
     shards = [(MODEL_FILES, cut) for cut in model]
-    if optimizer is not None:
+    if optimizer is not None and reads.averages is None:
         # After the model, whose pins must not depend on the optimizer.
         states = _cut(_state_items(tensors, names, optimizer), settings)
-        ranks += _assign(states, loads, reads.states)
+        ranks += assign(states, loads, reads.states)
         shards += [(OPTIMIZER_FILES, cut) for cut in states]
     counts = {base: sum(kind == base for kind, _ in shards) for base, _ in shards}
     seen: dict[str, int] = {}
     files = []
     for (base, items), rank in zip(shards, ranks, strict=True):
         seen[base] = seen.get(base, 0) + 1
-        files.append(_file(shard_name(base, seen[base], counts[base]), rank, items))
+        files.append(file_of(shard_name(base, seen[base], counts[base]), rank, items))
     return files
 
 
@@ -154,29 +158,45 @@ def shard_name(base: str, number: int, count: int) -> str:
     return f"{base}{SUFFIX}" if count == 1 else f"{base}-{number:05d}-of-{count:05d}{SUFFIX}"
 
 
-def _model_items(
-    tensors: Sequence[TensorLayout], names: Mapping[str, str], settings: ExportSettings
-) -> Iterator[_Item]:
+def model_items(
+    tensors: Sequence[TensorLayout],
+    names: Mapping[str, str],
+    settings: ExportSettings,
+    reads: Reads,
+    optimizer: OptimizerTable | None,
+) -> Iterator[Item]:
+    """The parameters and buffers that are written."""
+    states = state_positions(tensors, optimizer) if optimizer is not None else {}
+    values = reads.averages.values if reads.averages is not None else {}
     for number, tensor in enumerate(tensors):
-        dtype = settings.dtype_of(tensor.dtype)
+        if tensor.fqn in reads.unwritten:
+            continue
+        key, at = reads.source(tensor.fqn, number, states)
+        kept = optimizer.states[key][tensor.fqn] if key and optimizer is not None else tensor.dtype
+        dtype, blend = settings.dtype_of(kept), reads.blends.get(tensor.fqn)
         for part in tensor.hub:
             spec = TensorSpec(name=part.name, dtype=dtype, shape=part.shape)
-            yield _Item(spec, tensor, "", number, box=part.box)
+            yield Item(spec, tensor, key, at, box=part.box, blend=blend)
         own = () if tensor.hub else (tensor.fqn,)
         for name in (*own, *(tensor.aliases if settings.keep_tied else ())):
+            if tensor.fqn in values:
+                spec = TensorSpec(name=names[name], dtype=kept, shape=())
+                data = number_bytes(values[tensor.fqn], kept, tensor.fqn)
+                yield Item(spec, tensor, "", -1, data)
+                continue
             spec = TensorSpec(name=names[name], dtype=dtype, shape=tensor.shape)
-            yield _Item(spec, tensor, "", number)
+            yield Item(spec, tensor, key, at, blend=blend)
 
 
-def _extra_items(names: Mapping[str, str], reads: Reads) -> Iterator[_Item]:
+def _extra_items(names: Mapping[str, str], reads: Reads) -> Iterator[Item]:
     for name, one in reads.constants.items():
         spec = TensorSpec(name=names[name], dtype=one.layout.dtype, shape=one.layout.shape)
-        yield _Item(spec, one.layout, "", -1, one.data)
+        yield Item(spec, one.layout, "", -1, one.data)
 
 
 def _state_items(
     tensors: Sequence[TensorLayout], names: Mapping[str, str], optimizer: OptimizerTable
-) -> Iterator[_Item]:
+) -> Iterator[Item]:
     positions = state_positions(tensors, optimizer)
     for tensor in tensors:
         if tensor.kind is TensorKind.BUFFER:
@@ -186,17 +206,17 @@ def _state_items(
             if dtype is not None:
                 name = f"{names[tensor.fqn]}.{key}"
                 spec = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
-                yield _Item(spec, tensor, key, positions[key, tensor.fqn])
+                yield Item(spec, tensor, key, positions[key, tensor.fqn])
         for scalar in optimizer.scalars.get(tensor.fqn, ()):
             name = f"{names[tensor.fqn]}.{scalar.key}"
             spec = TensorSpec(name=name, dtype=scalar.dtype, shape=())
-            yield _Item(spec, tensor, scalar.key, -1, scalar_bytes(scalar))
+            yield Item(spec, tensor, scalar.key, -1, scalar_bytes(scalar))
 
 
-def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
+def _cut(items: Iterator[Item], settings: ExportSettings) -> list[list[Item]]:
     """Fill each shard until the next tensor does not fit; an oversized one gets its own."""
-    shards: list[list[_Item]] = []
-    current: list[_Item] = []
+    shards: list[list[Item]] = []
+    current: list[Item] = []
     current_bytes = 0
     for item in items:
         if item.size_bytes > settings.max_shard_bytes:
@@ -212,8 +232,8 @@ def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
     return shards
 
 
-def _assign(
-    shards: Sequence[Sequence[_Item]], loads: dict[int, int], pieces: Mapping[str, Sequence[Piece]]
+def assign(
+    shards: Sequence[Sequence[Item]], loads: dict[int, int], pieces: Mapping[str, Sequence[Piece]]
 ) -> list[int]:
     """A writer per shard, balancing bytes (its own pieces cost half); updates `loads`."""
     ranks = [min(loads)] * len(shards)
@@ -225,7 +245,7 @@ def _assign(
     return ranks
 
 
-def _held_bytes(shard: Sequence[_Item], pieces: Mapping[str, Sequence[Piece]]) -> dict[int, int]:
+def _held_bytes(shard: Sequence[Item], pieces: Mapping[str, Sequence[Piece]]) -> dict[int, int]:
     held: dict[int, int] = {}
     for item in shard:
         if item.constant is None:
@@ -235,7 +255,7 @@ def _held_bytes(shard: Sequence[_Item], pieces: Mapping[str, Sequence[Piece]]) -
     return held
 
 
-def _file(name: str, rank: int, items: Sequence[_Item]) -> ExportFile:
+def file_of(name: str, rank: int, items: Sequence[Item]) -> ExportFile:
     by_name = {item.spec.name: item for item in items}
     specs = file_order([item.spec for item in items])
     header = encode_header(specs, METADATA)
@@ -244,7 +264,16 @@ def _file(name: str, rank: int, items: Sequence[_Item]) -> ExportFile:
     for spec in specs:
         item = by_name[spec.name]
         box = item.box if item.box is not None else full_box(spec.shape)
-        entry = Entry(spec.name, item.state_key, item.tensor, box, spec.dtype, begin, item.constant)
+        entry = Entry(
+            spec.name,
+            item.state_key,
+            item.tensor,
+            box,
+            spec.dtype,
+            begin,
+            item.constant,
+            item.blend,
+        )
         entries.append(entry)
         begin += entry.size_bytes
     return ExportFile(name, rank, header, tuple(entries))
@@ -252,7 +281,8 @@ def _file(name: str, rank: int, items: Sequence[_Item]) -> ExportFile:
 
 def _finish(plan: ExportPlan, _: TorchFiles) -> dict[str, bytes]:
     found = _indexes(plan.files)
-    if plan.optimizer is not None:
+    if plan.with_optimizer:
+        assert plan.optimizer is not None
         groups = {"groups": [dict(group) for group in plan.optimizer.groups]}
         found[OPTIMIZER_GROUPS] = json_bytes(groups)
     if plan.extra is not None and plan.extra.values:

@@ -10,9 +10,10 @@ from paramd.errors import ConflictError, UsageError
 from paramd.layout.dtypes import DTYPES
 from paramd.layout.exports.dcp import DCP
 from paramd.layout.exports.files import Format
+from paramd.layout.exports.peft import PEFT
 from paramd.layout.exports.safetensors import SAFETENSORS
 
-FORMATS: Mapping[str, Format] = {one.name: one for one in (SAFETENSORS, DCP)}
+FORMATS: Mapping[str, Format] = {one.name: one for one in (SAFETENSORS, DCP, PEFT)}
 """By name, the default first."""
 
 CAST_DTYPES = tuple(name for name, one in DTYPES.items() if one.exponent)
@@ -155,6 +156,13 @@ class ExportSettings:
     """Renames."""
     replica: int = 0
     """A rank of the replica that is read, where ranks hold the same."""
+    adapter: str = ""
+    """The adapter that is written or merged; empty: the model's only one."""
+    merge: bool = False
+    """Merge the adapter into its base, and write that."""
+    weights_from: str = ""
+    """A model that `attach` was given, or a kind of the optimizers' state, whose weights are
+    written; empty: the parameters."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -167,6 +175,29 @@ class ExportSettings:
             )
         if not self.parameters and not self.buffers:
             raise UsageError("include: expected parameters, buffers or both")
+        self._check_view()
+
+    def _check_view(self) -> None:
+        if self.format == PEFT.name:
+            for given, what in (
+                (self.merge, "merge"),
+                (self.weights_from, "weights_from"),
+                (self.patterns, "names"),
+                (self.names.rules, "name_map"),
+            ):
+                if given:
+                    raise UsageError(
+                        f"{what}: an adapter is written whole, as PEFT writes it; leave it out, or "
+                        f"use format {SAFETENSORS.name!r}"
+                    )
+        elif self.adapter and not self.merge:
+            raise UsageError(
+                f"adapter: {self.adapter!r}; it is for format {PEFT.name!r} and for merge"
+            )
+        if self.merge and (self.format != SAFETENSORS.name or self.weights_from):
+            raise UsageError(
+                f"merge: a merged model is written as {SAFETENSORS.name}, of the parameters"
+            )
 
     def dtype_of(self, dtype: str) -> str:
         """The dtype that a tensor of `dtype` has in the files."""

@@ -303,6 +303,9 @@ def export_body(
     verify: bool,
     names: Sequence[str] | None,
     replica: int,
+    adapter: str | None,
+    merge: bool,
+    weights_from: str | None,
 ) -> dict[str, Any]:
     """The body shared by requests for exports and schedules; see `AsyncMesh.export`.
 
@@ -330,6 +333,13 @@ def export_body(
         body["patterns"] = [names] if isinstance(names, str) else list(names)
     if name_map:
         body["name_map"] = dict(name_map)
+    # Only what is asked for: an older control plane knows none of them.
+    if adapter is not None:
+        body["adapter"] = adapter
+    if merge:
+        body["merge"] = True
+    if weights_from is not None:
+        body["weights_from"] = weights_from
     return body
 
 

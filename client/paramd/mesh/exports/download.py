@@ -45,6 +45,7 @@ from paramd.mesh.exports.calls import Moved
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError, cancelled
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, pinned_at
+from paramd.mesh.reading.merging import Merger
 from paramd.mesh.reading.pin import Pinner, choose, compared, samples_for, spans_of
 from paramd.mesh.reading.stream import Reading, Transport, memory_at
 from paramd.mesh.reading.transfer import Chosen, Transfer
@@ -238,6 +239,16 @@ class Wanted:
     """The header's metadata; incarnation and step are added."""
     key: str
     """Equal for equal requests."""
+    merger: Merger | None = None
+    """None: tensors are written as they are."""
+
+    @property
+    def written(self) -> list[int]:
+        """Indexes in the plan of what is in the file."""
+        tensors = self.chosen.plan.tensors
+        if self.merger is None:
+            return list(range(len(tensors)))
+        return [n for n, one in enumerate(tensors) if self.merger.name(one.fqn) is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +280,8 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
     by_name: dict[str, int] = {}
     specs = []
     cast = str(wanted.dtype).removeprefix("torch.") if wanted.dtype is not None else None
-    for index, tensor in enumerate(plan.tensors):
+    for index in wanted.written:
+        tensor = plan.tensors[index]
         name = wanted.names[wanted.chosen.names[index][0]]
         by_name[name] = index
         dtype = tensor.dtype if cast is None else cast
@@ -369,24 +381,36 @@ class Content:
     buffers: bool
     name_map: NameMap
     replica: int | None = None
+    merge: bool = False
+    adapter: str = ""
 
     async def wanted(self, reach: SidecarFinder, sidecars: Sidecars) -> Wanted:
         """Resolve the request against the current layout. Raises as `choose`."""
-        chosen = await choose(
-            reach, sidecars, self.patterns, buffers=self.buffers, replica=self.replica
-        )
-        names = self.name_map.apply(item[0] for item in chosen.names)
-        aliases = {alias: names[item[0]] for item in chosen.names for alias in item[1:]}
+        merger, patterns = None, self.patterns
+        if self.merge:
+            merger = Merger(await reach.index(sidecars), self.adapter)
+            patterns = merger.with_inputs(self.patterns, buffers=self.buffers)
+        chosen = await choose(reach, sidecars, patterns, buffers=self.buffers, replica=self.replica)
+        # By the name in memory, all names that the tensor has without the name map.
+        own = {item[0]: item for item in chosen.names}
+        if merger is not None:
+            items = zip(chosen.plan.tensors, chosen.names, strict=True)
+            own = {item[0]: merger.names(tensor.fqn, item) for tensor, item in items}
+        mapped = self.name_map.apply(of[0] for of in own.values() if of)
+        names = {name: mapped[of[0]] for name, of in own.items() if of}
+        aliases = {alias: mapped[of[0]] for of in own.values() for alias in of[1:]}
         job, digest = sidecars.document.job, sidecars.document.layout_digest
         plan, dtype = chosen.plan, str(self.dtype)
         # Equal for equal requests against equal layouts.
         told = repr((job, digest, dtype, sorted(names.items()), plan.tensors, plan.ranks))
+        told += f"merge {self.adapter}" * self.merge
         return Wanted(
             chosen=chosen,
             dtype=self.dtype,
             names=names,
             metadata={**aliases, "format": "pt", "paramd_job": job},
             key=xxh3_128_hexdigest(told.encode()),
+            merger=merger,
         )
 
 
@@ -438,7 +462,7 @@ class Download:
                     job=self.reach.document.job,
                     incarnation=pinned.state.incarnation,
                     step=pinned.state.step,
-                    name_count=sum(len(names) for names in wanted.chosen.names),
+                    name_count=sum(len(wanted.chosen.names[n]) for n in wanted.written),
                     size_bytes=layout.size_bytes,
                     resumed_bytes=self._resumed_bytes,
                     seconds=time.monotonic() - began_s,
@@ -536,6 +560,28 @@ class Download:
                 await self.transfer.run(partial(self.file.append, data))
             self.moved(self.file.size_bytes, layout.size_bytes)
 
+    async def _merged(
+        self, wanted: Wanted, merger: Merger, batch: Sequence[int], reading: Reading
+    ) -> dict[str, torch.Tensor]:
+        plan = wanted.chosen.plan
+        numbers = {one.fqn: number for number, one in enumerate(plan.tensors)}
+        beside = {numbers[name] for n in batch for name in merger.inputs(plan.tensors[n].fqn)}
+        read = [*batch, *sorted(beside.difference(batch))]
+        # Cast once merged: PEFT adds in the base's own dtype.
+        found = await self.transfer.tensors(reading, wanted.chosen, read, dtype=None)
+        tensors = {plan.tensors[n].fqn: found[wanted.chosen.names[n][0]] for n in read}
+
+        def merge() -> dict[str, torch.Tensor]:
+            made = {}
+            for number in batch:
+                base = found[wanted.chosen.names[number][0]]
+                merger.merge_(plan.tensors[number].fqn, base, tensors)
+                cast = base if wanted.dtype is None else base.to(wanted.dtype)
+                made[wanted.chosen.names[number][0]] = cast.contiguous()
+            return made
+
+        return await self.transfer.run(merge)
+
     async def _patiently(
         self, wanted: Wanted, batch: Sequence[int], pinned: Pinned, deadline_s: float
     ) -> dict[str, torch.Tensor]:
@@ -543,6 +589,8 @@ class Download:
         while True:
             try:
                 reading = Reading(await self.reach.sidecars(), pinned, deadline_s, self.transport)
+                if wanted.merger is not None:
+                    return await self._merged(wanted, wanted.merger, batch, reading)
                 return await self.transfer.tensors(
                     reading, wanted.chosen, batch, dtype=wanted.dtype
                 )

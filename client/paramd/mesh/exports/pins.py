@@ -42,13 +42,24 @@ FIRST_PATIENCE_S = 2.0
 """How long, in seconds, to wait for a boundary before the optimizer's state is read without one."""
 
 _AGAIN_S = 0.1
-_SAME = ("max_shard_bytes", "parameters", "buffers", "keep_tied", "replica")
+_SAME = (
+    "max_shard_bytes",
+    "parameters",
+    "buffers",
+    "keep_tied",
+    "replica",
+    "adapter",
+    "merge",
+    "weights_from",
+)
 """Members that settings and their message share."""
 
 
 def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPlan:
     """The message for a plan whose sources are pinned."""
     plan, settings, state = pinned.plan, pinned.plan.settings, pinned.pinned.state
+    # Without the optimizer's table the plan is that of the parameters.
+    assert plan.optimizer is not None or not plan.needs_optimizer
     return export_pb2.ExportPlan(
         **{name: getattr(state, name) for name in ("incarnation", "history", "step", "edits")},
         layout_digest=layout_digest,

@@ -26,7 +26,7 @@ from paramd.deltas import Delta, apply_delta
 from paramd.errors import ConflictError, DataLossError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import RankRead, ReadPlan, plan_read
-from paramd.layout.select import select
+from paramd.layout.select import Pattern, select
 from paramd.mesh.frames.frames import ParamFrame
 from paramd.mesh.frames.stepping import (
     CAPTURE_LEASE_S,
@@ -39,6 +39,7 @@ from paramd.mesh.frames.stepping import (
 )
 from paramd.mesh.peers.grpc import all_ended
 from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.merging import Merger
 from paramd.mesh.reading.pin import spans_of
 from paramd.mesh.reading.places import Place
 from paramd.mesh.reading.stream import Reading, memory_at
@@ -261,6 +262,10 @@ class FollowRequest(StreamRequest):
 
     deltas: bool = False
     """Have the elements that changed sent, where that takes fewer bytes."""
+    merge: bool = False
+    """Merge an adapter into its base."""
+    adapter: str = ""
+    """The adapter's name; empty: the only one."""
 
 
 class _Handed:
@@ -297,6 +302,68 @@ class _Handed:
         )
 
 
+class _Merged:
+    """Merged tensors, kept while what they are made of does not change."""
+
+    def __init__(
+        self,
+        merger: Merger,
+        plan: ReadPlan,
+        names: Sequence[tuple[str, ...]],
+        dtype: torch.dtype | None,
+    ) -> None:
+        """`names`: of each tensor of the plan, in memory."""
+        self._merger = merger
+        self._fqns = [one.fqn for one in plan.tensors]
+        self._names = names
+        self._dtype = dtype
+        self._kept: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor, bytes]] = {}
+        """By fqn: what it was made of, the tensor that the user has, and its digest."""
+
+    def made(
+        self, tensors: Mapping[str, torch.Tensor], changed: Collection[int]
+    ) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """The merged model's tensors by their names, and the names of those that changed.
+
+        `tensors`: those in memory, by name; `changed`: indexes of the plan's that did.
+        """
+        by_fqn = {
+            fqn: tensors[names[0]] for fqn, names in zip(self._fqns, self._names, strict=True)
+        }
+        news = {self._fqns[number] for number in changed}
+        found: dict[str, torch.Tensor] = {}
+        said: list[str] = []
+        for fqn, names in zip(self._fqns, self._names, strict=True):
+            own = self._merger.names(fqn, names)
+            if not own:
+                continue
+            inputs = self._merger.inputs(fqn)
+            found |= dict.fromkeys(own, self._one(fqn, inputs, by_fqn))
+            if not news.isdisjoint((fqn, *inputs)):
+                said += own
+        return found, said
+
+    def _one(
+        self, fqn: str, inputs: Sequence[str], tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        base = tensors[fqn]
+        if not inputs and self._dtype in (None, base.dtype):
+            return base
+        sources = (base, *(tensors[name] for name in inputs))
+        if fqn in self._kept:
+            known, tensor, digest = self._kept[fqn]
+            same = all(one is other for one, other in zip(known, sources, strict=True))
+            # As in `_Handed`: the user may have written to it.
+            if same and digest and _digest_of(tensor) == digest:
+                return tensor
+        tensor = base.clone()
+        self._merger.merge_(fqn, tensor, tensors)
+        if self._dtype is not None:
+            tensor = tensor.to(self._dtype)
+        self._kept[fqn] = sources, tensor, _digest_of(tensor)
+        return tensor
+
+
 def _digest_of(tensor: torch.Tensor) -> bytes:
     """Digest of bytes, shape and dtype; empty for a tensor that was moved or laid out otherwise."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -316,9 +383,12 @@ class FollowSteps:
         wanted: FollowRequest,
         plan: ReadPlan,
         names: Sequence[tuple[str, ...]],
+        merger: Merger | None = None,
     ) -> None:
         self._transfer = transfer
-        self._wanted = wanted
+        # What is merged is cast afterwards.
+        self._wanted = wanted if merger is None else replace(wanted, dtype=None)
+        self._merged = _Merged(merger, plan, names, wanted.dtype) if merger is not None else None
         self._plan = plan
         self._names = names
         spans = spans_of(sidecars, plan)
@@ -350,9 +420,15 @@ class FollowSteps:
         else:
             found = await self._read_changed(reading)
         self._due.clear()
+        tensors = {name: self._handed.tensors[name] for names in self._names for name in names}
+        changed = [name for number in found.changed for name in self._names[number]]
+        if self._merged is not None:
+            merged = self._merged
+            work = partial(merged.made, tensors, frozenset(found.changed))
+            tensors, changed = await self._transfer.run(work)
         return ParamFrame(
-            {name: self._handed.tensors[name] for names in self._names for name in names},
-            changed=[name for number in found.changed for name in self._names[number]],
+            tensors,
+            changed=changed,
             job=sidecars.document.job,
             incarnation=held.state.incarnation,
             history=at.history,
@@ -425,9 +501,14 @@ async def open_following(
                 "this job's parameters stay in its trainers' own memory (arena=\"mirror\") and "
                 "cannot be followed; use summon, which copies them at a boundary"
             )
-        selection = select(index, wanted.patterns, with_buffers=False)
+        merger = Merger(index, wanted.adapter) if wanted.merge else None
+        patterns: Sequence[Pattern] = wanted.patterns
+        if merger is not None:
+            patterns = merger.with_inputs(patterns, buffers=False)
+        selection = select(index, patterns, with_buffers=False)
         plan = plan_read(index.layout, selection, costs=reach.costs())
-        return FollowSteps(sidecars, transfer, wanted, plan, [item.names for item in selection])
+        names = [item.names for item in selection]
+        return FollowSteps(sidecars, transfer, wanted, plan, names, merger)
 
     steps = await reach.attempts(attempt, time.monotonic() + READ_S)
     return StepStream(reach, steps, steps.read, every=wanted.every)

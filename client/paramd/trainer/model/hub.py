@@ -17,17 +17,23 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paramd.layout.adapters import Adapter
 from paramd.layout.merge import LocalLayout
 from paramd.layout.types import Box, HubPart, TensorLayout, row_major
+from paramd.trainer.model.adapters import adapters_of
 from paramd.trainer.model.extra_state import extra_state, names_of
-from paramd.trainer.model.local_shard import loaded_class, walk
+from paramd.trainer.model.local_shard import as_written, loaded_class, walk
 
 log = logging.getLogger("paramd")
 
 
 def described(model: nn.Module, local: LocalLayout) -> LocalLayout:
     """A layout with the names of a state dict's other entries, and with transformers' layout."""
-    found = replace(local, missing=tuple(extra_state(model, names_of(local), values=False)))
+    found = replace(
+        local,
+        missing=tuple(extra_state(model, names_of(local), values=False)),
+        adapters=tuple(_as_saved(*one, local) for one in adapters_of(model, local.tensors)),
+    )
     kind = loaded_class("transformers.modeling_utils", "PreTrainedModel")
     root = next((module for prefix, module in walk(model) if not prefix), model)
     if kind is None or not isinstance(root, kind):
@@ -41,6 +47,30 @@ def described(model: nn.Module, local: LocalLayout) -> LocalLayout:
         return replace(found, hub_note=told[:500])
     tensors = (replace(one, hub=parts.get(one.fqn, ())) for one in local.tensors)
     return replace(found, tensors=tuple(tensors))
+
+
+def _as_saved(adapter: Adapter, base: nn.Module, local: LocalLayout) -> Adapter:
+    """An adapter with the names that transformers writes the merged model's tensors under."""
+    kind = loaded_class("transformers.modeling_utils", "PreTrainedModel")
+    if adapter.why_not_merged or kind is None or not isinstance(base, kind):
+        return adapter
+    known = {name: one for one in local.tensors for name in (one.fqn, *one.aliases)}
+    merged = [
+        replace(known[name], fqn=target, aliases=())
+        for name, target in adapter.merged.items()
+        if name in known
+    ]
+    try:
+        parts = _converted(base, merged)
+        several = next((fqn for fqn, of in parts.items() if len(of) != 1), None)
+        if several is not None:
+            raise ValueError(f"{several} is written in parts")
+    except Exception as error:
+        log.debug("paramd: the merged layout of %s", type(base).__name__, exc_info=True)
+        told = f"{type(base).__name__} is as in memory, not as save_pretrained writes it: {error}"
+        return replace(adapter, merged_note=told[:500])
+    names = {fqn: of[0].name for fqn, of in parts.items() if of[0].box.sizes == of[0].shape}
+    return replace(adapter, merged={name: names.get(to, to) for name, to in adapter.merged.items()})
 
 
 class _KeepViews(TorchDispatchMode):
@@ -63,7 +93,7 @@ def _converted(model: nn.Module, tensors: Sequence[TensorLayout]) -> dict[str, t
         state = {one.fqn: torch.empty(one.shape, dtype=torch.uint8) for one in tensors}
     sources = {each.untyped_storage()._cdata: name for name, each in state.items()}
     with _KeepViews(), torch.no_grad():  # type: ignore[no-untyped-call]
-        written = revert_weight_conversion(_as_written(model), dict(state))
+        written = revert_weight_conversion(as_written(model), dict(state))
     parts: dict[str, list[HubPart]] = {}
     for name, tensor in written.items():
         source = sources.get(tensor.untyped_storage()._cdata)
@@ -78,20 +108,6 @@ def _converted(model: nn.Module, tensors: Sequence[TensorLayout]) -> dict[str, t
         for name, of in parts.items()
         if [(one.name, one.shape) for one in of] != [(name, tuple(state[name].shape))]
     }
-
-
-def _as_written(module: Any) -> Any:
-    """A copy of the module with its author's classes, by whose names transformers finds what it
-    converts: `fully_shard` and `replicate` give a module a class of their own.
-    """
-    found: Any = object.__new__(next(cls for cls in type(module).__mro__ if not _is_torch_s(cls)))
-    modules = {name: child and _as_written(child) for name, child in module._modules.items()}
-    found.__dict__.update(module.__dict__, _modules=modules)
-    return found
-
-
-def _is_torch_s(cls: type) -> bool:
-    return any(base.__module__.startswith("torch.distributed.") for base in cls.__mro__)
 
 
 def _part(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> HubPart:

@@ -8,6 +8,7 @@ attribute named "module" keeps its name.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -54,12 +55,48 @@ def of_class(value: object, module_name: str, class_name: str) -> bool:
 
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules in tree order with name prefixes, repeated as in a state dict."""
-    wrappers = [
+    return _walk(model, "", _wrappers())
+
+
+def _wrappers() -> list[tuple[type, str]]:
+    return [
         (cls, inner)
         for module_name, class_name, inner in _WRAPPERS
         if (cls := loaded_class(module_name, class_name)) is not None
     ]
-    return _walk(model, "", wrappers)
+
+
+def as_written(model: nn.Module) -> Any:
+    """A copy of the module tree with its authors' classes, by whose names other libraries find what
+    they convert: `fully_shard` and `replicate` give a module a class of their own, and wrappers
+    are left out. It shares all tensors, and has no hooks of a state dict.
+    """
+    return _as_written(model, _wrappers(), {})
+
+
+def _as_written(module: Any, wrappers: list[tuple[type, str]], copies: dict[int, Any]) -> Any:
+    inner = next((inner for cls, inner in wrappers if isinstance(module, cls)), None)
+    if inner is not None:
+        return _as_written(module._modules[inner], wrappers, copies)
+    if id(module) in copies:
+        return copies[id(module)]
+    found: Any = object.__new__(authors_class(module))
+    copies[id(module)] = found
+    found.__dict__.update(module.__dict__, _modules={})
+    # FSDP's would gather, or shard, the training's parameters.
+    found.__dict__.update(_state_dict_hooks=OrderedDict(), _state_dict_pre_hooks=OrderedDict())
+    for name, child in module._modules.items():
+        found._modules[name] = child and _as_written(child, wrappers, copies)
+    return found
+
+
+def authors_class(module: nn.Module) -> type:
+    """The module's class, without what torch's distributed wrappers made of it."""
+    return next(cls for cls in type(module).__mro__ if not _is_torch_s(cls))
+
+
+def _is_torch_s(cls: type) -> bool:
+    return any(base.__module__.startswith("torch.distributed.") for base in cls.__mro__)
 
 
 def _walk(

@@ -232,6 +232,8 @@ class Exported:
             }
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataLossError(f"its {MANIFEST} cannot be read ({error!r})") from None
+        if found.get("weights_from") or found.get("merge"):
+            raise UsageError("its weights are not those that were trained, but averaged or merged")
         if self._manifest["export_id"] != self.offered.id:
             raise ConflictError("another export has taken its place")
         return text

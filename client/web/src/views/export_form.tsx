@@ -58,7 +58,7 @@ function optionsOf(draft: Draft, name: string): ExportOptions {
     name_map: {},
     patterns: [],
     timeout_s: TIMEOUT_S,
-    assets: [], replica: 0,
+    assets: [], replica: 0, adapter: "", merge: false, weights_from: "",
   };
 }
 

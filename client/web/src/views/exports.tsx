@@ -148,6 +148,7 @@ function placeOf(one: ExportInfo, roots: Roots): string {
 /** The line that loads a checkpoint. */
 function loadLine(one: ExportInfo, place: string): string {
   if (place.startsWith("s3://")) return `aws s3 cp --recursive ${place} ${place.split("/").at(-1)}`;
+  if (one.format === "peft") return `model = PeftModel.from_pretrained(base, "${place}")`;
   return one.format === "dcp" ? `dcp.load(state, checkpoint_id="${place}")` : `for file in Path("${place}").glob("*.safetensors"): model.load_state_dict(load_file(file), strict=False)`;
 }
 

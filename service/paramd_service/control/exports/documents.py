@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from paramd import clock
 from paramd.documents import read_document
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UnreachableError, UsageError
+from paramd.layout.exports.peft import PEFT
 from paramd.layout.exports.settings import CAST_DTYPES, FORMATS, ExportSettings, NameMap, parse_size
 from paramd.mesh.exports.calls import (
     MAX_ASSETS,
@@ -212,6 +213,13 @@ class ExportSpec:
 def read_spec(request: Mapping[str, Any]) -> ExportSpec:
     """Parse fields of `ExportRequest`. Raises UsageError: an invalid size, dtype or name rule."""
     include = set(request["include"])
+    view = [name for name in ("merge", "weights_from") if request.get(name)]
+    view += ["format"] if request["format"] == PEFT.name else []
+    if "optimizer" in include and view:
+        raise UsageError(
+            f"include: the optimizer's state is of the weights that are trained, not of what "
+            f"{view[0]!r} writes; leave it out"
+        )
     return ExportSpec(
         settings=ExportSettings(
             format=request["format"],
@@ -223,6 +231,9 @@ def read_spec(request: Mapping[str, Any]) -> ExportSpec:
             keep_tied=request["tied"] == "keep",
             names=NameMap.of(request["name_map"]),
             replica=request.get("replica", 0),
+            adapter=request.get("adapter", ""),
+            merge=request.get("merge", False),
+            weights_from=request.get("weights_from", ""),
         ),
         optimizer="optimizer" in include,
         verify=bool(request["verify"]),
@@ -281,6 +292,18 @@ class ExportOptions(BaseModel):
     )
     replica: int = Field(
         0, ge=0, description="A rank: all is of its replica, where ranks hold the same tensors"
+    )
+    adapter: str = Field(
+        "",
+        max_length=200,
+        description='The adapter that format "peft" or "merge" is about; empty: the only one',
+    )
+    merge: bool = Field(False, description="Merge the adapter into its base, and write that")
+    weights_from: str = Field(
+        "",
+        max_length=200,
+        description="Write the weights of this model, or those that the optimizers keep as this "
+        "kind of state; empty: the parameters",
     )
     verify: bool = Field(True, description="Read everything back before committing")
     timeout_s: float = Field(

@@ -25,6 +25,7 @@ from paramd.errors import (
     codes_of,
 )
 from paramd.layout.exports.files import ExportState
+from paramd.layout.exports.peft import ADAPTER_CONFIG
 from paramd.mesh.peers.grpc import RankUnreachableError
 from paramd.v1 import export_pb2
 from paramd_service.aio import all_of, ended
@@ -276,7 +277,8 @@ async def begin(job: ExportJob) -> None:
     await job.group.wait_for()
     digest, layout = await job.group.layout()
     plan = await asyncio.to_thread(plan_export, layout, job.spec.settings)
-    clash = {file.name for file in plan.files} & set(job.assets)
+    own = {file.name for file in plan.files} | ({ADAPTER_CONFIG} if plan.config else set())
+    clash = own & set(job.assets)
     if clash:
         raise UsageError(f"assets: {min(clash)!r} is also the name of a file of the export")
     pinned = await _pinned(job, plan)
@@ -304,11 +306,12 @@ async def begin(job: ExportJob) -> None:
 
 async def _pinned(job: ExportJob, plan: ExportPlan) -> PinnedExport:
     telling = asyncio.create_task(_tell_waits(job), name="paramd-export-waits")
+    optimizer = job.spec.optimizer or plan.needs_optimizer
     patience_s = _patience_s(job.group.mesh.registry.view(), job.spec.timeout_s)
     try:
-        return await job.group.pin(plan, timeout_s=patience_s, optimizer=job.spec.optimizer)
+        return await job.group.pin(plan, timeout_s=patience_s, optimizer=optimizer)
     except DeadlineError as error:
-        if plan.layout.mirrored or not (plan.at_boundary or job.spec.optimizer):
+        if plan.layout.mirrored or not (plan.at_boundary or optimizer):
             raise
         raise DeadlineError(
             f"no boundary of all ranks within {patience_s:.0f} s, waiting for "

@@ -230,18 +230,23 @@ async def make_file(
     left = batches(job.plan, job.file)
     batch = next(left, None)
     fetched = await _fetch(job, batch) if batch is not None else {}
-    while batch is not None:
-        following = next(left, None)
-        fetching = asyncio.ensure_future(_fetch(job, following if following is not None else ()))
-        try:
-            await in_executor(worker, partial(_emit_batch, filler, batch, fetched, emit))
-            rank.faults.at("export-chunk")
-            position += sum(window.size_bytes for window in batch)
-            fetched = await fetching
-        finally:
-            await ended(fetching)
-        yield position
-        batch = following
+    try:
+        while batch is not None:
+            following = next(left, None)
+            fetching = asyncio.ensure_future(
+                _fetch(job, following if following is not None else ())
+            )
+            try:
+                await in_executor(worker, partial(_emit_batch, filler, batch, fetched, emit))
+                rank.faults.at("export-chunk")
+                position += sum(window.size_bytes for window in batch)
+                fetched = await fetching
+            finally:
+                await ended(fetching)
+            yield position
+            batch = following
+    finally:
+        filler.close()
 
 
 def _emit_batch(
@@ -256,7 +261,7 @@ async def _fetch(job: Job, batch: Batch) -> dict[tuple[int, int], memoryview]:
     wanted = [
         ((number, at), extent)
         for number, window in enumerate(batch)
-        for at, extent in enumerate(window.extents)
+        for at, extent in enumerate(window.reads)
         if isinstance(job.memories[extent.rank, extent.state_key], PeerMemory)
     ]
     if not wanted or sum(extent.size_bytes for _, extent in wanted) > PREFETCH_BYTES:

@@ -11,23 +11,14 @@ import ctypes
 import fcntl
 import mmap
 import os
-import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from paramd.errors import ExhaustedError
-
-HEADROOM_BYTES = 256 << 20
-"""Memory left free when an arena or a snapshot is made."""
-
-_CGROUP_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Limit, usage, and the line of memory.stat about reclaimable cache: of cgroup v2, and of v1."""
+from paramd.memory.left import HEADROOM, Purpose, Room, memory_now
 
 PAGE = mmap.PAGESIZE
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
@@ -44,65 +35,32 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _all: weakref.WeakSet[LentMemory] = weakref.WeakSet()
 
 
-def create_memory(name: str, size_bytes: int) -> int:
+def create_memory(
+    name: str, size_bytes: int, room: Room = HEADROOM, purpose: Purpose = Purpose.TRAINING
+) -> int:
     """A descriptor of `size_bytes` of zeroed shared memory, fully allocated.
 
     With a bare ftruncate, the first store beyond the machine's memory would end in SIGBUS. Raises
-    ExhaustedError if the machine (or container) does not have that much memory.
+    ExhaustedError if `room` does not grant that much memory, or the kernel refuses it.
     """
-    available = available_bytes()
-    if size_bytes + HEADROOM_BYTES > available:
-        raise ExhaustedError(
-            f"{name}: {size_bytes:,} bytes of shared memory are needed, {available:,} are "
-            f"available (and {HEADROOM_BYTES:,} are left to others); use a machine or "
-            "container limit with more memory"
-        )
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        if size_bytes:
-            os.posix_fallocate(descriptor, 0, size_bytes)
-        _seal(descriptor)
-    except OSError as error:
-        os.close(descriptor)
-        raise ExhaustedError(
-            f"{name}: the kernel refused {size_bytes:,} bytes of shared memory "
-            f"({error.strerror}); {available:,} were available"
-        ) from error
-    return descriptor
+    with room.claimed(purpose, size_bytes):
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            if size_bytes:
+                os.posix_fallocate(descriptor, 0, size_bytes)
+            _seal(descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            raise ExhaustedError(
+                f"{name}: the kernel refused {size_bytes:,} bytes of shared memory "
+                f"({error.strerror}); {available_bytes():,} were available"
+            ) from error
+        return descriptor
 
 
 def available_bytes() -> int:
     """Memory this process can still allocate: the machine's, or what its cgroups leave if less."""
-    # Not with `_read`: without /proc/meminfo the limit is unknown, so fail.
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    machine = int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]) << 10
-    return max(0, min(machine, *_cgroups_leave_bytes("/sys/fs/cgroup", "/proc/self/cgroup")))
-
-
-def _cgroups_leave_bytes(mounted: str, own: str) -> Iterator[int]:
-    """The bytes that each limit leaves: of this process's cgroup and its ancestors, in v1 and v2.
-
-    A container sees its own cgroup at the mount's root, whatever its path, so a path that does not
-    exist there is skipped.
-    """
-    yield sys.maxsize
-    for line in _read(own).splitlines():
-        number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if number != "0" and "memory" not in controllers.split(","):
-            continue
-        root = Path(mounted) if number == "0" else Path(mounted, "memory")
-        parts = Path(path.lstrip("/")).parts
-        for depth in range(len(parts) + 1):
-            yield from _leaves_bytes(root.joinpath(*parts[:depth]))
-
-
-def _leaves_bytes(cgroup: Path) -> Iterator[int]:
-    for limit, used, cache in _CGROUP_FILES:
-        most, now = _read(cgroup / limit).strip(), _read(cgroup / used).strip()
-        if most.isdigit() and now.isdigit():
-            # The kernel reclaims inactive page cache before it kills a process.
-            stat = dict(line.split(" ", 1) for line in _read(cgroup / "memory.stat").splitlines())
-            yield int(most) - int(now) + int(stat.get(cache, 0))
+    return memory_now().left_bytes
 
 
 def wake_event() -> int:
@@ -185,35 +143,38 @@ class SparseMemory:
     reserved ranges only; any other byte may raise SIGBUS.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(
+        self, descriptor: int, room: Room = HEADROOM, purpose: Purpose = Purpose.TRAINING
+    ) -> None:
+        """`room` grants what is reserved, which is for `purpose`."""
+        self._room, self._purpose = room, purpose
         self.descriptor = descriptor
         self.size_bytes = os.fstat(descriptor).st_size
         self._map: mmap.mmap | None = mmap.mmap(descriptor, self.size_bytes)
         self.buffer = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
-    def reserve(self, begin: int, end: int) -> None:
-        """Allocate a range of zeros. May take long. Raises ExhaustedError without memory."""
+    def reserve(self, begin: int, end: int, *, needed: bool = False) -> None:
+        """Allocate a range of zeros. May take long. Raises ExhaustedError without memory.
+
+        `needed`: grant all but a little of what is left, whatever the room says.
+        """
         if begin == end:
             # A rank that has none of it; the kernel takes no empty range.
             return
-        available = available_bytes()
-        if end - begin + HEADROOM_BYTES > available:
-            raise ExhaustedError(
-                f"{end - begin:,} bytes of shared memory are needed, {available:,} are available "
-                f"(and {HEADROOM_BYTES:,} are left to others); ask for less at a time"
-            )
-        try:
-            os.posix_fallocate(self.descriptor, begin, end - begin)
-        except OSError as error:
-            self.release(begin, end)
-            raise ExhaustedError(
-                f"the kernel refused {end - begin:,} bytes of shared memory ({error.strerror})"
-            ) from error
+        room = HEADROOM if needed else self._room
+        with room.claimed(self._purpose, end - begin):
+            try:
+                os.posix_fallocate(self.descriptor, begin, end - begin)
+            except OSError as error:
+                self.release(begin, end)
+                raise ExhaustedError(
+                    f"the kernel refused {end - begin:,} bytes of shared memory ({error.strerror})"
+                ) from error
 
-    def populate(self, begin: int, end: int) -> None:
+    def populate(self, begin: int, end: int, *, needed: bool = False) -> None:
         """As `reserve`, and spare the first copy the page faults; older kernels ignore that."""
-        self.reserve(begin, end)
+        self.reserve(begin, end, needed=needed)
         _libc.madvise(self.address + begin, end - begin, _MADV_POPULATE_WRITE)
 
     def release(self, begin: int, end: int) -> None:

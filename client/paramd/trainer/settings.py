@@ -25,6 +25,7 @@ _MAY_BE_ZERO = frozenset(
         "edit_pool_bytes",
         "undo_budget_bytes",
         "delta_budget_bytes",
+        "host_reserve",
     }
 )
 
@@ -123,6 +124,9 @@ class AttachSettings:
     other hosts share the rest."""
     copy_rate_bytes: float | None = None
     """Most bytes a second at which a rank sends copies to another host, above 0."""
+    host_reserve: float | None = None
+    """Bytes of the host's memory, and of each cgroup's, that stay free for the training; 0 or more.
+    None: 5 % of it, or what one more step has been seen to take, if that is more."""
     marks_budget_bytes: float | None = None
     """Most bytes of marks (`mesh.mark`) on a rank, above 0."""
     delta_budget_bytes: float | None = None

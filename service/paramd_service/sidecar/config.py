@@ -68,10 +68,13 @@ class SidecarConfig:
     copy_rate_bytes: int = 64 << 20
     """Most bytes a second at which standing snapshots are sent to another host; above 0."""
     marks_budget_bytes: int | None = None
-    """Budget of marks; None: all memory of the machine."""
+    """Budget of marks; None: all memory of the machine but the reserve."""
     delta_budget_bytes: int | None = None
     """Budget of states kept for followers that read deltas, 0 or more; None: twice the arena plus
     1 MiB, for the state that they have and the next one."""
+    host_reserve: int | None = None
+    """Bytes of the host's memory, and of each cgroup's, that stay free for the training, 0 or more;
+    None: 5 % of it, or what a step of the training has been seen to take, if that is more."""
     edit_expiry_s: float = 600.0
     """How long an untouched staged edit is kept; above 0."""
     report_s: float = 2.0
@@ -84,7 +87,7 @@ class SidecarConfig:
             raise UsageError(f"stream_port: {self.stream_port}; expected 0 to 65535")
         not_negative = (
             "rank", "grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes",
-            "trainer_pid", "delta_budget_bytes",
+            "trainer_pid", "delta_budget_bytes", "host_reserve",
         )  # fmt: skip
         for name, least in (*((name, 0) for name in not_negative), ("max_calls", 1)):
             if (value := getattr(self, name)) is not None and value < least:

@@ -29,6 +29,7 @@ from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.copies import Sending
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
+from paramd_service.sidecar.shortage import Shortage
 from paramd_service.sidecar.snapshots.store import BlockMaker
 from paramd_service.tls import JobPems
 
@@ -114,6 +115,11 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
             parser.add_argument(option, type=float, default=default, metavar="SECONDS")
         elif name.endswith("_bytes"):
             parser.add_argument(option, type=int, default=default, metavar="BYTES")
+    parser.add_argument(
+        "--host-reserve", type=int, default=defaults.host_reserve, metavar="BYTES",
+        help="memory of the host that stays free for the training; by default 5 %% of it, or what "
+        "a step takes",
+    )  # fmt: skip
     parser.add_argument("--max-calls", type=int, default=defaults.max_calls, metavar="COUNT")
     gone.check_options(argv if argv is not None else sys.argv[1:])
     values = vars(parser.parse_args(argv))
@@ -154,14 +160,21 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         joining.start()
         sending = Sending(rank)
         sending.start()
-        giving_back = asyncio.get_running_loop().create_task(give_back_memory())
+        rank.room.open()
+        giving_back = [
+            asyncio.get_running_loop().create_task(work)
+            for work in (give_back_memory(), Shortage(rank).run())
+        ]
         rank.wait_for_trainer()
         log("started", address=server.address, socket_path=str(config.socket_path))
         _leave_on_signals(rank)
         if config.trainer_pid:
             _leave_with(config.trainer_pid, rank)
         await rank.leaving.wait()
-        await stopped(giving_back)
+        for task in giving_back:
+            await stopped(task)
+        # Only now: whoever is ended instead leaves its figures, which its successor reads.
+        rank.room.close()
         await _drain(rank, server, unix, joining, sending)
     finally:
         unix.stop_listening()

@@ -18,6 +18,7 @@ from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import Word, is_stray, label_of, unserved_reason
 from paramd.memory.gate import State, resting_state, state_of
+from paramd.memory.left import HEADROOM, Room
 from paramd_service.admission import CALLER, Who
 from paramd_service.aio import in_executor, kept, post
 from paramd_service.sidecar.boundaries import Boundaries
@@ -82,7 +83,9 @@ class Pins:
         executor: Executor,
         faults: Faults,
         bases: Bases,
+        room: Room = HEADROOM,
     ) -> None:
+        """`room` grants memory for gradients; that of snapshots comes from `blocks`."""
         self.store = store
         self.bases = bases
         self.copier = copier
@@ -99,7 +102,9 @@ class Pins:
         self.boundaries = Boundaries(attached, store, copier)
         self.moments = Moments(attached)
         self.boundaries.moments = self.moments
-        gradients = Gradients(attached, executor=executor, idle_memory_s=store.idle_memory_s)
+        gradients = Gradients(
+            attached, executor=executor, idle_memory_s=store.idle_memory_s, room=room
+        )
         copier.on_wake = gradients.woken
         store.check = self.check_true
         self.gradient_pins = GradientPins(
@@ -269,6 +274,13 @@ class Pins:
         if due_ns is not None:
             delay_s = max(0.0, due_ns / 1e9 - self._loop.time())
             self._sweep_timer = self._loop.call_later(min(delay_s, 3600.0), self.sweep)
+
+    def give_back(self) -> None:
+        """Free what nobody holds: memory was kept for the next reader, follower or edit."""
+        self.bases.give_back()
+        self.store.give_back()
+        self.gradient_pins.gradients.give_back()
+        self.sweep()
 
     async def close(self) -> None:
         """End all leases and the copying thread."""

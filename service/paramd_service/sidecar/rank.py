@@ -30,6 +30,7 @@ from paramd.errors import (
 from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.descriptors import same_object
 from paramd.memory.gate import State, resting_state, state_of
+from paramd.memory.left import Purpose
 from paramd.security.tickets import CLOCK_SKEW_S, Claims, Role, Verifier
 from paramd.security.tls import Pems
 from paramd_service.aio import kept
@@ -58,6 +59,7 @@ from paramd_service.sidecar.owner import (
 )
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
+from paramd_service.sidecar.room import HostRoom
 from paramd_service.sidecar.snapshots.bases import Bases, DeltaCounts
 from paramd_service.sidecar.snapshots.marks import Marks, beside_bytes
 from paramd_service.sidecar.snapshots.offer import (
@@ -113,6 +115,7 @@ def make_pins(rank: RankSidecar, attached: AttachedMemory) -> Pins:
         executor=rank.executor,
         faults=rank.faults,
         bases=Bases(store, budget_bytes=bases_bytes, clock_ns=time.monotonic_ns),
+        room=rank.room,
     )
     copier.start()
     return pins
@@ -127,6 +130,7 @@ def make_edits(rank: RankSidecar, attached: AttachedMemory) -> Edits:
         pool_bytes=min(config.edit_pool_bytes, arena_bytes + _PROGRAM_BYTES),
         idle_s=config.idle_memory_s,
         executor=rank.executor,
+        room=rank.room,
     )
     budget = config.edit_budget_bytes
     scope = Scope(
@@ -180,13 +184,30 @@ class RankSidecar:
         """The gRPC server's, once it listens; None without TLS."""
         self.own_pems: JobPems | None = None
         """This rank's certificate from the job; None unless the job has its own TLS."""
-        self.blocks = blocks
+        self.room = HostRoom(config.socket_path, config.rank, reserve_bytes=config.host_reserve)
+        """Grants all memory beside the training."""
+        self.shortage = ""
+        """What the rank's status says about memory; empty when there is enough."""
+        self.blocks = blocks.within(self.room, Purpose.SNAPSHOT)
         self.standing = Standing(
-            blocks, self.log, budget_bytes=config.standing_budget_bytes, at_point=faults.at
+            blocks.within(self.room, Purpose.STANDING),
+            self.log,
+            budget_bytes=config.standing_budget_bytes,
+            allowed=self.room.standing_count,
+            at_point=faults.at,
         )
-        self.copies = Copies(blocks, executor, budget_bytes=self._copies_budget_bytes)
+        self.copies = Copies(
+            blocks.within(self.room, Purpose.COPY),
+            executor,
+            budget_bytes=self._copies_budget_bytes,
+            allowed=self.room.copies_count,
+        )
         """Standing snapshots of other ranks."""
-        self.marks = Marks(blocks, self.standing, budget_bytes=config.marks_budget_bytes)
+        self.marks = Marks(
+            blocks.within(self.room, Purpose.MARK),
+            self.standing,
+            budget_bytes=config.marks_budget_bytes,
+        )
         self.using_memory = asyncio.Lock()
         """Held while a mark is copied, to keep the attachment's memory mapped."""
         self.attached: AttachedMemory | None = None
@@ -527,9 +548,12 @@ class RankSidecar:
             )
 
     def _copies_budget_bytes(self) -> int | None:
-        """What this rank's own standing snapshots leave of the budget."""
+        """What this rank's own standing snapshots leave of the budget, and of memory."""
         budget = self.config.standing_budget_bytes
-        return max(budget - self.standing.wanted_bytes, 0) if budget is not None else None
+        room_bytes = self.copies.size_bytes + max(self.room.spare().spare_bytes, 0)
+        if budget is None:
+            return room_bytes
+        return min(max(budget - self.standing.wanted_bytes, 0), room_bytes)
 
     async def stands(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for a standing snapshot of the current history."""

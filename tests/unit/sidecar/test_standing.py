@@ -1,5 +1,7 @@
 """Standing snapshots: whole, of one step, two of them, and what a successor is offered."""
 
+import io
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -132,6 +134,92 @@ def test_one_buffer_is_used_alone(
     for step in (1, 2):
         made_at(standing, trainer, serve, step)
         assert steps(standing) == [step]
+    standing.close()
+
+
+@pytest.fixture
+def limited(blocks: BlockMaker) -> Iterator[tuple[Standing, list[int], io.StringIO]]:
+    """Standing snapshots, how many there may be, and the log."""
+    count, log = [2], io.StringIO()
+    made = Standing(
+        blocks,
+        Log(fields={}, stream=log),
+        budget_bytes=None,
+        allowed=lambda _size, _held: count[0],
+    )
+    yield made, count, log
+    made.close()
+
+
+def test_when_memory_is_short_one_goes_then_the_other_and_both_come_back(
+    trainer: Trainer, limited: tuple[Standing, list[int], io.StringIO]
+) -> None:
+    standing, count, log = limited
+    serve = standing.serving(trainer.attached, lambda: "")
+    for step in (1, 2):
+        made_at(standing, trainer, serve, step)
+    trainer.page[Word.STANDING_COMMON] = trainer.page[Word.STANDING_MADE]
+    both_bytes = standing.held_bytes
+    # The newest that all ranks have stays.
+    for few, left in ((1, [2]), (0, [])):
+        count[0] = few
+        standing.shrink(few, trainer.attached, reason="few bytes")
+        standing.digested().result()
+        assert steps(standing) == left
+        assert standing.held_bytes == both_bytes * few // 2
+    trainer.ask(3)
+    serve()
+    assert steps(standing) == []
+    count[0] = 2
+    for step in (4, 5):
+        made_at(standing, trainer, serve, step)
+    settled(lambda: standing.held_bytes == both_bytes, "there are two again")
+    assert steps(standing) == [5, 4]
+    events = [json.loads(line) for line in log.getvalue().splitlines()]
+    told = [(one["event"], one["buffers"]) for one in events if "buffers" in one]
+    assert told[:2] == [("standing-exhausted", 1), ("standing-exhausted", 0)]
+    assert told[-1] == ("standing-again", 2)
+    reasons = {one["reason"] for one in events if one["event"] == "standing-exhausted"}
+    assert reasons == {"few bytes"}
+
+
+def test_only_one_that_all_ranks_have_is_kept_however_new_the_other_is(
+    trainer: Trainer, limited: tuple[Standing, list[int], io.StringIO]
+) -> None:
+    standing, _, _ = limited
+    serve = standing.serving(trainer.attached, lambda: "")
+    made_at(standing, trainer, serve, 1)
+    made_at(standing, trainer, serve, 2)
+    # Other ranks missed step 2.
+    trainer.page[Word.STANDING_COMMON] = 1
+    standing.shrink(1, trainer.attached)
+    standing.digested().result()
+    assert steps(standing) == [1]
+
+
+def test_one_that_is_being_sent_or_written_stays(trainer: Trainer, blocks: BlockMaker) -> None:
+    short = False
+
+    def in_between(_point: str) -> None:
+        if short:
+            standing.shrink(0, trainer.attached)
+            standing.digested().result()
+
+    standing = Standing(blocks, Log(fields={}), budget_bytes=None, at_point=in_between)
+    serve = standing.serving(trainer.attached, lambda: "")
+    made_at(standing, trainer, serve, 1)
+    standing.digested().result()
+    held = standing.hold()
+    assert held is not None
+    # Memory is short while the next one is being written.
+    short = True
+    made_at(standing, trainer, serve, 2)
+    assert steps(standing) == [2, 1]
+    assert held[1].buffer[0] == 1
+    standing.release()
+    standing.shrink(0, trainer.attached)
+    standing.digested().result()
+    assert not steps(standing)
     standing.close()
 
 

@@ -34,6 +34,7 @@ from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
 from paramd.trainer.home.device import DeviceMemory, DeviceState
 from paramd.trainer.home.mirrored import MirroredHome
 from paramd.trainer.model import partitions
+from paramd.trainer.model.coming import coming_bytes
 from paramd.trainer.model.extra_state import ExtraState, names_of
 from paramd.trainer.resume.exported import Exported, Offered, opened
 from paramd.trainer.resume.keeper import Keeper
@@ -186,6 +187,7 @@ class Stages(Discovering):
             if moves:
                 state = self._optimizer_home(optimizer_memory, state_memory, page, found)
             page[Word.MOMENTS_LIVE] = int(moves)
+            page[Word.COMING_BYTES] = coming_bytes(found.model.parameters(), found.optimizers)
             self._introduce(page, identity, found.first_step)
             made.append(
                 self._attachment(found, identity, page, arena, shared, optimizer_memory, state)

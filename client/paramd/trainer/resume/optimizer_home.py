@@ -40,6 +40,10 @@ from paramd.trainer.model.plain import has_plain_memory
 LOOKS = 8
 """Number of addresses checked in each update; identity is checked for all tensors."""
 
+PART_BYTES = 64 << 20
+"""Most bytes of state in host memory that exist twice while state moves to its places; one tensor
+may be larger."""
+
 Place = tuple[int, int, Any]
 """Optimizer, parameter (counted over all groups) and state key."""
 
@@ -305,9 +309,11 @@ class OptimizerHome:
                     moves.append(move)
         # Numbers come to lie together, where the sidecar reads them at once.
         moves.sort(key=lambda move: move.size_bytes)
-        self._make_room(moves)
-        for move in moves:
-            self._lodge(move)
+        for part in self._parts(moves):
+            self._make_room(part)
+            for move in part:
+                self._lodge(move)
+        self._tell()
         self._remember()
 
     def _found(self) -> Iterator[tuple[Place, Any, torch.Tensor | None]]:
@@ -367,6 +373,30 @@ class OptimizerHome:
         on_device = self._on_device
         return on_device if on_device is not None and place >= on_device.first else self._host
 
+    def _parts(self, moves: Sequence[_Move]) -> Iterator[list[_Move]]:
+        """The moves in parts that are made one after the other.
+
+        The old memory of a part is free before the next one takes new memory: a state that has
+        just appeared must not be there twice, which may be more than the host has left. Memory on
+        a device comes in few and large allocations, so its moves are one part.
+        """
+        part: list[_Move] = [
+            move for move in moves if self._places_of(move.local) is not self._host
+        ]
+        if part:
+            yield part
+        part, part_bytes = [], 0
+        for move in moves:
+            if self._places_of(move.local) is not self._host:
+                continue
+            if part and part_bytes + move.size_bytes > PART_BYTES:
+                yield part
+                part, part_bytes = [], 0
+            part.append(move)
+            part_bytes += move.size_bytes
+        if part:
+            yield part
+
     def _make_room(self, moves: Sequence[_Move]) -> None:
         """Give each move a place with memory."""
         for move in moves:
@@ -390,7 +420,6 @@ class OptimizerHome:
                 if move.size_bytes:
                     self._of_place(move.place).give_back(move.place, move.size_bytes)
             raise
-        self._tell()
 
     def _tell(self) -> None:
         """Publish to the sidecar how far places reach."""

@@ -34,6 +34,8 @@ class Evidence:
     """How long it has been seen there."""
     open: tuple[Collective, ...] = ()
     """Collectives that it has called and that have not ended."""
+    memory: str = ""
+    """What its sidecar says about memory that is short; empty when there is enough."""
 
     @property
     def waits(self) -> bool:
@@ -79,7 +81,13 @@ def _running(here: Sequence[Evidence], before: Sequence[Sequence[Evidence]]) -> 
     text = f"Nothing is stuck: {at}; the last boundary of rank {slowest.rank} was {age} ago."
     # One sample alone may be chance.
     found = slowing([*before, here], least=max(2, (len(before) + 1) * _HABIT))
-    return f"{text} {found.text}" if found is not None else text
+    text = f"{text} {found.text}" if found is not None else text
+    short = _alike([one for one in here if one.memory], lambda one: one.memory, _short)
+    return " ".join([text, *(f"{one}." for one in short)])
+
+
+def _short(who: str, why: str, _some: Sequence[Evidence]) -> str:
+    return f"On {who}: {why}"
 
 
 @dataclass(frozen=True, slots=True)

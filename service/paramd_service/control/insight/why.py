@@ -110,6 +110,7 @@ def evidence_of(found: Found) -> Evidence:
         where=answer.activity_where,
         seen_for_s=answer.age_ms / 1e3,
         open=tuple(one for one in collectives_of(answer) if not one.done),
+        memory=state.phase_reason if "memory-short" in state.alerts else "",
     )
 
 

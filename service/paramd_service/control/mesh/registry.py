@@ -282,7 +282,8 @@ def _wellness(said: common_pb2.RankState) -> tuple[State, str]:
         return State.DEGRADED, f"its parameters are not served: {said.unserved_reason}"
     if not said.agreement_works:
         return State.DEGRADED, said.agreement_reason or "the trainers no longer agree"
-    return State.OK, ""
+    # No trouble yet, such as memory that is short for readers.
+    return State.OK, said.phase_reason
 
 
 def _mesh_state(ranks: Sequence[RankView], digest_count: int) -> tuple[State, str]:

@@ -22,6 +22,7 @@ from functools import partial
 
 from paramd.errors import ExhaustedError
 from paramd.memory.descriptors import SparseMemory, pages
+from paramd.memory.left import HEADROOM, Purpose, Room
 from paramd_service.aio import uncancelled
 
 Range = tuple[int, int]
@@ -83,9 +84,16 @@ class EditMemory:
     """Allocates ranges of one attachment's edit memory."""
 
     def __init__(
-        self, descriptor: int, *, pool_bytes: int, idle_s: float, executor: Executor
+        self,
+        descriptor: int,
+        *,
+        pool_bytes: int,
+        idle_s: float,
+        executor: Executor,
+        room: Room = HEADROOM,
     ) -> None:
-        self.sparse = SparseMemory(descriptor)
+        """`room` grants pages beyond the head."""
+        self.sparse = SparseMemory(descriptor, room, Purpose.EDIT)
         self._free = Ranges((HEAD_BYTES, self.sparse.size_bytes))
         self._resident = Ranges()
         self._pool_end = min(HEAD_BYTES + pages(pool_bytes), self.sparse.size_bytes)
@@ -113,7 +121,8 @@ class EditMemory:
 
     async def start(self) -> None:
         """Populate the head. Raises ExhaustedError."""
-        await self._populate(0, HEAD_BYTES)
+        # Little, and without it there would be no edits until the next start.
+        await self._populate(0, HEAD_BYTES, needed=True)
 
     async def warm_up(self) -> None:
         """Release unused pages that an earlier sidecar left, and populate the pool."""
@@ -156,6 +165,13 @@ class EditMemory:
             self._timer.cancel()
         self._timer = self._loop.call_later(self._idle_s, self._idle)
 
+    def give_back(self) -> None:
+        """Release idle pages now, those of the pool too: small edits then take fresh ones."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._give_back(self._resident, from_byte=HEAD_BYTES)
+
     async def close(self) -> None:
         """Unmap; the pages remain the trainer's."""
         if self._timer is not None:
@@ -164,8 +180,9 @@ class EditMemory:
             await asyncio.wait(self._work)
         self.sparse.close()
 
-    async def _populate(self, begin: int, end: int) -> None:
-        work = self._loop.run_in_executor(self._executor, self.sparse.populate, begin, end)
+    async def _populate(self, begin: int, end: int, *, needed: bool = False) -> None:
+        populate = partial(self.sparse.populate, begin, end, needed=needed)
+        work = self._loop.run_in_executor(self._executor, populate)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         # Awaited even when cancelled: a range being populated must not be reserved again.
@@ -181,8 +198,9 @@ class EditMemory:
         self._timer = None
         self._give_back(self._resident)
 
-    def _give_back(self, resident: Ranges) -> None:
-        parts = resident.within(self._pool_end, self.sparse.size_bytes)
+    def _give_back(self, resident: Ranges, *, from_byte: int | None = None) -> None:
+        begin = from_byte if from_byte is not None else self._pool_end
+        parts = resident.within(begin, self.sparse.size_bytes)
         for begin, end in [idle for part in parts for idle in self._free.within(*part)]:
             # Not free during the hole punch, which would wipe the next owner's bytes.
             self._free.remove(begin, end)

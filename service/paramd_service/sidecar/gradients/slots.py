@@ -38,6 +38,7 @@ from paramd.memory.control_page import Word, Words, history_of, in_time, step_of
 from paramd.memory.descriptors import PAGE, SparseMemory
 from paramd.memory.gradient_program import MAX_SPANS, Notes, Slot, covers, digest_of_spans, united
 from paramd.memory.handover import GRADIENT_SLOTS
+from paramd.memory.left import HEADROOM, Purpose, Room
 from paramd_service.aio import post, uncancelled
 from paramd_service.sidecar.owner import AttachedMemory
 
@@ -47,10 +48,12 @@ Spans = tuple[tuple[int, int], ...]
 class SlotMemory:
     """Memory of all slots. `reserve`, `release` and `close` are slow: call off the event loop."""
 
-    def __init__(self, descriptor: int, arena_bytes: int, page: Words) -> None:
-        """`page`: words of the control page."""
+    def __init__(
+        self, descriptor: int, arena_bytes: int, page: Words, room: Room = HEADROOM
+    ) -> None:
+        """`page`: words of the control page. `room` grants the pages."""
         self._page = page
-        self._memory = SparseMemory(descriptor)
+        self._memory = SparseMemory(descriptor, room, Purpose.GRADIENTS)
         self.slots = [
             Slot(self._memory.buffer, arena_bytes, index) for index in range(GRADIENT_SLOTS)
         ]
@@ -235,14 +238,20 @@ class Gradients:
     """Frames of one attachment. All methods run on the event loop's thread."""
 
     def __init__(
-        self, attached: AttachedMemory, *, executor: Executor, idle_memory_s: float
+        self,
+        attached: AttachedMemory,
+        *,
+        executor: Executor,
+        idle_memory_s: float,
+        room: Room = HEADROOM,
     ) -> None:
+        """`room` grants the memory of the slots."""
         self._words = attached.page.words
         self._executor = executor
         self._idle_s = idle_memory_s
         self._loop = asyncio.get_running_loop()
         arena_bytes = attached.request.arena_bytes
-        self._memory = SlotMemory(attached.shared.gradients, arena_bytes, self._words)
+        self._memory = SlotMemory(attached.shared.gradients, arena_bytes, self._words, room)
         # An earlier sidecar's requests have died with it.
         for word in (Word.ARM_SLOT0, Word.ARM_SLOT1, Word.LOSSLESS_EVERY):
             self._words[word] = 0
@@ -389,6 +398,12 @@ class Gradients:
         self._idle_timer = None
         if not self._frames and (self._releasing is None or self._releasing.done()):
             self._releasing = self._executor.submit(self._memory.release)
+
+    def give_back(self) -> None:
+        """Release the slots' memory now if no frame needs it."""
+        if self._idle_timer is not None and not self._frames:
+            self._idle_timer.cancel()
+            self._idle()
 
     async def _not_releasing(self) -> None:
         """Cancel a release of memory that has not begun, or wait for its end."""

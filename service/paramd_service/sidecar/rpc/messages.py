@@ -88,6 +88,9 @@ def _details(code: grpc.StatusCode, error: ParamdError, *, retry: bool) -> bytes
     return bytes(status.SerializeToString())
 
 
+MEMORY_SHORT = "memory-short"
+"""Id in `RankState.alerts`: the reserve of the host or of a cgroup is being used."""
+
 MAX_LISTED = 1024
 """Most leases in one answer."""
 SNAPSHOT_NAME_CHARS = 8
@@ -156,6 +159,9 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         ended_s, how = rank.end
         state.trainer_ended_ms = max(1, round(1e3 * (time.monotonic() - ended_s)))
         state.phase_reason = f"{how}: {state.phase_reason}" if how else state.phase_reason
+    if rank.shortage:
+        state.alerts.append(MEMORY_SHORT)
+        state.phase_reason = state.phase_reason or rank.shortage
     attached = rank.attached
     if attached is None:
         return state

@@ -90,6 +90,11 @@ class Bases:
             self._forget(state)
         return min((used_ns + idle_ns for _, used_ns in self._kept.values()), default=None)
 
+    def give_back(self) -> None:
+        """Drop all bases: their followers get whole states next."""
+        for state in list(self._kept):
+            self._forget(state)
+
     def close(self) -> None:
         """Drop all bases, and keep no more."""
         self._closed = True

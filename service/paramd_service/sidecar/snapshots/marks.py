@@ -140,16 +140,19 @@ class Marks:
         with self._lock:
             mark = self._marks.get(name)
             candidates = [(mark.label, mark.block)] if mark is not None and mark.label else []
-            if not name:
-                candidates = list(self._standing.labels())
-            for label, block in candidates:
-                if (label.step, label.lineage, label.edits) == wanted and label.digest:
-                    # A new descriptor: the block may be dropped meanwhile.
-                    descriptor = os.dup(block.descriptor)
-                    break
-            else:
-                what = f"mark {name!r}" if name else f"standing snapshot of step {step}"
-                raise NotFoundError(f"this rank has no {what} as it was listed; list them again")
+            with self._standing.steady():
+                if not name:
+                    candidates = list(self._standing.labels())
+                for label, block in candidates:
+                    if (label.step, label.lineage, label.edits) == wanted and label.digest:
+                        # A new descriptor: the block may be dropped meanwhile.
+                        descriptor = os.dup(block.descriptor)
+                        break
+                else:
+                    what = f"mark {name!r}" if name else f"standing snapshot of step {step}"
+                    raise NotFoundError(
+                        f"this rank has no {what} as it was listed; list them again"
+                    )
         try:
             with (
                 mmap.mmap(descriptor, label.size_bytes, prot=mmap.PROT_READ) as mapped,

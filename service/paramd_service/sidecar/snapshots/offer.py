@@ -61,9 +61,16 @@ class Copies:
     """Standing snapshots of other ranks. They outlive an attachment."""
 
     def __init__(
-        self, blocks: BlockMaker, executor: Executor, *, budget_bytes: Callable[[], int | None]
+        self,
+        blocks: BlockMaker,
+        executor: Executor,
+        *,
+        budget_bytes: Callable[[], int | None],
+        allowed: Callable[[], int] = lambda: BUFFERS,
     ) -> None:
-        """`budget_bytes`: most bytes of all copies now; None: all memory of the machine."""
+        """`budget_bytes`: most bytes of all copies now; None: what there is room for. `allowed`:
+        how many copies each rank may have now."""
+        self._allowed = allowed
         self._blocks = blocks
         self._executor = executor
         self._budget_bytes = budget_bytes
@@ -125,6 +132,17 @@ class Copies:
             label = copy.label if copy.whole else None
             copy.label = rebased(label, lineage, new_lineage, step) if label is not None else None
 
+    def shrink(self, count: int) -> None:
+        """Keep the memory of at most `count` copies of each rank: of the most needed ones. Those of
+        a rank whose copy is being allocated or written stay as they are."""
+        for kept in self._ranks.values():
+            if kept.lock.locked():
+                continue
+            there = [copy for copy in kept.copies if copy.block is not None]
+            there.sort(key=lambda one: _worth(one, kept.keep_step))
+            for copy in there[: max(0, len(there) - count)]:
+                self._free(copy)
+
     def keep_only(self, ranks: Collection[int]) -> None:
         """Free the memory of all other ranks' copies."""
         for rank in [rank for rank in self._ranks if rank not in ranks]:
@@ -136,14 +154,17 @@ class Copies:
         # Somewhat larger: the record's size changes from step to step.
         size_bytes = label.size_bytes + label.size_bytes // 64 + (64 << 10)
         copy = min(kept.copies, key=lambda one: _worth(one, kept.keep_step))
-        if copy.block is None and not self._has_room(size_bytes, instead_of=copy):
+        more = sum(one.block is not None for one in kept.copies) < self._allowed()
+        if copy.block is None and not (more and self._has_room(size_bytes, instead_of=copy)):
             with_memory = [one for one in kept.copies if one.block is not None]
             copy = min(with_memory, key=lambda one: _worth(one, kept.keep_step), default=copy)
         fits = copy.size_bytes >= label.size_bytes
-        if not fits and not self._has_room(size_bytes, instead_of=copy):
+        more = more or copy.block is not None
+        if not fits and not (more and self._has_room(size_bytes, instead_of=copy)):
             raise ExhaustedError(
                 f"no room for a copy of {label.size_bytes:,} bytes of rank {rank}; raise "
-                "--standing-budget-bytes (PARAMD_STANDING_BUDGET_BYTES)"
+                "--standing-budget-bytes (PARAMD_STANDING_BUDGET_BYTES), or give the host more "
+                "memory"
             )
         copy.label = None
         if not fits:
@@ -252,9 +273,10 @@ def offer_of_snapshots(
 def _snapshots(standing: Standing, descriptors: list[int]) -> list[dict[str, Any]]:
     """The labels of whole snapshots; adds their descriptors."""
     found = []
-    for label, block in standing.labels():
-        found.append(asdict(label))
-        descriptors.append(opened(block))
+    with standing.steady():
+        for label, block in standing.labels():
+            found.append(asdict(label))
+            descriptors.append(opened(block))
     return found
 
 

@@ -7,6 +7,9 @@ are two buffers. The one with the newest snapshot that all ranks have (word STAN
 written while the other can be, so that one remains at any moment, whichever copies fail on
 whichever ranks. With memory for only one, a trainer that dies while it is written leaves none.
 
+How many there may be changes with the memory of the host (`allowed`): when it becomes short, one
+is given up, then the other (`shrink`), and both come back when there is enough again.
+
 `serve` runs on the copying thread; a separate thread allocates memory and computes digests. A lock
 guards the labels of the buffers.
 """
@@ -18,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from paramd.errors import ExhaustedError
@@ -36,6 +40,9 @@ BUFFERS = 2
 SMALL_BYTES = 8 << 20
 """The copying thread allocates memory for states up to this size at once, in milliseconds. Larger
 memory is allocated on another thread, and the snapshots requested meanwhile are missed."""
+
+RETRY_S = 30.0
+"""Seconds until memory for standing snapshots is asked for again after a refusal."""
 
 MOST_HISTORIES = 16
 
@@ -83,6 +90,8 @@ class _Buffer:
     """Time of its state, in `in_time`'s order; -1: there is none."""
     held: bool = False
     """Whether this process is reading it: its memory must not change."""
+    writing: bool = False
+    """Whether the copying thread writes to it: its memory must stay."""
 
 
 class Standing:
@@ -94,10 +103,13 @@ class Standing:
         log: Log,
         *,
         budget_bytes: int | None,
+        allowed: Callable[[int, int], int] = lambda _size, _held: BUFFERS,
         at_point: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`budget_bytes`: most bytes of all buffers; None: all memory of the machine. `at_point` is
-        called at the point "standing-copied" (fault injection)."""
+        """`budget_bytes`: most bytes of all buffers; None: as many as `allowed` says, which gets
+        the size of one and what all take now. `at_point` is called at the point "standing-copied"
+        (fault injection)."""
+        self._allowed = allowed
         self._blocks = blocks
         self._at_point = at_point
         # A separate thread: a digest takes long, and callers wait for the sidecar's others.
@@ -105,8 +117,12 @@ class Standing:
         self._log = log
         self._budget_bytes = budget_bytes
         self._buffers = [_Buffer() for _ in range(BUFFERS)]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._making = False
+        self._retry_ns = 0
+        """When memory may be asked for again after a refusal (monotonic clock)."""
+        self._told_count = BUFFERS
+        """How many the log says there may be."""
         self._ended: tuple[AttachedMemory, Future[list[int]]] | None = None
         self._kept_step = 0
         self.on_digested: Callable[[], None] | None = None
@@ -116,6 +132,16 @@ class Standing:
         self.reached = 0
         """Highest step that was made in these histories, if no trainer has attached since then and
         reported the steps to repeat; else 0."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the buffers take."""
+        with self._lock:
+            return sum(b.block.size_bytes for b in self._buffers if b.block is not None)
+
+    def steady(self) -> AbstractContextManager[object]:
+        """Within the block no buffer's memory is freed, so a descriptor can be duplicated."""
+        return self._lock
 
     def labels(self) -> list[tuple[StandingLabel, Block]]:
         """The whole snapshots and their memory, newest first."""
@@ -138,6 +164,36 @@ class Standing:
         with self._lock:
             for buffer in self._buffers:
                 buffer.held = False
+
+    def shrink(self, count: int, attached: AttachedMemory | None, *, reason: str = "") -> None:
+        """Keep the memory of at most `count` buffers, soon and on another thread: of the newest
+        snapshot that all ranks have, if there is one. What is being sent or written stays. The log
+        says that there are fewer now, with the reason."""
+        if count < self._told_count:
+            self._tell(count, reason)
+        with self._lock:
+            there = sum(b.block is not None for b in self._buffers)
+        if there > count:
+            common = attached.page[Word.STANDING_COMMON] if attached is not None else 0
+            # On the thread of the digests, which read the memory.
+            self._executor.submit(self._shrink, count, common)
+
+    def _shrink(self, count: int, common: int) -> None:
+        given = []
+        with self._lock:
+            while sum(b.block is not None for b in self._buffers) > count:
+                there = [b for b in self._buffers if b.block is not None]
+                made = [b.made if b.label is not None else -1 for b in there]
+                least = there[expendable(made, common)]
+                free = [b for b in there if not (b.held or b.writing)]
+                if not free:
+                    break
+                chosen = least if least in free else free[0]
+                assert chosen.block is not None
+                given.append(chosen.block)
+                chosen.block = chosen.label = None
+        for block in given:
+            self._blocks.dispose(block)
 
     def settle(self, attached: AttachedMemory, step: int) -> None:
         """Tell the trainer that this step's copy was sent, or will not be."""
@@ -230,22 +286,27 @@ class Standing:
         if buffer is None or buffer.block is None:
             sending = any(one.held for one in self._buffers)
             why = "the one before is still sent to another host" if sending else ""
+            if not self._making and not sending:
+                why = "there is no memory for it; it is tried again"
             return self._missed(step, why if why else "its memory is being made")
         target = buffer.block.address
         spans = spans_of(attached, optimizer, label, target)
         begin_ns = time.monotonic_ns()
         try:
             end, state = copy_at_one_step(page, spans, move=attached.move)
+            page[Word.STANDING_NS] = time.monotonic_ns() - begin_ns
+            if end is not CopyEnd.DONE or state.proof != seq:
+                return self._missed(step, "the next update began before it was copied")
+            rest = record + table
+            ctypes.memmove(target + label.size_bytes - len(rest), rest, len(rest))
+            self._at_point("standing-copied")
+            with self._lock:
+                buffer.label, buffer.made = label, made
         except DeviceError as error:
             return self._missed(step, str(error))
-        page[Word.STANDING_NS] = time.monotonic_ns() - begin_ns
-        if end is not CopyEnd.DONE or state.proof != seq:
-            return self._missed(step, "the next update began before it was copied")
-        rest = record + table
-        ctypes.memmove(target + label.size_bytes - len(rest), rest, len(rest))
-        self._at_point("standing-copied")
-        with self._lock:
-            buffer.label, buffer.made = label, made
+        finally:
+            with self._lock:
+                buffer.writing = False
         page[Word.STANDING_MADE] = made
         self._executor.submit(self._digest, buffer, label)
         return True
@@ -264,11 +325,12 @@ class Standing:
                 self._executor.submit(self._grow, size_bytes)
             if chosen is None or (chosen.label is not None and self._making):
                 return None
-            chosen.label = None
+            chosen.label, chosen.writing = None, True
             return chosen
 
     def _wants_more(self, size_bytes: int) -> bool:
-        return bool(self._unfit(size_bytes)) and self._more_possible(size_bytes)
+        calm = time.monotonic_ns() >= self._retry_ns
+        return calm and bool(self._unfit(size_bytes)) and self._more_possible(size_bytes)
 
     def _expendable(self, size_bytes: int, common: int) -> _Buffer | None:
         """The buffer to write next, of those with memory for it; the lock is held."""
@@ -281,15 +343,18 @@ class Standing:
         return free[expendable([b.made if b.label is not None else -1 for b in free], common)]
 
     def _more_possible(self, size_bytes: int) -> bool:
-        count = sum(b.block is not None and _fits(b.block, size_bytes) for b in self._buffers)
+        count = BUFFERS - len(self._unfit(size_bytes))
         budget = self._budget_bytes
-        return budget is None or (count + 1) * size_bytes <= budget
+        if budget is not None and (count + 1) * size_bytes > budget:
+            return False
+        # Somewhat larger, as `_grow` makes them.
+        return count < self._allowed(_with_spare(size_bytes), self.held_bytes)
 
     def _grow(self, size_bytes: int) -> None:
         """Allocate memory for all buffers, somewhat larger than needed now."""
         try:
             while self._unfit(size_bytes) and self._more_possible(size_bytes):
-                block = self._blocks.make(size_bytes + size_bytes // 64 + (64 << 10))
+                block = self._blocks.make(_with_spare(size_bytes))
                 with self._lock:
                     # An empty one first, so that whole ones stay as long as possible.
                     free = [b for b in self._unfit(size_bytes) if not b.held]
@@ -302,14 +367,22 @@ class Standing:
                     return
                 if old is not None:
                     self._blocks.dispose(old)
+            if BUFFERS - len(self._unfit(size_bytes)) > self._told_count:
+                self._tell(BUFFERS - len(self._unfit(size_bytes)), "")
         except ExhaustedError as error:
-            count = BUFFERS - len(self._unfit(size_bytes))
-            meaning = _MEANING[min(count, len(_MEANING) - 1)]
-            self._log("standing-exhausted", buffers=count, meaning=meaning, reason=str(error))
-            # Never tried again: the present buffers must do.
-            self._budget_bytes = count * size_bytes
+            self._tell(BUFFERS - len(self._unfit(size_bytes)), str(error))
+            # The present buffers must do until then.
+            self._retry_ns = time.monotonic_ns() + int(RETRY_S * 1e9)
         finally:
             self._making = False
+
+    def _tell(self, count: int, reason: str) -> None:
+        more, self._told_count = count > self._told_count, count
+        if more:
+            self._log("standing-again", buffers=count)
+        else:
+            meaning = _MEANING[min(count, len(_MEANING) - 1)]
+            self._log("standing-exhausted", buffers=count, meaning=meaning, reason=reason)
 
     def _unfit(self, size_bytes: int) -> list[_Buffer]:
         return [b for b in self._buffers if b.block is None or not _fits(b.block, size_bytes)]
@@ -388,6 +461,11 @@ def expendable(made: Sequence[int], common: int) -> int:
     # If the newest is later than `common`, the older one may be all that the ranks share.
     needed = made[order[0]] >= 0 and made[order[-1]] > common
     return order[-1] if needed else order[0]
+
+
+def _with_spare(size_bytes: int) -> int:
+    """Size of a buffer for such a state: the record's size changes from step to step."""
+    return size_bytes + size_bytes // 64 + (64 << 10)
 
 
 def _fits(block: Block, size_bytes: int) -> bool:

@@ -37,6 +37,7 @@ from paramd.memory.descriptors import pages
 from paramd.memory.device_arena import DeviceReader
 from paramd.memory.gate import CopySpan
 from paramd.memory.gradient_program import Notes
+from paramd.memory.left import HEADROOM, Purpose, Room
 from paramd.state import StateName
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import Shares, Who
@@ -45,11 +46,20 @@ from paramd_service.admission import Shares, Who
 class Block:
     """A memfd; `buffer` and `address` are its mapping in this process."""
 
-    def __init__(self, size_bytes: int, reader: DeviceReader | None = None) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        reader: DeviceReader | None = None,
+        *,
+        room: Room = HEADROOM,
+        purpose: Purpose = Purpose.SNAPSHOT,
+    ) -> None:
         """`reader`: have its device fill it by itself, if the driver allows that. Slow."""
         self._reader: DeviceReader | None = None
         self.size_bytes = pages(size_bytes)
-        self.descriptor = descriptors.create_memory("paramd-snapshot", self.size_bytes)
+        self.descriptor = descriptors.create_memory(
+            "paramd-snapshot", self.size_bytes, room, purpose
+        )
         try:
             self._arena = HostArena(self.descriptor, self.size_bytes)
             self._arena.populate()
@@ -78,13 +88,25 @@ class Block:
 class BlockMaker:
     """Makes blocks, and frees them, on one executor."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        room: Room = HEADROOM,
+        purpose: Purpose = Purpose.SNAPSHOT,
+    ) -> None:
+        """`room` grants their memory, which is for `purpose`."""
         self._executor = executor
+        self._room, self._purpose = room, purpose
+
+    def within(self, room: Room, purpose: Purpose) -> BlockMaker:
+        """A maker on the same executor, for another purpose."""
+        return BlockMaker(self._executor, room=room, purpose=purpose)
 
     def make(self, size_bytes: int, reader: DeviceReader | None = None) -> Block:
         """Make a prefaulted block. Slow: call off the event loop. Raises ExhaustedError."""
         try:
-            return Block(size_bytes, reader)
+            return Block(size_bytes, reader, room=self._room, purpose=self._purpose)
         except OSError as error:
             raise ExhaustedError(
                 f"no memory for a snapshot of {size_bytes:,} bytes ({error.strerror}); "
@@ -323,6 +345,7 @@ class SnapshotStore:
         self._live_bytes: Counter[int] = Counter()
         self._kept: list[_Kept] = []
         self._closed = False
+        self._kept_for_ever = False
         self.check: Callable[[Snapshot], None] = lambda _: None
         """Raises if a filled snapshot's bytes turned out not to be of a single state."""
 
@@ -470,9 +493,20 @@ class SnapshotStore:
         due += [entry.since_ns + self._idle_ns for entry in self._kept]
         return min(due, default=None)
 
+    def give_back(self) -> int:
+        """Free all memory kept for reuse, which nobody holds; return how many bytes. None once the
+        trainer has ended: it may be the last copy."""
+        if self._kept_for_ever:
+            return 0
+        given_bytes = self.kept_bytes
+        for entry in list(self._kept):
+            self._discard(entry)
+        return given_bytes
+
     def keep_for_ever(self) -> None:
         """Never free kept memory: the trainer has ended, and it may be the last copy."""
         self._idle_ns = 1 << 62
+        self._kept_for_ever = True
 
     def close(self) -> None:
         """End all leases and free all memory, at once or when its last holder drops it."""

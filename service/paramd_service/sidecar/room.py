@@ -1,0 +1,280 @@
+"""Memory beside the training: one place where every reservation of a sidecar asks.
+
+The sidecars of a job's ranks on one host share figures through a small file each, beside their
+sockets: what their trainers are about to take, what they were just granted, and their standing
+snapshots. Nobody waits for anybody: a rank writes its own file, then reads the others'. Two ranks
+that ask at the same time may both be refused, but never both be granted the same memory.
+
+The lowest rank whose sidecar lives decides for all how many standing snapshots each keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from paramd import state_files
+from paramd.errors import ExhaustedError
+from paramd.memory.left import (
+    Demand,
+    Memory,
+    Purpose,
+    Spare,
+    Wanted,
+    killed_count,
+    memory_now,
+    refusal,
+    spare_of,
+    standing_count,
+)
+
+MOST_STANDING = 2
+"""Standing snapshots of a rank, when there is memory for them."""
+
+SHOWN_BYTES = 8 << 20
+"""A smaller grant is not shown to other ranks: it is allocated in less time than that takes."""
+
+SHOW_S = 10.0
+"""Longest time between two writes of a rank's figures, in seconds: older ones are of the past."""
+
+SUFFIX = ".memory"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What one rank's sidecar shows the others of its host."""
+
+    host: str = ""
+    pid: int = 0
+    start: int = 0
+    """With the pid, names the process."""
+    rank: int = 0
+    step_bytes: int = 0
+    """What the next step of its trainer may take beyond the present."""
+    coming_bytes: int = 0
+    """What its trainer's first steps will still take for good."""
+    claimed_bytes: int = 0
+    """Granted, and being allocated."""
+    standing_bytes: int = 0
+    """Size of one of its standing snapshots; 0: it makes none."""
+    held_bytes: int = 0
+    """What its standing snapshots take now."""
+    killed_count: int = 0
+    """Processes that the kernel had ended for memory when this was written."""
+    count: int = -1
+    """Its decision: how many standing snapshots each rank may keep; -1: none yet."""
+    since_s: float = 0.0
+    """When it decided that (monotonic clock of the host)."""
+    killed_s: float = 0.0
+    """When it found that the kernel had ended its predecessor for memory; 0: it has not."""
+
+
+class HostRoom:
+    """Grants a rank's sidecar memory, with regard to all ranks of its job on this host.
+
+    Thread-safe; no method waits for another process.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        rank: int,
+        *,
+        reserve_bytes: int | None,
+        memory: Callable[[], Memory] = memory_now,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`socket_path`: the sidecar's; its figures lie beside it. `reserve_bytes`: memory that
+        stays free; None: the default (`Demand.reserve_of`)."""
+        self._path = socket_path.with_suffix(SUFFIX)
+        self._reserve_bytes = reserve_bytes
+        self._memory = memory
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._own = Figures(rank=rank)
+        self._written: Figures | None = None
+        self._shown_s = 0.0
+        self.predecessor_killed = False
+        """The kernel ended this rank's last sidecar, because memory had run out."""
+
+    def open(self) -> None:
+        """Show this rank's figures to the others from now on, and look at what the last sidecar of
+        this rank left. Until then this rank counts for itself."""
+        pid = os.getpid()
+        with self._lock:
+            self._own = replace(
+                self._own,
+                host=state_files.kernel_of(state_files.host_id()),
+                pid=pid,
+                start=state_files.process_start(pid),
+                killed_count=killed_count(),
+            )
+            self._take_over()
+            self._show()
+
+    @contextmanager
+    def claimed(self, purpose: Purpose, size_bytes: int) -> Iterator[None]:
+        """Have the bytes count as taken within the block, in which they are allocated. Raises
+        ExhaustedError when the reserve would not stay free."""
+        # Before looking: whoever looks later sees it.
+        self._claim(size_bytes)
+        try:
+            spare = self.spare(besides_bytes=size_bytes)
+            if not spare.allows(size_bytes):
+                raise ExhaustedError(refusal(purpose, size_bytes, spare))
+            yield
+        finally:
+            self._claim(-size_bytes)
+
+    def spare(self, *, besides_bytes: int = 0) -> Spare:
+        """What may be granted now. `besides_bytes`: claims of this rank that do not count."""
+        others = self._others()
+        with self._lock:
+            all_of = [self._own, *others]
+        demand = Demand(
+            reserve_bytes=self._reserve_bytes,
+            step_bytes=sum(one.step_bytes for one in all_of),
+            coming_bytes=sum(one.coming_bytes for one in all_of),
+            claimed_bytes=max(0, sum(one.claimed_bytes for one in all_of) - besides_bytes),
+        )
+        return spare_of(self._memory(), demand)
+
+    def expect(self, *, step_bytes: int, coming_bytes: int) -> None:
+        """Note what this rank's trainer is about to take."""
+        with self._lock:
+            self._own = replace(self._own, step_bytes=step_bytes, coming_bytes=coming_bytes)
+            written = self._written if self._written is not None else Figures()
+            far = (
+                abs(step_bytes - written.step_bytes) > SHOWN_BYTES
+                or abs(coming_bytes - written.coming_bytes) > SHOWN_BYTES
+                or written.killed_count != killed_count()
+            )
+            if far or self._clock_s() - self._shown_s > SHOW_S:
+                self._show()
+
+    def standing_count(self, size_bytes: int, held_bytes: int) -> int:
+        """How many standing snapshots of that size this rank may keep now, of which it has
+        `held_bytes`. 0 while the rank that decides has not."""
+        with self._lock:
+            told = replace(self._own, standing_bytes=size_bytes, held_bytes=held_bytes)
+            if told != self._own:
+                self._own = told
+                self._show()
+        count = self.decide()
+        return count if count is not None else 0
+
+    def copies_count(self) -> int:
+        """How many copies of another rank's standing snapshots may be kept here: as many as of the
+        own ones, once that is decided."""
+        count = self.decide()
+        return count if count is not None else MOST_STANDING
+
+    def decide(self) -> int | None:
+        """The present decision for all ranks, made now if it is this rank's to make; None: there is
+        none yet."""
+        others = self._others()
+        leader = min(others, key=lambda one: one.rank, default=self._own)
+        if leader.rank < self._own.rank:
+            return leader.count if leader.count >= 0 else None
+        with self._lock:
+            own = self._own
+        ranks = [own, *others]
+        largest = max(one.standing_bytes for one in ranks)
+        if not largest:
+            return own.count if own.count >= 0 else None
+        now_s = self._clock_s()
+        # What they kept did not fit.
+        if own.count > 0 and any(one.killed_s > own.since_s for one in ranks):
+            count = own.count - 1
+        else:
+            count = standing_count(
+                own.count if own.count >= 0 else None,
+                lasted_s=now_s - own.since_s,
+                spare=self.spare(),
+                # Ranks that have not said yet are taken to be as large as the largest.
+                ranks=[
+                    Wanted(one.standing_bytes if one.standing_bytes else largest, one.held_bytes)
+                    for one in ranks
+                ],
+                most=MOST_STANDING,
+            )
+        if count != own.count:
+            with self._lock:
+                self._own = replace(self._own, count=count, since_s=now_s)
+                self._show()
+        return count
+
+    def close(self) -> None:
+        """Take the figures away: this sidecar leaves by itself."""
+        with self._lock, suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def _claim(self, size_bytes: int) -> None:
+        with self._lock:
+            claimed_bytes = self._own.claimed_bytes + size_bytes
+            self._own = replace(self._own, claimed_bytes=claimed_bytes)
+            if abs(size_bytes) >= SHOWN_BYTES:
+                self._show()
+
+    def _show(self) -> None:
+        """Write the figures; the lock is held. Without a disk, this rank counts for itself."""
+        if not self._own.pid:
+            return
+        self._own = replace(self._own, killed_count=killed_count())
+        # Not durable: figures of a host that went down say nothing.
+        temporary = self._path.with_suffix(f"{SUFFIX}-new")
+        with suppress(OSError):
+            temporary.write_text(json.dumps(asdict(self._own)))
+            os.replace(temporary, self._path)
+            self._written, self._shown_s = self._own, self._clock_s()
+
+    def _others(self) -> list[Figures]:
+        """Figures of the other ranks here whose sidecars live."""
+        found = []
+        with suppress(OSError):
+            for path in self._path.parent.glob(f"*{SUFFIX}"):
+                one = _figures(path)
+                if one is None or one.rank == self._own.rank or one.host != self._own.host:
+                    continue
+                if state_files.process_start(one.pid) == one.start:
+                    found.append(one)
+        return found
+
+    def _take_over(self) -> None:
+        """Take over what this rank's last sidecar had decided; note whether the kernel ended it.
+
+        Its process is still there when it only hands over, and its figures are gone when it left
+        by itself. Old ones are of an earlier start.
+        """
+        try:
+            age_s = time.time() - self._path.stat().st_mtime
+        except OSError:
+            return
+        one = _figures(self._path)
+        if one is None or one.host != self._own.host or age_s > 3 * SHOW_S:
+            return
+        ended = state_files.process_start(one.pid) != one.start
+        self.predecessor_killed = ended and one.killed_count < self._own.killed_count
+        killed_s = self._clock_s() if self.predecessor_killed else one.killed_s
+        self._own = replace(self._own, count=one.count, since_s=one.since_s, killed_s=killed_s)
+
+
+def _figures(path: Path) -> Figures | None:
+    """A rank's figures; None if they cannot be read or are of another version."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    names = {one.name for one in fields(Figures)}
+    if not isinstance(found, dict) or set(found) != names or not isinstance(found["host"], str):
+        return None
+    numbers = (value for name, value in found.items() if name != "host")
+    if any(type(value) not in (int, float) for value in numbers):
+        return None
+    return Figures(**found)

@@ -1,0 +1,165 @@
+"""What may be granted, from files of the kernel and figures of a training: no host is needed."""
+
+from pathlib import Path
+
+import pytest
+
+from paramd.memory.left import (
+    RAISE_S,
+    Demand,
+    Growth,
+    Limit,
+    Memory,
+    Purpose,
+    Spare,
+    Wanted,
+    killed_count,
+    memory_now,
+    private_bytes,
+    refusal,
+    spare_of,
+    standing_count,
+)
+
+GIB = 1 << 30
+HOST = Limit("the host", 24 * GIB, 9 * GIB)
+
+
+def spare(left_gib: float, demand: Demand | None = None, *, stalled: float = 0.0) -> Spare:
+    limit = Limit("the host", 20 * GIB, int(left_gib * GIB))
+    return spare_of(Memory((limit,), stalled), demand if demand is not None else Demand())
+
+
+def test_the_reserve_is_five_percent_or_what_a_step_takes_or_what_is_set() -> None:
+    assert Demand().reserve_of(HOST) == 24 * GIB // 20
+    assert Demand(step_bytes=3 * GIB).reserve_of(HOST) == 3 * GIB
+    assert Demand(step_bytes=3 * GIB, reserve_bytes=0).reserve_of(HOST) == 0
+
+
+def test_the_limit_that_leaves_least_decides_and_is_named() -> None:
+    cgroup = Limit("cgroup /job", 2 * GIB, GIB)
+    found = spare_of(Memory((HOST, cgroup)), Demand())
+    assert found.spare_bytes == GIB - 2 * GIB // 20
+    text = refusal(Purpose.SNAPSHOT, GIB, found)
+    assert "cgroup /job has 1,073,741,824 bytes available" in text
+    assert "107,374,182 stay free for the training" in text
+    assert "into=" in text
+    assert "PARAMD_HOST_RESERVE" in text
+
+
+def test_what_the_first_steps_take_and_what_was_just_granted_count_as_taken() -> None:
+    full = spare(9)
+    less = spare(9, Demand(coming_bytes=3 * GIB, claimed_bytes=2 * GIB))
+    assert full.spare_bytes - less.spare_bytes == 5 * GIB
+    assert "first steps" in less.text
+    assert "granted a moment ago" in less.text
+
+
+def test_a_small_request_may_use_half_of_the_reserve() -> None:
+    assert spare(0.9).short
+    assert not spare(0.9).allows(1 << 28)
+    assert spare(0.9).allows(1 << 20)
+    assert not spare(0.4).allows(1 << 20)
+
+
+def test_a_host_that_waits_for_memory_grants_nothing_large() -> None:
+    assert spare(10).allows(GIB)
+    assert spare(10, stalled=30.0).short
+    assert not spare(10, stalled=30.0).allows(GIB)
+
+
+def test_active_cache_counts_half_and_kernel_caches_count(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/pressure").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 900 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "proc/pressure/memory").write_text(
+        "some avg10=40.00 avg60=1.00 avg300=0.00 total=1\n"
+        "full avg10=12.50 avg60=1.00 avg300=0.00 total=1\n"
+    )
+    cgroup = tmp_path / "sys/fs/cgroup"
+    cgroup.mkdir(parents=True)
+    (cgroup / "memory.max").write_text("500000\n")
+    (cgroup / "memory.current").write_text("400000\n")
+    (cgroup / "memory.stat").write_text(
+        "inactive_file 1000\nactive_file 2000\nslab_reclaimable 30\nshmem 5\n"
+    )
+    found = memory_now(tmp_path)
+    assert found.limits[1].left_bytes == 100_000 + 1000 + 1000 + 30
+    assert found.stalled_percent == 12.5
+
+
+def test_without_meminfo_nothing_is_known(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        memory_now(tmp_path)
+
+
+def test_private_memory_and_the_kernels_victims_are_read(tmp_path: Path) -> None:
+    (tmp_path / "proc/7").mkdir(parents=True)
+    (tmp_path / "proc/7/status").write_text("VmRSS:\t 99 kB\nRssAnon:\t 12 kB\n")
+    (tmp_path / "proc/vmstat").write_text("pgfault 5\noom_kill 3\n")
+    assert private_bytes(7, tmp_path) == 12 << 10
+    assert private_bytes(8, tmp_path) is None
+    assert killed_count(tmp_path) == 3
+
+
+def test_a_step_is_expected_to_take_what_earlier_ones_took() -> None:
+    growth = Growth()
+    for step in range(10):
+        growth.see(4 * GIB, step)
+        growth.see(7 * GIB, step)
+    growth.see(4 * GIB, 10)
+    assert growth.step_bytes == 3 * GIB
+    # At its highest, the present step needs no more.
+    growth.see(7 * GIB, 10)
+    assert growth.step_bytes == 0
+
+
+def test_what_long_ago_took_more_is_forgotten() -> None:
+    growth = Growth()
+    growth.see(9 * GIB, 0)
+    for step in range(3 * Growth.WINDOW_STEPS):
+        growth.see(4 * GIB, step)
+    assert growth.step_bytes == 0
+
+
+def test_what_the_first_steps_take_counts_until_it_is_there() -> None:
+    growth = Growth()
+    growth.see(GIB, 0)
+    assert growth.coming_bytes(3 * GIB, 0, 0) == 3 * GIB
+    growth.see(2 * GIB, 0)
+    assert growth.coming_bytes(3 * GIB, 0, 0) == 2 * GIB
+    # State that has moved to shared memory is there too.
+    assert growth.coming_bytes(3 * GIB, GIB, 1) == GIB
+    assert growth.coming_bytes(3 * GIB, 0, Growth.FIRST_STEPS) == 0
+
+
+RANKS = (Wanted(2 * GIB), Wanted(2 * GIB))
+
+
+@pytest.mark.parametrize(("left_gib", "count"), [(20, 2), (9.1, 2), (8.9, 1), (5.1, 1), (4.9, 0)])
+def test_standing_snapshots_are_as_many_as_fit_on_all_ranks(left_gib: float, count: int) -> None:
+    # 1 GiB stays free.
+    found = standing_count(None, lasted_s=0, spare=spare(left_gib), ranks=RANKS, most=2)
+    assert found == count
+
+
+def test_they_go_down_to_one_and_then_to_none_when_memory_is_short() -> None:
+    held = (Wanted(2 * GIB, 4 * GIB), Wanted(2 * GIB, 4 * GIB))
+    count: int | None = 2
+    count = standing_count(count, lasted_s=9, spare=spare(0.9), ranks=held, most=2)
+    assert count == 1
+    # What one fewer gives back has not shown yet.
+    count = standing_count(count, lasted_s=0.1, spare=spare(0.9), ranks=held, most=2)
+    assert count == 1
+    count = standing_count(count, lasted_s=1, spare=spare(0.9), ranks=held, most=2)
+    assert count == 0
+    # Half of the reserve is gone: there is no time for steps.
+    assert standing_count(2, lasted_s=0, spare=spare(0.4), ranks=held, most=2) == 0
+
+
+def test_they_come_back_when_there_has_been_enough_for_a_while() -> None:
+    assert standing_count(0, lasted_s=1, spare=spare(20), ranks=RANKS, most=2) == 0
+    assert standing_count(0, lasted_s=RAISE_S, spare=spare(20), ranks=RANKS, most=2) == 2
+    held = (Wanted(2 * GIB, 4 * GIB), Wanted(2 * GIB, 4 * GIB))
+    assert standing_count(2, lasted_s=RAISE_S, spare=spare(1.1), ranks=held, most=2) == 2

@@ -1,0 +1,201 @@
+"""Grants of a rank's sidecar, with regard to the other ranks of its host; real files and blocks."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from paramd.errors import ExhaustedError
+from paramd.memory.left import LOWER_S, Limit, Memory, Purpose, killed_count
+from paramd_service.sidecar import room as module
+from paramd_service.sidecar.room import MOST_STANDING, HostRoom
+
+MIB = 1 << 20
+
+
+class Host:
+    """A host of 2,000 MiB, and its clock."""
+
+    def __init__(self) -> None:
+        self.left_bytes = 1000 * MIB
+        self.now_s = 1000.0
+
+    def memory(self) -> Memory:
+        return Memory((Limit("the host", 2000 * MIB, self.left_bytes),))
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def opened(host: Host, tmp_path: Path) -> Iterator[Callable[[int], HostRoom]]:
+    """Opens rooms of ranks of one job; each counts as a process that lives."""
+    with ExitStack() as stack:
+
+        def open_room(rank: int) -> HostRoom:
+            made = HostRoom(
+                tmp_path / f"rank-{rank}.sock",
+                rank,
+                reserve_bytes=None,
+                memory=host.memory,
+                clock_s=lambda: host.now_s,
+            )
+            made.open()
+            stack.callback(made.close)
+            return made
+
+        yield open_room
+
+
+def test_a_reader_is_refused_with_figures_before_the_reserve_is_used(
+    host: Host, opened: Callable[[int], HostRoom]
+) -> None:
+    room = opened(0)
+    with room.claimed(Purpose.SNAPSHOT, 900 * MIB):
+        pass
+    with (
+        pytest.raises(ExhaustedError, match=r"1,048,576,000 bytes available.*104,857,600 stay"),
+        room.claimed(Purpose.SNAPSHOT, 901 * MIB),
+    ):
+        pass
+
+
+def test_what_another_rank_was_just_granted_counts(
+    host: Host, opened: Callable[[int], HostRoom]
+) -> None:
+    one, other = opened(0), opened(1)
+    with (
+        one.claimed(Purpose.SNAPSHOT, 600 * MIB),
+        pytest.raises(ExhaustedError, match="granted a moment ago"),
+        other.claimed(Purpose.SNAPSHOT, 600 * MIB),
+    ):
+        pass
+    # Nothing was allocated, so it may be had again.
+    with other.claimed(Purpose.SNAPSHOT, 600 * MIB):
+        pass
+
+
+def test_ranks_that_ask_at_the_same_time_never_get_the_same_memory(
+    host: Host, opened: Callable[[int], HostRoom]
+) -> None:
+    rooms, granted, lock = [opened(rank) for rank in range(4)], [0], threading.Lock()
+    together = threading.Barrier(4)
+
+    def ask(room: HostRoom) -> None:
+        together.wait()
+        for _ in range(20):
+            try:
+                with room.claimed(Purpose.SNAPSHOT, 300 * MIB):
+                    with lock:
+                        granted[0] += 1
+                        assert granted[0] <= 3
+                    with lock:
+                        granted[0] -= 1
+            except ExhaustedError:
+                pass
+
+    threads = [threading.Thread(target=ask, args=(room,)) for room in rooms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_what_all_trainers_are_about_to_take_counts(
+    host: Host, opened: Callable[[int], HostRoom]
+) -> None:
+    one, other = opened(0), opened(1)
+    one.expect(step_bytes=200 * MIB, coming_bytes=100 * MIB)
+    other.expect(step_bytes=200 * MIB, coming_bytes=100 * MIB)
+    assert one.spare().spare_bytes == (1000 - 400 - 200) * MIB
+    assert other.spare() == one.spare()
+
+
+def test_the_lowest_rank_decides_for_all_and_another_when_it_is_gone(
+    host: Host, opened: Callable[[int], HostRoom]
+) -> None:
+    one, other = opened(0), opened(1)
+    # Nobody has decided yet, so the other rank takes nothing.
+    assert other.standing_count(200 * MIB, 0) == 0
+    assert one.standing_count(200 * MIB, 0) == MOST_STANDING
+    assert other.standing_count(200 * MIB, 0) == MOST_STANDING
+    host.left_bytes, host.now_s = 90 * MIB, host.now_s + LOWER_S
+    assert other.decide() == MOST_STANDING
+    assert one.decide() == 1
+    assert other.decide() == 1
+    one.close()
+    # Its own decision begins with what it measures.
+    host.left_bytes = 1000 * MIB
+    assert other.standing_count(200 * MIB, 0) == MOST_STANDING
+
+
+def test_only_so_many_standing_snapshots_as_all_ranks_have_memory_for(
+    host: Host, opened: Callable[[int], HostRoom]
+) -> None:
+    one, other = opened(0), opened(1)
+    # Twice 400 MiB for each of both are too much: one each.
+    assert one.standing_count(400 * MIB, 0) == 1
+    assert other.standing_count(400 * MIB, 0) == 1
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from paramd_service.sidecar.room import HostRoom
+room = HostRoom(Path(sys.argv[1]), 0, reserve_bytes=None)
+room.open()
+room.standing_count(1 << 20, 0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("victims", [0, 1])
+def test_a_sidecar_that_the_kernel_ended_comes_back_with_one_snapshot_fewer(
+    host: Host,
+    opened: Callable[[int], HostRoom],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    victims: int,
+) -> None:
+    subprocess.run([sys.executable, "-c", DIES, tmp_path / "rank-0.sock"], check=False)
+    left = json.loads((tmp_path / "rank-0.memory").read_text())
+    assert left["count"] == MOST_STANDING
+    monkeypatch.setattr(module, "killed_count", lambda: killed_count() + victims)
+    host.now_s = left["since_s"] + 1
+    room = opened(0)
+    assert room.predecessor_killed == bool(victims)
+    # Killed by somebody else, it takes again what it had.
+    assert room.standing_count(MIB, 0) == MOST_STANDING - victims
+
+
+def test_figures_of_another_version_or_host_are_passed_over(
+    host: Host, opened: Callable[[int], HostRoom], tmp_path: Path
+) -> None:
+    room = opened(1)
+    figures = json.loads((tmp_path / "rank-1.memory").read_text())
+    for number, text in enumerate(
+        (
+            "", "{", "[]", "[" * 100_000, json.dumps(figures | {"rank": 5, "host": "another"}),
+            json.dumps(figures | {"rank": 6, "more": 1}), json.dumps(figures | {"rank": "7"}),
+            json.dumps(figures | {"rank": 8, "start": 1, "claimed_bytes": 1 << 40}),
+        )
+    ):  # fmt: skip
+        (tmp_path / f"rank-{number + 10}.memory").write_text(text)
+    assert room.spare().spare_bytes == 900 * MIB
+
+
+def test_figures_are_gone_once_the_sidecar_has_left(
+    opened: Callable[[int], HostRoom], tmp_path: Path
+) -> None:
+    room = opened(0)
+    assert os.listdir(tmp_path) == ["rank-0.memory"]
+    room.close()
+    assert not os.listdir(tmp_path)

@@ -27,8 +27,9 @@ from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step, copy_at_rest
 from paramd.memory.handover import Descriptors
 from paramd.trainer.attaching.checks import changes_in_forward
 from paramd.trainer.boundary.agreement import Agreement, Request
-from paramd.trainer.boundary.boundary import LEFT_AT_REST, PROBATION, Boundary
+from paramd.trainer.boundary.boundary import LEFT_AT_REST, MOST_SEARCHES, PROBATION, Boundary
 from paramd.trainer.boundary.signals import Signals
+from paramd.trainer.home import moving
 from paramd.trainer.home.owned import ParameterStorage
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -664,6 +665,90 @@ def test_why_parameters_are_not_served_is_said_and_taken_back(make: Make) -> Non
     assert "is bfloat16" in read_text(bench.page)
     assert not bench.settled
     assert not bench.rests
+
+
+def _clamped(bench: Bench, _: torch.optim.Optimizer) -> None:
+    for parameter in bench.model.parameters():
+        parameter.data = parameter.data.clamp(-1, 1)
+
+
+def _restored(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
+    """As SAM does, whose state shares the memory that the parameter gets."""
+    for parameter in bench.model.parameters():
+        optimizer.state[parameter]["old"] = parameter.data.clone()
+        parameter.data.add_(1.0)
+    for parameter in bench.model.parameters():
+        parameter.data = optimizer.state[parameter]["old"]
+
+
+def _from_a_vector(bench: Bench, _: torch.optim.Optimizer) -> None:
+    vector = nn.utils.parameters_to_vector(bench.model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.5, bench.model.parameters())
+
+
+@pytest.mark.parametrize("change", [_clamped, _restored, _from_a_vector])
+def test_new_memory_at_each_update_costs_no_search_and_is_told_once(
+    make: Make,
+    change: Callable[[Bench, torch.optim.Optimizer], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.home.states = lambda: [one for s in optimizer.state.values() for one in s.values()]
+    bench.train(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(moving, "live_tensors", None)
+        for _ in range(3 * MOST_SEARCHES):
+            bench.train(optimizer, 1)
+            change(bench, optimizer)
+            values = [parameter.detach().clone() for parameter in bench.model.parameters()]
+            bench.model(torch.ones(2, WIDTH))
+            assert bench.settled
+            assert all(map(torch.equal, bench.model.parameters(), values))
+            for shard, _ in bench.home.pieces():
+                assert torch.equal(shard.tensor, shard.slot.tensor())
+            assert not bench.home.check()
+    (told,) = (one for one in caplog.records if one.levelname == "WARNING")
+    assert "new memory at each update" in told.getMessage()
+    assert bench.page[Word.STALL_COUNT] == 3 * MOST_SEARCHES
+
+
+def test_memory_that_the_script_shares_is_searched_for_when_somebody_reads(make: Make) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    kept: list[torch.Tensor] = []
+    for _ in range(MOST_SEARCHES + 2):
+        bench.train(optimizer, 1)
+        _clamped(bench, optimizer)
+        kept = [parameter.data for parameter in bench.model.parameters()]
+        bench.model(torch.ones(2, WIDTH))
+    assert not bench.settled
+    assert bench.home.check()
+    bench.train(optimizer, 1)
+    _clamped(bench, optimizer)
+    kept = [parameter.data for parameter in bench.model.parameters()]
+    bench.page[Word.WANT] += 1
+    bench.model(torch.ones(2, WIDTH))
+    assert bench.settled
+    assert bench.copy(copy_at_one_step)[0] is CopyEnd.DONE
+    with torch.no_grad():
+        kept[0].fill_(7.0)
+    assert bool((next(bench.model.parameters()) == 7.0).all()), "they still share it"
+    assert bench.page[Word.STRAY_COUNT] == 0
+
+
+def test_what_still_uses_the_old_memory_keeps_its_values(make: Make) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+    backup = [parameter.data for parameter in bench.model.parameters()]
+    before = [tensor.clone() for tensor in backup]
+    for parameter in bench.model.parameters():
+        parameter.data = parameter.data * 2
+    bench.model(torch.ones(2, WIDTH))
+    assert bench.settled
+    assert all(map(torch.equal, backup, before))
 
 
 def test_within_a_functional_call_nothing_has_left(make: Make) -> None:

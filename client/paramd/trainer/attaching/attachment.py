@@ -54,9 +54,19 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
+def _states_of(optimizers: Collection[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """The tensors that these optimizers keep by parameter."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                yield from (one for one in state.values() if type(one) is torch.Tensor)
+
+
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """Time that updates spent waiting for copies in progress."""
+    """Time that updates spent waiting: for copies in progress, or to have parameters that got new
+    memory brought back.
+    """
 
     count: int
     total_s: float
@@ -291,6 +301,7 @@ class Attachment:
             followed.add(optimizer)
         # Weakly: an optimizer that the script dropped must not keep old parameters alive.
         self._editor.optimizers = followed
+        self._home.states = partial(_states_of, followed)
         if self._record is not None:
             self._record.optimizers = followed
             self._editor.groups_changed = self._record.groups_changed
@@ -329,7 +340,9 @@ class Attachment:
         self._sidecar.insight.log(step if step is not None else self.step, numbers)
 
     def stalls(self) -> Stalls:
-        """Time that updates have spent waiting for copies since attach."""
+        """Time that updates have spent waiting since attach: for copies, or to have parameters that
+        got new memory (`p.data = ...`) brought back.
+        """
         page = self._page
         return Stalls(
             count=page[Word.STALL_COUNT],

@@ -122,6 +122,10 @@ class MirroredHome(ParameterStorage):
             self._rewatch()
         return []
 
+    def copy_back(self) -> list[str]:
+        """Return nothing: no parameter ever leaves."""
+        return []
+
     def take_back(self) -> list[str]:
         """Return nothing: no parameter ever leaves."""
         return []

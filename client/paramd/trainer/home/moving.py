@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -115,7 +115,28 @@ def has_unseen_users(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether anything beyond `tensors`, all distinct, uses one of their storages."""
     known = Counter(t.untyped_storage()._cdata for t in tensors)
     # One reference more than tensors: the storage object made to query it.
-    return any(torch._C._storage_Use_Count(key) > count + 1 for key, count in known.items())
+    return any(use_count(key) > count + 1 for key, count in known.items())
+
+
+def use_count(storage: int) -> int:
+    """References to a storage, given by its `_cdata`: of tensors, C++, and its Python object."""
+    return int(torch._C._storage_Use_Count(storage))
+
+
+def disjoint(ranges: Iterable[Range]) -> bool:
+    """Whether no two of them overlap."""
+    ordered = sorted(ranges)
+    return all(one.end <= other.begin for one, other in pairwise(ordered))
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one can have the other's memory and stay the same to whoever uses it."""
+    return (
+        has_plain_memory(one)
+        and (one.dtype, one.device, one.shape, one.stride())
+        == (other.dtype, other.device, other.shape, other.stride())
+        and type(one) in (torch.Tensor, torch.nn.Parameter)
+    )
 
 
 def close_over(known: Ranges, tensors: Sequence[torch.Tensor]) -> Ranges:

@@ -17,7 +17,8 @@ and low-precision memory, which stays where it is.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -139,6 +140,8 @@ class ParameterStorage:
         self._watch: Watch | None = None
         self.contents: Contents | None = None
         """Samples of the arena's contents; None when outside or mirrored."""
+        self.states: Callable[[], Iterable[torch.Tensor]] = tuple
+        """Tensors that the optimizers keep, which may share a parameter's new memory."""
 
     def _planned(self, shards: Sequence[LocalShard]) -> ArenaPlan:
         return self._plan_for(shards, self._alive())
@@ -341,6 +344,65 @@ class ParameterStorage:
         self._shards = find_shards(self._model)
         self._rewatch()
         return list(dict.fromkeys(departed.shard.fqn for departed in left))
+
+    @torch.inference_mode(False)
+    def copy_back(self) -> list[str]:
+        """As `take_back`, where parameters only got other memory (`p.data = ...`); a few
+        microseconds for each. Return no names, with nothing done, if it takes a search of the
+        process: parameters or modules were replaced, or somebody else uses their old or new memory.
+        """
+        assert self._watch is not None, "move_in comes first"
+        if self._watch.added or not self._watch.modules_in_place():
+            return []
+        # A glance refers to storages: `look` has dropped it when it found something out of place.
+        known: Counter[int] = Counter(base.untyped_storage()._cdata for base in self._bases)
+        left: list[tuple[LocalShard, torch.Tensor]] = []
+        for shard, begin in self._placed(TensorKind.PARAMETER):
+            param, home = shard.slot.owner.get(shard.slot.key), shard.tensor
+            known[home.untyped_storage()._cdata] += 1
+            if len(shard.holders) != 1 or shard.holders[0] is not param:
+                return []
+            if moving.address(param) == self._arena_address + begin:
+                known[param.untyped_storage()._cdata] += 1
+            elif moving.alike(param, home):
+                left.append((shard, param))
+            else:
+                return []
+        targets = self._alone(left, known)
+        with torch.no_grad():
+            for shard, param in left if targets else ():
+                shard.tensor.copy_(param)
+        moving.repoint(targets)
+        return [shard.fqn for shard, _ in left] if targets else []
+
+    def _alone(
+        self, left: Sequence[tuple[LocalShard, torch.Tensor]], known: Counter[int]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The departed parameters, and what optimizers keep in their memory, each with its view in
+        the arena; none if anything else uses the memory that they left or that they have.
+        """
+        targets = [(param, shard.tensor) for shard, param in left]
+        # One reference more than tensors: the storage object made to query it.
+        olds = [home.untyped_storage()._cdata for _, home in targets]
+        if any(moving.use_count(old) > known[old] + 1 for old in olds):
+            return []
+        homes = {moving.extent(param): home for param, home in targets}
+        if not moving.disjoint(homes) or len(homes) < len(targets):
+            return []
+        users = Counter(param.untyped_storage()._cdata for param, _ in targets)
+        shared = {key for key, count in users.items() if moving.use_count(key) > count + 1}
+        for tensor in self.states() if shared else ():
+            key = tensor.untyped_storage()._cdata
+            if key not in shared:
+                continue
+            home = homes.get(moving.extent(tensor))
+            if home is None or not moving.alike(tensor, home):
+                return []
+            users[key] += 1
+            targets.append((tensor, home))
+        if any(moving.use_count(key) > users[key] + 1 for key in shared):
+            return []
+        return targets
 
     def _found_again(self) -> list[LocalShard]:
         """The shards as they are now. Raises ConflictError if their layout has changed."""

@@ -326,7 +326,7 @@ class Watch:
         # A glance keeps storages alive, also those the script has replaced.
         self._glance = None
         gone = [w.fqn for w in self._items if not _stands(w)]
-        if not gone and not self._modules_in_place():
+        if not gone and not self.modules_in_place():
             self.added = True
         return gone
 
@@ -340,7 +340,7 @@ class Watch:
             stand = _stand(self._plain) and _stand(self._distributed, _local)
         except (KeyError, TypeError, AttributeError, RuntimeError):
             return False
-        return stand and self._modules_in_place()
+        return stand and self.modules_in_place()
 
     @property
     def plain_slots(self) -> Slots:
@@ -359,7 +359,7 @@ class Watch:
         self._glance = None
         if not (_stand(self._plain) and _stand(self._distributed, _local)):
             return False
-        if not self._modules_in_place():
+        if not self.modules_in_place():
             return False
         owners, keys, _ = self._glanced
         if glance is not None and all(map(is_, map(getitem, owners, keys), glance.tensors)):
@@ -373,7 +373,8 @@ class Watch:
         self._glances = glance is not None
         return glance
 
-    def _modules_in_place(self) -> bool:
+    def modules_in_place(self) -> bool:
+        """Whether the modules are those watched."""
         owners, keys, expected = self._modules
         try:
             # Tuples compare by identity first, which is also how modules compare.
@@ -424,6 +425,10 @@ class Contents:
         self._at_seen = next(self._parts) if sparing else self._at
         tensors = tuple(map(getitem, *next(self._few_turns if sparing else self._turns)))
         self._seen = (self._samples(), tensors, tuple(map(_version, tensors)))
+
+    def forget(self) -> None:
+        """Compare with nothing until the next `remember`: the parameters are elsewhere."""
+        self._seen = (b"", (), ())
 
     def strayed(self) -> bool:
         """Whether anything changed since `remember`, as far as samples and versions show."""

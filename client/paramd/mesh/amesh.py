@@ -1065,7 +1065,8 @@ class AsyncMesh:
 
         Raises:
             UsageError, NotFoundError: as `summon`.
-            ConflictError: a trainer ended, or a new incarnation began (subscribe again).
+            ConflictError: a trainer ended, or a new incarnation began (subscribe again); or, of
+                `follow`, a rank has not served its parameters for 20 s, and the message says why.
             UnreachableError: a rank did not respond for 20 s.
         """
         check_transport(transport)

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from paramd.errors import ConflictError, UnreachableError
+from paramd.mesh.frames import stepping
 from paramd.mesh.frames.stepping import StepStream, StreamOverError
 from paramd.mesh.peers.control import parse_job
+from paramd.v1 import sidecar_pb2
 from tests.unit.mesh.test_rest import document
 
 
@@ -25,6 +27,60 @@ class Heard:
 def subscribed(reach: Heard) -> StepStream[Any, Any]:
     nobody: Any = None
     return StepStream(reach, nobody, nobody, every=1)  # type: ignore[arg-type]
+
+
+class Unserved:
+    """A rank that does not serve its parameters, and answers."""
+
+    ranks = (0,)
+
+    def __init__(self, label: str = "") -> None:
+        self.label = label
+
+    async def state(self, rank: int, timeout_s: float) -> sidecar_pb2.GetStateResponse:
+        answer = sidecar_pb2.GetStateResponse()
+        answer.header.label = self.label
+        answer.state.unserved_reason = "parameters were replaced"
+        return answer
+
+    async def hold(self, sidecars: object, at: object, timeout_s: float) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("label", ["", "ema"])
+def test_who_follows_a_rank_that_is_not_served_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, label: str
+) -> None:
+    monkeypatch.setattr(stepping, "UNSERVED_LOOK_S", 0.01)
+    monkeypatch.setattr(stepping, "OUTAGE_S", 0.05)
+    rank, reach = Unserved(label), Heard()
+
+    async def sidecars() -> Unserved:
+        return rank
+
+    reach.sidecars = sidecars  # type: ignore[attr-defined]
+    stream: StepStream[Any, Any] = StepStream(
+        reach,
+        rank,
+        lambda *_: None,
+        every=1,
+        parameters=True,  # type: ignore[arg-type]
+    )
+
+    async def follow() -> None:
+        try:
+            async with asyncio.timeout(0.5):
+                await stream.next()
+        finally:
+            await stream.close()
+
+    if label:
+        # Other weights stand in for a while: frames come again after that.
+        with pytest.raises(TimeoutError):
+            asyncio.run(follow())
+        return
+    with pytest.raises(ConflictError, match=r"rank 0.*cannot be served: parameters were replaced"):
+        asyncio.run(follow())
 
 
 def test_an_incarnation_that_went_on_ends_it_by_its_number() -> None:

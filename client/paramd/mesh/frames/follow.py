@@ -511,4 +511,4 @@ async def open_following(
         return FollowSteps(sidecars, transfer, wanted, plan, names, merger)
 
     steps = await reach.attempts(attempt, time.monotonic() + READ_S)
-    return StepStream(reach, steps, steps.read, every=wanted.every)
+    return StepStream(reach, steps, steps.read, every=wanted.every, parameters=True)

@@ -8,10 +8,11 @@ a history: after a rollback they are repeated, and the stream continues with the
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -37,11 +38,16 @@ from paramd.v1 import sidecar_pb2
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger("paramd")
+
 AHEAD = 2
 """Steps requested ahead; sidecars have as many slots."""
 
 OUTAGE_S = 20.0
 """How long, in seconds, a rank may be unreachable before the stream raises its error."""
+
+UNSERVED_LOOK_S = 5.0
+"""Seconds between two looks, while no frame comes, at whether ranks serve their parameters."""
 
 _FRESH_S = 0.25
 """Captures younger than this are read without checking how far training is."""
@@ -120,15 +126,20 @@ class StepStream(Generic[Held, Result]):
         *,
         every: int,
         keep_all: bool = False,
+        parameters: bool = False,
     ) -> None:
         """`read` makes a frame of (sidecars, at, dropped, held); None drops the step. Steps are
         multiples of `every`. `keep_all`: outdated captures, too, for readers that want every frame.
+        `parameters`: frames need ranks that serve their parameters.
         """
         self._reach = reach
         self._steps = steps
         self._read = read
         self._every = every
         self._keep_all = keep_all
+        self._parameters = parameters
+        self._look_at_s = time.monotonic() + UNSERVED_LOOK_S
+        self._unserved_since_s: float | None = None
         self._identity = (reach.document.incarnation, reach.document.layout_digest)
         self._asks: deque[_Ask[Held]] = deque()
         self._next = 0
@@ -152,7 +163,7 @@ class StepStream(Generic[Held, Result]):
         while not self._over:
             await self._ask_ahead()
             ask = self._asks[0]
-            await asyncio.wait({ask.task})
+            await self._ended(ask)
             if self._over:
                 break
             if not (await self._usable(ask) and ask in self._asks):
@@ -169,9 +180,45 @@ class StepStream(Generic[Held, Result]):
                 self._steps.release(held)
             if found is not None:
                 self._last = ask.at
-                self._down_since_s = None
+                self._down_since_s = self._unserved_since_s = None
+                self._look_at_s = time.monotonic() + UNSERVED_LOOK_S
                 return found
         raise StreamOverError
+
+    async def _ended(self, ask: _Ask[Held]) -> None:
+        """Wait for a request's end. Raises ConflictError if parameters are needed, and a rank does
+        not serve them for `OUTAGE_S`: there will be no frame."""
+        ended = False
+        while not ended:
+            left_s = max(self._look_at_s - time.monotonic(), 0.0)
+            timeout_s = left_s if self._parameters else None
+            ended = bool((await asyncio.wait({ask.task}, timeout=timeout_s))[0])
+            # Also after a request that failed: the next one may fail in the same way.
+            if self._parameters and time.monotonic() >= self._look_at_s:
+                await self._look()
+
+    async def _look(self) -> None:
+        why, now_s = await self._unserved(), time.monotonic()
+        self._look_at_s = now_s + UNSERVED_LOOK_S
+        if not why:
+            self._unserved_since_s = None
+        elif self._unserved_since_s is None:
+            self._unserved_since_s = now_s
+            log.warning("paramd: no frame comes: %s", why)
+        elif now_s - self._unserved_since_s >= OUTAGE_S:
+            raise ConflictError(why)
+
+    async def _unserved(self) -> str:
+        """Why a rank does not serve its parameters, as a read says it; empty: all that answer do.
+        Other weights that stand in for a while are no reason."""
+        sidecars = await self._reach.sidecars()
+        for rank in self._steps.ranks:
+            with suppress(ParamdError):
+                found = await sidecars.state(rank, _STATE_TIMEOUT_S)
+                if found.state.unserved_reason and not found.header.label:
+                    reason = found.state.unserved_reason
+                    return f"rank {rank}: the parameters cannot be served: {reason}"
+        return ""
 
     async def frames(self) -> AsyncGenerator[Result, None]:
         """All frames until the stream is over; closes it at the end. Raises as `next`."""

@@ -31,7 +31,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from paramd.errors import DeadlineError, ParamdError, UsageError
-from paramd.memory.control_page import Word
+from paramd.memory.control_page import Word, label_of
 from paramd.memory.device_arena import DeviceReader
 from paramd.state_files import resident_bytes
 from paramd.v1 import sidecar_pb2 as pb
@@ -356,8 +356,11 @@ class SidecarServicer:
 
     async def _get_state(self, _request: pb.GetStateRequest, _timeout_s: float) -> Message:
         address = self._rank.mesh.control_address if self._rank.mesh is not None else ""
+        header, attached = messages.header(self._rank), self._rank.attached
+        if attached is not None:
+            header.label = label_of(attached.page)
         return pb.GetStateResponse(
-            header=messages.header(self._rank),
+            header=header,
             state=messages.rank_state(self._rank),
             control_address=address,
         )

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import resource
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +94,51 @@ def test_half_open_requests_lock_nobody_out(control: Control, data: bytes) -> No
         for number in range(20):
             assert control.get("/api/v1/jobs/run").status_code == 200
             assert number or not all(map(is_closed, left)), "it waited until they were ended"
+
+
+CHURN = """
+import socket
+print("UP", flush=True)
+while True:
+    one = socket.socket()
+    one.setblocking(False)
+    try:
+        one.connect(("127.0.0.1", PORT))
+    except OSError:
+        pass
+    one.close()
+"""
+
+
+@contextlib.contextmanager
+def churn(url: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that opens connections and drops them, as fast as it can."""
+    code = CHURN.replace("PORT", str(urlsplit(url).port))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as found:
+        try:
+            assert found.stdout is not None
+            assert found.stdout.readline() == "UP\n"
+            yield found
+        finally:
+            found.kill()
+
+
+def test_connections_that_are_dropped_at_once_lock_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 256 descriptors, and a place in the backlog for whoever asks."""
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path))
+    with control_plane("--empty-end-s", "900") as control:
+        resource.prlimit(control.process.pid, resource.RLIMIT_NOFILE, (256, 256))
+        with churn(control.url) as flood:
+            # Each over a connection of its own; with a backlog of 128 none was answered.
+            for _ in range(5):
+                assert control.get("/api/v1/jobs/run").status_code == 200
+            assert flood.poll() is None
+        with half_open(control.url, 200, HALF_REQUEST):
+            for _ in range(5):
+                assert control.get("/api/v1/jobs/run").status_code == 200
+        assert control.process.poll() is None
 
 
 @contextlib.contextmanager

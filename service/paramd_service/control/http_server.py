@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import socket
 import ssl
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +15,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from paramd.accepting import AT_ONCE, Listener
 from paramd.errors import UnreachableError
 from paramd_service.control.access.doorway import DOOR, GONE, Doorway
 from paramd_service.tls import ServerTls
@@ -191,8 +191,9 @@ class HttpServer:
         self._server: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, app: FastAPI, listener: socket.socket, *, tls: ServerTls | None) -> None:
+    async def start(self, app: FastAPI, listener: Listener, *, tls: ServerTls | None) -> None:
         """Return once it accepts connections. Raises UnreachableError if it ended at once."""
+        listener.on_full = self._doorway.make_room
         context = tls.ssl_context() if tls is not None else None
 
         async def timed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -210,6 +211,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            backlog=AT_ONCE,
         )
         self._server = _Uvicorn(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="paramd-http")
@@ -218,6 +220,7 @@ class HttpServer:
                 self._task.result()
                 raise UnreachableError("the REST server did not start; see the log for the reason")
             await asyncio.sleep(0.002)
+        listener.keep_backlog()
 
     async def stop(self, drain_s: float) -> None:
         """Stop; requests have `drain_s` seconds, at least 1. Safe after a failed start."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 
 from paramd_service.control import http_server
 from paramd_service.control.access.doorway import Doorway
+from paramd_service.control.base.endpoint import Address, open_listener
 from paramd_service.control.http_server import HttpServer
 
 LIMIT_S = 0.3
@@ -41,7 +41,7 @@ async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
     async def large() -> Response:
         return Response(b"x" * LARGE_BYTES)
 
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener, _ = open_listener(Address("127.0.0.1", 0))
     server = HttpServer(Doorway())
     await server.start(app, listener, tls=None)
     try:

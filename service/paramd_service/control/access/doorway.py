@@ -9,6 +9,7 @@ connection with a good token. A request is authenticated before any of its body 
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -76,7 +77,8 @@ class Doorway:
     """All connections of one server that have shown no good token. Event loop only."""
 
     def __init__(self, *, places: int = MAX_STRANGERS) -> None:
-        self._places = places
+        # A quarter of all descriptors: those with a token need some, and so do store and sidecars.
+        self._places = min(places, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._strangers: dict[str, dict[Connection, None]] = {}
         """By address; an address without any is absent."""
         self._count = 0
@@ -88,9 +90,16 @@ class Doorway:
         self._strangers.setdefault(door.host, {})[door] = None
         self._count += 1
         if self._count > self._places:
-            # From the address with the most, so that one address cannot push out the rest.
-            crowd: dict[Connection, None] = max(self._strangers.values(), key=len)
-            next(iter(crowd)).shut()
+            self.make_room()
+
+    def make_room(self) -> bool:
+        """Shut the oldest stranger; return whether there was one."""
+        if not self._strangers:
+            return False
+        # From the address with the most, so that one address cannot push out the rest.
+        crowd: dict[Connection, None] = max(self._strangers.values(), key=len)
+        next(iter(crowd)).shut()
+        return True
 
     def shown(self, door: Connection) -> None:
         """Record that the connection has shown a good token: no stranger takes its place now."""

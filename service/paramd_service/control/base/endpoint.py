@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramd import places
+from paramd.accepting import Listener
 from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.places import Endpoint
 from paramd.state_files import kernel_of, replace
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     import grpc.aio
 
 PORTS_TRIED = 100
-BACKLOG = 128
 DEFAULT_PORT = 8470
 DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 
@@ -145,7 +145,7 @@ def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
     return Address(host, int(port))
 
 
-def open_listener(wanted: Address, *, exact: bool = False) -> tuple[socket.socket, Address]:
+def open_listener(wanted: Address, *, exact: bool = False) -> tuple[Listener, Address]:
     """A listening socket on the wanted port or, unless `exact`, the next free one. Raises as
     `bind_grpc`; ConflictError: the exact port is in use."""
     for port in [wanted.port] if exact else _candidates(wanted.port):
@@ -259,20 +259,17 @@ def _none_free(wanted: Address) -> str:
     )
 
 
-def _try_listen(address: Address) -> socket.socket | None:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY on connections only if the listener's protocol says TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+def _try_listen(address: Address) -> Listener | None:
+    listener = Listener(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((address.host, address.port))
         # With SO_REUSEADDR two sockets may bind a port; only `listen` decides who gets it.
-        listener.listen(BACKLOG)
+        listener.keep_backlog()
     except OSError as error:
         listener.close()
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             return None
         raise UsageError(f"cannot listen on {address}: {error}") from error
-    listener.setblocking(False)
     return listener

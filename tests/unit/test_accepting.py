@@ -1,0 +1,72 @@
+"""A listener gives only connections that are still there, and makes room when none is left."""
+
+import contextlib
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from paramd.accepting import Listener
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    with contextlib.closing(Listener(socket.AF_INET)) as found:
+        found.bind(("127.0.0.1", 0))
+        found.keep_backlog()
+        yield found
+
+
+def connected(listener: Listener) -> socket.socket:
+    return socket.create_connection(listener.getsockname())
+
+
+def test_whoever_is_gone_is_passed_over(listener: Listener) -> None:
+    for _ in range(50):
+        connected(listener).close()
+    with connected(listener) as waits, connected(listener) as asks:
+        asks.sendall(b"GET")
+        asks.shutdown(socket.SHUT_WR)
+        first, _ = listener.accept()
+        second, _ = listener.accept()
+        with first, second:
+            assert first.getpeername() == waits.getsockname()
+            # It has hung up, too, but not before it had asked.
+            assert second.recv(8) == b"GET"
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
+FULL = """
+import contextlib, resource, socket, sys
+from paramd.accepting import Listener
+listener = Listener(socket.AF_INET)
+listener.bind(("127.0.0.1", 0))
+listener.keep_backlog()
+waiting = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+held = [socket.socket() for _ in range(3)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(s.fileno() for s in held) + 1,) * 2)
+if sys.argv[1] == "room":
+    listener.on_full = lambda: not held.pop().close()
+for _ in range(2):
+    with contextlib.suppress(BlockingIOError):
+        kept = listener.accept()[0]
+        print("accepted", kept.getpeername() == waiting[0].getsockname())
+        break
+else:
+    print("turned away", [one.recv(1) for one in waiting[:2]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("room", "accepted True"), ("none", "turned away [b'', b'']")]
+)
+def test_without_a_descriptor_left_something_gives_way_at_once(how: str, said: str) -> None:
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 16
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, how], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == said

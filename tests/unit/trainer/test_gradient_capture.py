@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -530,3 +530,18 @@ def test_compiled_steps_are_updates_and_our_code_stays_out_of_traces(make: Make)
         torch._dynamo.reset()
     assert set(ours) <= {"_before", "_after", "__call__"}, ours
     assert len(ours) < 10, ours
+
+
+def test_the_boundary_of_a_step_with_a_closure_is_the_forward_within(make: Make) -> None:
+    """There a state can be recorded for a restart, and put back by a rollback."""
+    bench = make()
+    optimizer = torch.optim.SGD(bench.model.parameters(), lr=0.01)
+    asked: list[tuple[str, int]] = []
+    bench.boundary.keeper = SimpleNamespace(  # type: ignore[assignment]
+        rested=lambda _: None,
+        settling=lambda step, **_: bool(asked.append(("forward", step))),
+        ended=lambda step, **_: bool(asked.append(("elsewhere", step))),
+    )
+    for _ in range(3):
+        optimizer.step(Closure(bench))
+    assert asked == [("forward", 0), ("forward", 1), ("forward", 2)]

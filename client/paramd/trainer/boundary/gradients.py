@@ -446,11 +446,13 @@ class GradientCapture:
             self._from_within = True
             return
         words = self._words
+        if self._frames:
+            self._frames.clear()
+        if not (words[_ARM_SLOT0] or words[_ARM_SLOT1] or self._budget_ns):
+            return
         moment = in_time(step, rewound=words[_REWOUND])
         if self._budget_ns and words[_LOSSLESS_EVERY]:
             self._await_reader(step, moment)
-        if self._frames:
-            self._frames.clear()
         self._captured_at, self._from_within = self.iteration(), False
         if words[_ARM_SLOT0] == moment:
             self._begin(0, step, moment, owner)
@@ -460,11 +462,12 @@ class GradientCapture:
     def publish(self, step: int, owner: object) -> None:
         """Call when `owner`'s update, the first to be captured, is over as number `step`."""
         words = self._words
-        moment = in_time(step, rewound=words[_REWOUND])
-        if words[_ARM_SLOT0] == moment:
-            self._publish(0, moment, owner)
-        if words[_ARM_SLOT1] == moment:
-            self._publish(1, moment, owner)
+        if words[_ARM_SLOT0] or words[_ARM_SLOT1]:
+            moment = in_time(step, rewound=words[_REWOUND])
+            if words[_ARM_SLOT0] == moment:
+                self._publish(0, moment, owner)
+            if words[_ARM_SLOT1] == moment:
+                self._publish(1, moment, owner)
         if self._frames:
             self._frames.clear()
         # After the DONE words: whoever reads this step finds that update's frames complete.

@@ -279,18 +279,22 @@ class Signals:
     def _first(
         self, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs, *, early: bool
     ) -> None:
-        if not self.optimizers.has(optimizer, self._model()):
+        last = self._last.get(optimizer)
+        if last is None and not self.optimizers.has(optimizer, self._model()):
             return
-        others, last = self._place_last(optimizer)
+        others, last = self._place_last(optimizer, last)
         # Until the end of this method, and where it returns.
         last.passes = True
         at = closure_place(optimizer, args, kwargs)
-        if self._only_fills(optimizer, closure=at is not None):
+        # With state, it cannot be such a step.
+        if (self._filling is not None or not optimizer.state) and self._only_fills(
+            optimizer, closure=at is not None
+        ):
             return
         in_backward = backward_id() != -1
         if in_backward:
             self._in_backward.add(optimizer)
-        elif any(one in self._in_backward for one in members(optimizer)):
+        elif self._in_backward and any(one in self._in_backward for one in members(optimizer)):
             # Its members have stepped already: this step is empty, and no update.
             return
         self._silent += 1
@@ -355,15 +359,18 @@ class Signals:
 
         return evaluate
 
-    def _place_last(self, optimizer: torch.optim.Optimizer) -> tuple[bool, _Last]:
+    def _place_last(
+        self, optimizer: torch.optim.Optimizer, last: _Last | None
+    ) -> tuple[bool, _Last]:
         """Make our own pre-hook the optimizer's last; return whether others may run before it."""
-        hooks, last = optimizer._optimizer_step_pre_hooks, self._last.get(optimizer)
+        hooks, everywhere = optimizer._optimizer_step_pre_hooks, _global_optimizer_pre_hooks
         if last is None or last.id not in hooks:
             last = self._last[optimizer] = _Last(self, optimizer)
             return True, last
-        if next(reversed(hooks)) != last.id:
+        if len(hooks) > 1 and next(reversed(hooks)) != last.id:
             hooks[last.id] = hooks.pop(last.id)
-        return len(hooks) > 1 or next(reversed(_global_optimizer_pre_hooks)) != self._first_id, last
+        after_ours = len(everywhere) > 1 and next(reversed(everywhere)) != self._first_id
+        return after_ours or len(hooks) > 1, last
 
     def _only_fills(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> bool:
         """Whether this step only fills the optimizer's state; the listener knows then."""

@@ -7,6 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,36 @@ def emptied(store: Store) -> Iterator[Store]:
     yield store
     for name in store.names():
         store.s3.delete_object(Bucket=BUCKET, Key=name)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, object_store.RESERVATION])
+def test_what_lies_there_takes_no_more_memory_than_an_export_could(
+    emptied: Store, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits are smaller here; the store says what it likes of the size."""
+    monkeypatch.setattr(object_store, "MAX_MANIFEST_BYTES", 1 << 20)
+    emptied.s3.put_object(Bucket=BUCKET, Key=f"pre/best/{name}", Body=bytes(32 << 20))
+    place = emptied.place("best", overwrite=True)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataLossError, match=f"{name} has over .* did not write it"):
+            place.begin(0)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_key_under_which_anybody_put_anything_is_listed_so_far(
+    emptied: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(25):
+        emptied.s3.put_object(Bucket=BUCKET, Key=f"pre/best/{number:02}", Body=b"")
+    with pytest.raises(ConflictError, match="exists"):
+        emptied.place("best").begin(0)
+    monkeypatch.setattr(object_store, "LISTED", 5)
+    monkeypatch.setattr(object_store, "MAX_LISTED", 20)
+    with pytest.raises(DataLossError, match="over 20 objects"):
+        emptied.place("best").commit({MANIFEST: b"{}"}, {"99": 0}, nothing)
 
 
 def test_a_token_for_some_jobs_replaces_and_occupies_nothing_of_others(emptied: Store) -> None:

@@ -43,7 +43,7 @@ NOREPLACE = 1
 EXCHANGE = 2
 """Flag of `rename`: swap source and target."""
 
-_MAX_MANIFEST_BYTES = 64 << 20
+_MAX_MANIFEST_BYTES = 8 << 20
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
 """Errors that would tell a token for some jobs what lies at the keys of others."""
 

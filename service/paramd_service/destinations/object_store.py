@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
@@ -58,6 +58,11 @@ CONCURRENCY = 4
 _MAX_PARTS = 9_000
 
 RESERVATION = ".paramd-export"
+MAX_RESERVATION_BYTES = 4 << 10
+MAX_MANIFEST_BYTES = 8 << 20
+LISTED = 1000
+"""Objects of a listing in memory at a time."""
+MAX_LISTED = 1_000_000
 _RETRY: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 
 
@@ -170,6 +175,20 @@ def _reservation_of(content: bytes) -> tuple[str, str]:
     return export_id, job
 
 
+def _bounded(found: Any, most_bytes: int, what: str) -> bytes:
+    """The content of a `GetResult`, whatever size its store says that it has. Raises DataLossError:
+    it has more than `most_bytes`."""
+    content = bytearray()
+    for part in found.stream(min_chunk_size=1 << 16):
+        content += part
+        if len(content) > most_bytes:
+            raise DataLossError(
+                f"{what} has over {most_bytes:,} bytes, so paramd did not write it; choose another "
+                "key, or remove it"
+            )
+    return bytes(content)
+
+
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__)[:300]
@@ -239,7 +258,7 @@ class ObjectPlace:
             if manifest is not None and manifest.get("export_id") == self.target.export_id:
                 self._unreserve()
                 return
-            found = self._sizes()
+            found = self._sizes(sizes)
             for name, size_bytes in sizes.items():
                 if (has := found.get(name)) != size_bytes:
                     raise DataLossError(f"{name} has {has} bytes stored; {size_bytes} were written")
@@ -295,16 +314,18 @@ class ObjectPlace:
         known = (".metadata", RESERVATION)
         return f"{self._prefix}/{name if name in known else check_file_name(name)}"
 
-    def _get(self, name: str, folder: str = "") -> bytes | None:
+    def _get(self, name: str, most_bytes: int, folder: str = "") -> bytes | None:
+        """A small object, or None without it. Raises DataLossError for one that is larger: whoever
+        can write there must not take the memory of a sidecar, in a pod the trainer's."""
         path = f"{folder}/{name}" if folder else self._path(name)
         try:
-            return bytes(obstore.get(self.store, path).bytes())
+            return _bounded(obstore.get(self.store, path), most_bytes, f"{self._where}: {name}")
         except FileNotFoundError:
             return None
 
     def _manifest(self, folder: str = "") -> dict[str, Any] | None:
         """The manifest at the key, or in another folder of the bucket."""
-        content = self._get(MANIFEST, folder)
+        content = self._get(MANIFEST, MAX_MANIFEST_BYTES, folder)
         try:
             found = json.loads(content) if content is not None else None
         except (ValueError, RecursionError):
@@ -312,7 +333,7 @@ class ObjectPlace:
         return found if isinstance(found, dict) else None
 
     def _check_free(self, manifest: Mapping[str, Any] | None) -> None:
-        if not set(self._names()) - {RESERVATION}:
+        if all(name == RESERVATION for name, _ in self._listed()):
             return
         if not self.target.overwrite:
             raise ConflictError(f"{self._where} exists; choose another key, or overwrite=True")
@@ -346,7 +367,7 @@ class ObjectPlace:
         raise not_seen(self._where)
 
     def _reserved_by(self) -> str | None:
-        content = self._get(RESERVATION)
+        content = self._get(RESERVATION, MAX_RESERVATION_BYTES)
         return _reservation_of(content)[0] if content is not None else None
 
     def _reserve(self) -> None:
@@ -371,9 +392,8 @@ class ObjectPlace:
         try:
             found = obstore.get(self.store, path)
             tag = found.meta["e_tag"]
-            if tag is None or not covers(
-                self.target.jobs, _reservation_of(bytes(found.bytes()))[1]
-            ):
+            content_there = _bounded(found, MAX_RESERVATION_BYTES, f"{self._where}: {RESERVATION}")
+            if tag is None or not covers(self.target.jobs, _reservation_of(content_there)[1]):
                 raise not_replaced(self.target)
             obstore.put(self.store, path, content, mode={"e_tag": tag})
         except (FileNotFoundError, PreconditionError):
@@ -395,7 +415,7 @@ class ObjectPlace:
         """Delete the marker first: without it the rest is no export."""
         self._delete([MANIFEST])
         names = self._names_of(manifest)
-        present = set(self._names())
+        present = self._sizes(names)
         self._delete([name for name in names if name in present and name != MANIFEST])
 
     @staticmethod
@@ -407,11 +427,20 @@ class ObjectPlace:
             with suppress(FileNotFoundError):
                 obstore.delete(self.store, self._path(name))
 
-    def _names(self) -> list[str]:
-        return list(self._sizes())
+    def _sizes(self, names: Collection[str]) -> dict[str, int]:
+        """The size of each of these files that is there. Others may lie below the key, in any
+        number: they are passed over."""
+        wanted = set(names)
+        return {name: size_bytes for name, size_bytes in self._listed() if name in wanted}
 
-    def _sizes(self) -> dict[str, int]:
+    def _listed(self) -> Iterator[tuple[str, int]]:
+        """(name, size) of each object below the key, one batch at a time in memory."""
         head = f"{self._prefix}/"
-        found = obstore.list(self.store, prefix=head)
-        objects = [item for batch in found for item in batch]
-        return {str(item["path"]).removeprefix(head): int(item["size"]) for item in objects}
+        for count, batch in enumerate(obstore.list(self.store, prefix=head, chunk_size=LISTED)):
+            if count >= MAX_LISTED // LISTED:
+                raise DataLossError(
+                    f"{self._where} has over {MAX_LISTED:,} objects, more than any export; choose "
+                    "another key"
+                )
+            for item in batch:
+                yield str(item["path"]).removeprefix(head), int(item["size"])

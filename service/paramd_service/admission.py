@@ -54,6 +54,28 @@ CALLER: ContextVar[Who] = ContextVar("paramd_caller_token", default=None)
 """Caller that this task works for, inherited by tasks it starts."""
 
 
+ENDED: ContextVar[asyncio.Future[None] | None] = ContextVar("paramd_ended", default=None)
+"""Done once the caller's token or session has ended; None: neither can."""
+
+
+async def while_permitted(waiting: Awaitable[object], timeout_s: float) -> None:
+    """Wait for something on behalf of the caller, up to `timeout_s` seconds. Raises DeniedError at
+    once when its token or session ends meanwhile."""
+    ended, task = ENDED.get(), asyncio.ensure_future(waiting)
+    both: set[asyncio.Future[Any]] = {task} | ({ended} if ended is not None else set())
+    try:
+        await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if ended is not None and ended.done():
+            raise DeniedError(
+                "the token or session of this call has ended while it waited; what it asked for "
+                "goes on"
+            )
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+
+
 def covers(jobs: str, job: str) -> bool:
     """Return whether a token for `jobs` (its patterns, joined by commas; empty: all) is for
     `job`."""

@@ -1,6 +1,7 @@
 """Whoever answers is who was asked: addresses that lead to another rank give no answer at all."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,9 @@ from paramd_service.control.edits.runner import stage, withdrawn
 from paramd_service.control.exports.sidecars import made, part_of, stored
 from paramd_service.control.mesh.coordinator import BoundaryRequest
 from paramd_service.control.mesh.sidecars import OwnChannels, SidecarCalls
+from paramd_service.sidecar.owner import Mesh as ExchangedMesh
 from paramd_service.sidecar.rpc.auth import ROLES, SERVICE
+from paramd_service.sidecar.rpc.control_link import may_be_at
 from tests.edit_ops import edit_op
 from tests.integration.client_job import DEADLINE_S, JOB, Job, halves, running_job, wait_for
 from tests.orders import bound, reads
@@ -480,6 +483,24 @@ def play_orders(job: Job, wire: Wire, there: str) -> None:
         refused(method, shown, data, *taken)
 
 
+def test_a_rank_that_lies_has_no_other_connect_where_it_says() -> None:
+    """The control plane may move to another port of its host, or of rank 0's; nowhere else."""
+    mesh = ExchangedMesh(
+        layout=b"",
+        layout_digest="",
+        control_address="mtls://10.0.0.1:8471",
+        peers=(common_pb2.Peer(rank=0, address="mtls://10.0.0.2:4000"),),
+    )
+    for address in ("mtls://10.0.0.1:9000", "mtls://10.0.0.2:65535"):
+        assert may_be_at(address, mesh)
+    for address in (
+        "", "10.0.0.1:9000", "mtls://10.0.0.3:9000", "mtls://10.0.0.1:22", "mtls://10.0.0.1:",
+        "mtls://10.0.0.1:99999999999", "mtls://10.0.0.1", "unix:/tmp/x", "mtls://x/10.0.0.1:9000",
+        "mtls://10.0.0.1:9000,10.0.0.3:9000", "https://10.0.0.1:9000", "mtls://10.0.0.1:9_000",
+    ):  # fmt: skip
+        assert not may_be_at(address, mesh), address
+
+
 @pytest.mark.parametrize("lie", ["passed on", "of another key", "replayed"])
 def test_a_rank_shows_its_ticket_to_no_control_plane_of_another_rank(
     job: Job, spy: tuple[Spy, str], lie: str
@@ -516,6 +537,15 @@ def test_a_rank_shows_its_ticket_to_no_control_plane_of_another_rank(
         wait_for(lambda: spying.asked.count("ProveControl") > 1, "it is asked for its proof")
         assert not spying.shown
         assert set(spying.asked) == {"FindControl", "ProveControl"}
+        # Nor does it connect to another host, whatever listens there.
+        with socket.create_server(("127.0.0.2", 0)) as victim:
+            elsewhere, told = f"127.0.0.2:{victim.getsockname()[1]}", spying.asked.count
+            spying.answers["FindControl"] = lambda _: found(elsewhere)
+            before = told("FindControl")
+            wait_for(lambda: told("FindControl") > before + 1, "it has heard of the other host")
+            victim.settimeout(0.0)
+            with pytest.raises(BlockingIOError):
+                victim.accept()
         # What it says is only a hint: where the control plane is in truth, the rank joins.
         joined = lambda: f'"address": "{genuine}"' in (job_dir(JOB) / "rank-1.log").read_text()  # noqa: E731
         assert not joined()

@@ -184,6 +184,71 @@ def test_a_revoked_token_is_refused_and_cut_off_while_another_goes_on(job: Job) 
         other.wait_until_ended()
 
 
+def test_a_sidecar_that_comes_back_alone_takes_no_ticket_before_it_is_told(job: Job) -> None:
+    """Revoked while no sidecar ran there, and the control plane is away when it comes back."""
+    with ExitStack() as stack:
+        doomed, other = User(job, "unheard", stack), User(job, "heard", stack)
+        job.ranks[0].process.kill()
+        job.ranks[0].process.wait()
+        assert main(("token", "revoke", "unheard")) == 0
+        job.control.kill()
+        job.control.wait()
+        job.respawn(job.ranks[0])
+        for user in (doomed, other):
+            code, text = user.status(0)
+            assert (code, "has not told it yet" in text) == (grpc.StatusCode.UNAVAILABLE, True)
+        assert doomed.status(1)[0] is grpc.StatusCode.UNAUTHENTICATED
+        assert other.status(1)[0] is grpc.StatusCode.OK, "who was told before goes on"
+
+
+@pytest.mark.parametrize("how", ["token", "session"])
+def test_calls_that_wait_and_streams_end_with_their_token_or_session(job: Job, how: str) -> None:
+    with ExitStack() as stack:
+        user = User(job, f"waits-{how}", stack)
+        shown, cookies = _bearer(user.token), httpx2.Cookies()
+        url = f"{job.url}/api/v1"
+        if how == "session":
+            opened = httpx2.post(f"{url}/session", headers=shown)
+            shown, cookies = {"x-paramd-session": opened.json()["key"]}, opened.cookies
+        client = httpx2.Client(headers=shown, cookies=cookies, timeout=RUNNING_S)
+        stack.enter_context(client)
+        # With data, it waits for an upload that never comes; so does who waits for its end.
+        op = {"op": "set", "pattern": "rows", "data": True}
+        made = client.post(f"{url}/jobs/{JOB}/edits", json={"ops": [op]})
+        assert made.status_code == 201, made.text
+        edit, begun = made.json()["id"], threading.Semaphore(0)
+        answers: dict[str, httpx2.Response] = {}
+
+        def wait() -> None:
+            begun.release()
+            answers["wait"] = client.get(f"{url}/jobs/{JOB}/edits/{edit}?wait_s=50")
+
+        def follow() -> None:
+            with client.stream("GET", f"{url}/jobs/{JOB}/events") as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                begun.release()
+                for _ in lines:
+                    pass
+                answers["events"] = answer
+
+        threads = [threading.Thread(target=work) for work in (wait, follow)]
+        for thread in threads:
+            thread.start()
+            assert begun.acquire(timeout=RUNNING_S)
+        ended_s = time.monotonic()
+        if how == "token":
+            assert main(("token", "revoke", user.name)) == 0
+        else:
+            assert client.delete(f"{url}/session").status_code == 204
+        for thread in threads:
+            thread.join(RUNNING_S)
+            assert not thread.is_alive()
+        assert time.monotonic() - ended_s < 30.0, "long before its 50 s"
+        assert answers["wait"].status_code in (401, 403), answers["wait"].text
+        assert "events" in answers
+
+
 def test_who_joins_later_is_told_and_who_is_left_alone_remembers(job: Job) -> None:
     with ExitStack() as stack:
         doomed, short = User(job, "gone", stack), User(job, "short", stack, ttl_s=5.0)

@@ -237,7 +237,19 @@ async def test_over_http_only_the_token_opens_the_door(state: Path) -> None:
             assert {await reader.read() for reader, _ in half} == {b""}, "none is kept for ever"
         for _, writer in half:
             writer.close()
-        headers = {"authorization": f"Bearer {read_endpoint(JOB).token}"}
+        endpoint = read_endpoint(JOB)
+        admin = {"authorization": f"Bearer {endpoint.token}"}
+        own = (state / "_mcp" / f"{JOB}-reader.token").read_text().strip()
+        headers = {"authorization": f"Bearer {own}"}
+        async with httpx2.AsyncClient(trust_env=False) as http:
+            assert (await http.post(url, json={}, headers=admin)).status_code == 401
+            # What opens this port does as much at the control plane as its tools do: it reads.
+            job = f"{endpoint.url}/api/v1/jobs/{JOB}"
+            assert (await http.get(job, headers=headers)).status_code == 200
+            assert (await http.post(f"{job}/pause", json={}, headers=headers)).status_code == 403
+            assert (
+                await http.get(f"{endpoint.url}/api/v1/tokens", headers=headers)
+            ).status_code == 403
         async with (
             httpx2.AsyncClient(headers=headers, trust_env=False) as http,
             Client(streamable_http_client(url, http_client=http)) as client,

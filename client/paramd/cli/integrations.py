@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from paramd.cli.exports import NameMapFile, read_name_map
+from paramd.cli.mcp_tokens import doors_of
 from paramd.cli.options import (
     Adapter,
     Dtype,
@@ -192,9 +193,10 @@ def mcp(
 
     Read-only by default. With --changes a first call describes the change and
     returns a code, and a second call with that code makes it. The
-    token's role limits every call. Over HTTP a client sends the job's
-    token (PARAMD_TOKEN or the one in endpoint.json) as a bearer token. Needs
-    an extra: pip install 'paramd\\[mcp]'.
+    token's role limits every call. Over HTTP a client sends a bearer token:
+    yours, or, if that is an admin's, one that the server makes for itself,
+    of role reader (with --changes editor) for this job, in a file that it
+    names. Needs an extra: pip install 'paramd\\[mcp]'.
     """
     asyncio.run(_serve(target, changes=changes, port=http_port))
 
@@ -203,18 +205,20 @@ async def _serve(target: Target, *, changes: bool, port: int | None) -> None:
     from paramd.integrations.mcp_server import build
 
     async with target.async_connect() as mesh:
-        server = build(mesh, changes=changes)
         if port is None:
-            await server.run_stdio_async()
+            await build(mesh, changes=changes).run_stdio_async()
             return
-        say(f"serving {mesh.job!r} at http://127.0.0.1:{port}/mcp")
+        job = mesh.job
+    doors = await asyncio.to_thread(doors_of, target, job, changes=changes)
+    async with (
+        target.holding(doors.looking, job).async_connect() as mesh,
+        target.holding(doors.exporting, job).async_connect() as exporting,
+    ):
+        server = build(mesh, changes=changes, exporting=exporting)
+        say(f"serving {job!r} at http://127.0.0.1:{port}/mcp; {doors.told}")
         import uvicorn
 
-        from paramd.mesh.connect import resolve
-
-        chosen = target.reached()
-        _, token, _ = resolve(chosen.url, chosen.token, chosen.job)
-        app = guarded(server.streamable_http_app(host="127.0.0.1"), token)
+        app = guarded(server.streamable_http_app(host="127.0.0.1"), doors.password)
         config = uvicorn.Config(
             app, host="127.0.0.1", port=port, log_level="warning", lifespan="on", http=_impatient()
         )
@@ -250,6 +254,6 @@ def guarded(app: App, token: str) -> App:
         headers = [(b"www-authenticate", b"Bearer"), (b"content-type", b"text/plain")]
         headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": b"the job's token is needed\n"})
+        await send({"type": "http.response.body", "body": b"the token of this server is needed\n"})
 
     return call

@@ -120,6 +120,17 @@ class Target:
         """The same settings, with the job called `job`."""
         return Target(replace(self.settings, job=job))
 
+    def token_of(self, job: str) -> str:
+        """The token that this job's control plane is asked with. Raises as `paramd.connect`."""
+        from paramd.mesh.connect import resolve
+
+        chosen = self.reached()
+        return resolve(chosen.url, chosen.token, job)[1]
+
+    def holding(self, token: str, job: str) -> Target:
+        """The same control plane and this job of it, asked with another token."""
+        return Target(replace(self.reached(), token=token, job=job))
+
     def at(self, endpoint: Endpoint) -> Target:
         """The same settings, with this control plane's address, token and job."""
         return Target(

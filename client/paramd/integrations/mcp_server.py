@@ -88,10 +88,11 @@ class Codes:
 
 
 class Tools:
-    """The tools, over one mesh."""
+    """The tools, over one mesh; `exporting` is the same job, with a token that may export."""
 
-    def __init__(self, mesh: AsyncMesh) -> None:
+    def __init__(self, mesh: AsyncMesh, exporting: AsyncMesh) -> None:
         self._mesh = mesh
+        self._exporting = exporting
         self._codes = Codes()
 
     async def status(self) -> Answer:
@@ -330,7 +331,7 @@ class Tools:
         what = _what("export", {"destination": destination, "format": format})
         if confirm:
             self._codes.take(confirm, what)
-            begun = await self._mesh.export(destination, format=format)
+            begun = await self._exporting.export(destination, format=format)
             return {"done": True, "id": begun.id, "state": "begun; see exports"}
         found = await self._mesh.params(buffers=True)
         there = [untrusted(str(one.get("name"))) for one in await self._mesh.destinations()]
@@ -355,18 +356,20 @@ LOOK = (
 CHANGE = ("edit", "undo", "pause", "export")
 
 
-def build(mesh: AsyncMesh, *, changes: bool) -> MCPServer[Any]:
+def build(mesh: AsyncMesh, *, changes: bool, exporting: AsyncMesh | None = None) -> MCPServer[Any]:
     """The server with its tools. Its log goes to stderr.
 
     Args:
         mesh: of the job, connected; the caller closes it.
         changes: Also offer the tools that change the job, as far as the role of the mesh's token
             permits.
+        exporting: The same job, with a token for the tool `export`; the caller closes it. None
+            takes `mesh`.
     """
     server: MCPServer[Any] = MCPServer(
         name="paramd", instructions=INSTRUCTIONS, log_level="WARNING"
     )
-    tools = Tools(mesh)
+    tools = Tools(mesh, exporting if exporting is not None else mesh)
     for name in (*LOOK, *(CHANGE if changes else ())):
         hints = ToolAnnotations(read_only_hint=name in LOOK, destructive_hint=name in CHANGE)
         server.add_tool(

@@ -31,7 +31,7 @@ from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.descriptors import same_object
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.memory.left import Purpose
-from paramd.security.tickets import CLOCK_SKEW_S, Claims, Role, Verifier
+from paramd.security.tickets import CLOCK_SKEW_S, OF_RANKS, Claims, Role, Verifier
 from paramd.security.tls import Pems
 from paramd_service.aio import kept
 from paramd_service.sidecar.config import SidecarConfig
@@ -358,8 +358,9 @@ class RankSidecar:
 
     def verify(self, ticket: str) -> Claims:
         """Verify a ticket, and that its token (if any) is not revoked; return its claims. Raises
-        DeniedError: the ticket is invalid. UnreachableError: no trainer has attached yet, or the
-        ticket is an order for another rank, or one that was taken before."""
+        DeniedError: the ticket is invalid. UnreachableError: no trainer has attached yet, the
+        ticket is an order for another rank, or one that was taken before, or this process cannot
+        know yet whether its token is revoked."""
         if self.attached is None or self._verifier is None or self._orders is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         request = self.attached.request
@@ -375,7 +376,19 @@ class RankSidecar:
             self.check_meant(claims.rank)
             self._orders.take(claims.number)
         self.revocations.check(claims)
+        if claims.token_id is not None and claims.role not in OF_RANKS:
+            self._check_told()
         return claims
+
+    def _check_told(self) -> None:
+        """Raise UnreachableError while the control plane has yet to tell what is revoked."""
+        alone = self.mesh is not None and not self.mesh.control_address
+        if not alone and not self.revocations.heard:
+            # A token may have been revoked while no sidecar ran here.
+            raise UnreachableError(
+                "this sidecar has just begun, and its control plane has not told it yet which "
+                "tokens are revoked; try again once the control plane answers"
+            )
 
     def job_tls(self) -> Pems | None:
         """The certificate for mutual TLS within the job; None without."""

@@ -1,8 +1,9 @@
 """Cancel calls that run with a revoked token's tickets, and refuse later ones.
 
-The control plane announces revocations on the sidecar's stream to it. While disconnected, the
-sidecar keeps each one until every ticket of that token has expired. It has no audit log of its
-own; its reports include its refusals.
+The control plane announces revocations on the sidecar's stream to it, all of them in its first
+message. While disconnected, the sidecar keeps each one until every ticket of that token has
+expired. A new process that the control plane has told nothing yet takes no user's ticket. It has
+no audit log of its own; its reports include its refusals.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ class Revocations(RevokedTokens):
     def __init__(self) -> None:
         super().__init__()
         self._running: dict[asyncio.Timeout, Claims] = {}
+        self.heard = False
+        """Whether the control plane has told this process which tokens are revoked."""
         self.on_news: list[Callable[[], object]] = []
         """Called when tickets that were valid are now refused."""
 
     def update(self, told: control_pb2.Revocations) -> int:
         """Apply revocations from the control plane; return how many running calls were ended."""
+        self.heard = True
         named = [key for key in told.token_ids[:MAX_REVOKED] if len(key) <= MAX_ID_CHARS]
         is_news = self.learn(
             dict.fromkeys(named, max(told.keep_ms, 0) / 1000),

@@ -8,6 +8,7 @@ key, kept in storage that only its own origin can read.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -16,8 +17,8 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -81,6 +82,7 @@ class Sessions:
         self._path: Path | None = None
         self._saved_s = -math.inf
         self._open: OrderedDict[bytes, _Session] = OrderedDict()
+        self._followers: dict[bytes, set[asyncio.Future[None]]] = {}
         self._codes: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
     def keep(self, path: Path) -> None:
@@ -124,7 +126,7 @@ class Sessions:
             return ""
         now_s = self._clock()
         if now_s - session.used_s >= IDLE_S:
-            del self._open[name]
+            self._end(name)
             return ""
         session.used_s = now_s
         self._open.move_to_end(name)
@@ -158,11 +160,45 @@ class Sessions:
 
     def _end_oldest(self, token_digest: str) -> None:
         of_token = (n for n, one in self._open.items() if one.token_digest == token_digest)
-        del self._open[next(of_token)]
+        self._end(next(of_token))
+
+    def _end(self, name: bytes) -> bool:
+        """End a session, and what was opened with it; whether it was open."""
+        for ended in self._followers.pop(name, ()):
+            if not ended.done():
+                ended.set_result(None)
+        return self._open.pop(name, None) is not None
+
+    @contextmanager
+    def following(self, cookie: str, ended: asyncio.Future[None]) -> Iterator[None]:
+        """Set `ended` once the cookie's session has ended: it signed out, was not used for
+        `IDLE_S`, or made room for another one."""
+        name, loop = _secret_digest(cookie), ended.get_loop()
+        timer: list[asyncio.TimerHandle] = []
+
+        def look() -> None:
+            session = self._open.get(name)
+            left_s = session.used_s + IDLE_S - self._clock() if session is not None else 0.0
+            if left_s <= 0:
+                self._end(name)
+            else:
+                timer[:] = [loop.call_later(left_s, look)]
+
+        self._followers.setdefault(name, set()).add(ended)
+        look()
+        try:
+            yield
+        finally:
+            for one in timer:
+                one.cancel()
+            mine = self._followers.get(name, set())
+            mine.discard(ended)
+            if not mine:
+                self._followers.pop(name, None)
 
     def close(self, cookie: str) -> None:
         """End a session. Idempotent."""
-        if self._open.pop(_secret_digest(cookie), None) is not None:
+        if self._end(_secret_digest(cookie)):
             self._save()
 
 

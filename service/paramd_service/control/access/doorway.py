@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
@@ -27,7 +28,7 @@ from paramd.errors import (
 )
 from paramd.security.loopback import PROOF_PATH
 from paramd.security.tls import CA_PATH
-from paramd_service.admission import CALLER, Shares
+from paramd_service.admission import CALLER, ENDED, Shares
 from paramd_service.control.access.authority import (
     KEY_HEADER,
     Denied,
@@ -71,6 +72,9 @@ GONE: Final[Message] = {"type": "http.disconnect"}
 
 _STATE = "principal"
 _DIGEST = "sign_in_digest"
+_COOKIE = "session_cookie"
+GRACE_S = 1.0
+"""Seconds that a request has to end by itself once its token or session has ended."""
 
 
 class Doorway:
@@ -119,15 +123,20 @@ class Doorway:
                 del self._strangers[door.host]
 
 
+_HAS_ENDED: Final = "the token or session of this request has ended meanwhile; sign in again"
+
+
 async def run_until(
     ended: asyncio.Future[None], app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Run `app`. Once `ended` is done, the app sees its client disconnect and an open response is
-    closed cleanly; requests other than streams finish before they could notice."""
-    open_answer = False
+    """Run `app` for a request that only reads. Once `ended` is done, the app sees its client
+    disconnect, an open response is closed cleanly, and a request that has no answer after `GRACE_S`
+    is cancelled and refused."""
+    open_answer = has_begun = False
 
     async def send_noting(message: Message) -> None:
-        nonlocal open_answer
+        nonlocal open_answer, has_begun
+        has_begun = True
         await send(message)
         open_answer = message["type"] == "http.response.start" or message.get("more_body", False)
 
@@ -140,7 +149,19 @@ async def run_until(
         finally:
             coming.cancel()
 
-    await app(scope, receive_or_end, send_noting)
+    running = asyncio.ensure_future(app(scope, receive_or_end, send_noting))
+    try:
+        await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            await asyncio.wait({running}, timeout=GRACE_S)
+        if not running.done() and not has_begun:
+            running.cancel()
+            await asyncio.wait({running})
+            await problem(401, "denied", _HAS_ENDED)(scope, receive, send)
+            return
+        await running
+    finally:
+        running.cancel()
     if open_answer and ended.done():
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -189,14 +210,27 @@ class TokenGate:
             CALLER.reset(token)
             self._requests.give_back(principal.token_id)
 
+    # A change is finished even if its token ends meanwhile; what waits for its outcome looks at
+    # `ENDED`.
     async def _serve(
         self, principal: Principal, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        if principal.token_id is None or scope["method"] != "GET":
+        cookie = scope["state"].get(_COOKIE)
+        if principal.token_id is None and cookie is None:
             await self.app(scope, receive, send)
             return
-        with self.revocations.following(principal.token_id) as ended:
-            await run_until(ended, self.app, scope, receive, send)
+        with ExitStack() as stack:
+            ended = stack.enter_context(self.revocations.following(principal.token_id))
+            if cookie is not None:
+                stack.enter_context(self.sessions.following(cookie, ended))
+            token = ENDED.set(ended)
+            try:
+                if scope["method"] == "GET":
+                    await run_until(ended, self.app, scope, receive, send)
+                else:
+                    await self.app(scope, receive, send)
+            finally:
+                ENDED.reset(token)
 
     async def _principal(self, scope: Scope) -> Principal | None:
         """The caller. A token takes precedence over a session, even if it is bad."""
@@ -210,7 +244,10 @@ class TokenGate:
             return await self.tokens.principal(bearer_of(scope))
         keys = _values(scope, KEY_HEADER.encode())
         key = keys[0] if len(keys) == 1 else ""
-        digest = self.sessions.token_digest(cookie_of(scope), key)
+        cookie = cookie_of(scope)
+        digest = self.sessions.token_digest(cookie, key)
+        if digest:
+            scope.setdefault("state", {})[_COOKIE] = cookie
         return await self.tokens.principal_of_digest(digest) if digest else None
 
     def _refusal(self, scope: Scope) -> ASGIApp:

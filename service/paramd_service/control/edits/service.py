@@ -20,6 +20,7 @@ from paramd.layout.select import NameIndex
 from paramd.mesh.edits.calls import PauseState
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import MAX_LEASE_S
+from paramd_service.admission import while_permitted
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
 from paramd_service.control.edits.incarnation import IncarnationEdits, audit_detail
@@ -404,11 +405,11 @@ class EditRegistry:
         return row
 
     async def wait(self, row: EditRow, wait_s: float) -> EditRow:
-        """Wait up to `wait_s` seconds for the edit to end; return its row."""
+        """Wait up to `wait_s` seconds for the edit to end; return its row. Raises DeniedError when
+        the caller's token or session ends meanwhile."""
         driver = self._open(row.job).get(row.id)
         if driver is not None and wait_s > 0:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(driver.until(), wait_s)
+            await while_permitted(driver.until(), wait_s)
         row = driver.row if driver is not None else await self.get(row.job, row.id)
         if row.ended_s is not None and row.detail.get("rollback"):
             # Report it once training has resumed: the caller may want to pause it next.

@@ -36,6 +36,8 @@ JOINS_PER_S = 400.0
 
 LOOK_S = 1.0
 """Polling interval for lasting changes: a stopped or stalled trainer announces nothing."""
+FIRST_PORT, LAST_PORT = 1024, 65_535
+"""Ports to which a control plane may move."""
 ASK_S = 2.0
 """How long rank 0 may take to report the control plane's address."""
 
@@ -67,6 +69,18 @@ def backoff_s(attempt: int, jitter: float, *, world_size: int = 1) -> float:
     full_s = min(FIRST_BACKOFF_S * 2.0 ** min(attempt, 16), LAST_BACKOFF_S)
     spread_s = max(full_s, world_size / JOINS_PER_S)
     return 0.5 * full_s + jitter * (spread_s - 0.5 * full_s)
+
+
+def may_be_at(address: str, mesh: Mesh) -> bool:
+    """Whether the control plane may have moved to `address`, which another rank named: to another
+    port of the host where it was, or of rank 0's, and no privileged one. Nothing else is dialed:
+    a rank that lies could have all others connect to whatever it names."""
+    scheme, _, there = mesh.control_address.rpartition("://")
+    named, _, place = address.rpartition("://")
+    host, _, port = place.rpartition(":")
+    hosts = {one.rpartition("://")[2].rpartition(":")[0] for one in (there, mesh.address_of(0))}
+    plain = port.isascii() and port.isdecimal() and FIRST_PORT <= int(port[:6]) <= LAST_PORT
+    return named == scheme and bool(host) and host in hosts and plain
 
 
 class Joining:
@@ -139,7 +153,8 @@ class Joining:
             # The control plane runs on rank 0's host, perhaps another one. Whatever rank 0 says,
             # the server at that address has to prove itself.
             with suppress(ParamdError, grpc.aio.AioRpcError):
-                if (address := await self._asked(0)) not in ("", mesh.control_address):
+                address = await self._asked(0)
+                if address != mesh.control_address and may_be_at(address, mesh):
                     async with self._channel(address) as channel:
                         await self._prove(channel, address)
                     rank.move_control(address)

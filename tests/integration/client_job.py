@@ -298,7 +298,8 @@ class Job:
         announce = announce or page[Word.ARM_STEP] == step
         if agreed > page[Word.AGREED]:
             page[Word.AGREED_STEP] = step
-            page[Word.BUFFERS_STEP] = step
+            page[Word.BUFFERS_STEP], page[Word.BUFFERS_FOR] = step, agreed
+            page[Word.AGREED_TOKEN] = page[Word.TOKEN]
             page[Word.AGREED] = agreed
             announce = True
         if announce:

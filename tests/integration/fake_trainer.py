@@ -172,7 +172,7 @@ class FakeTrainer:
             if action == EDIT:
                 page[Word.EDIT_AGREED] = number
             if page[Word.BUFFERS_WANTED] == number:
-                page[Word.BUFFERS_STEP] = page[Word.STEP]
+                page[Word.BUFFERS_STEP], page[Word.BUFFERS_FOR] = page[Word.STEP], number
             if page[Word.MOMENTS_WANTED] == number:
                 page[Word.MOMENTS_FOR] = number
             self._agreed_count += 1

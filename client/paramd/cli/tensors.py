@@ -82,7 +82,7 @@ def params(
         found = mesh.params(*chosen.words, buffers=buffers, trainable=trainable)
         about: dict[str, Any] = {"job": mesh.job, "incarnation": mesh.incarnation}
         if found.step >= 0:
-            about["step"] = found.step
+            about |= {"step": found.step, "unsettled": found.unsettled}
     rows = [param_row(info) for info in found]
     target.show("params", rows, PARAM_COLUMNS, **about)
     say(f"{len(rows):,} tensors, {sum(info.numel for info in found):,} elements")

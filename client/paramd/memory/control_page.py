@@ -23,7 +23,7 @@ import mmap
 import zlib
 from collections.abc import Sequence
 from enum import Enum, IntEnum, unique
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 PAGE_BYTES = 4096
 MAGIC = 0x7061_7261_6D64_0001
@@ -183,6 +183,7 @@ class Word(IntEnum):
     REST_DIGEST = 52  # of the samples when the rest began
     REST_ITERATION = 53  # iteration the resting state will have
     STRAY_COUNT = 54  # settled spans in which parameters changed
+    BUFFERS_FOR = 55  # request that buffers were last copied for; 0 once anything else writes them
     STRICT = 56  # 1: SEQ is even only at boundaries, since parameters change in between
     UNSERVED = 57  # 1: the parameters cannot be served, the page's text says why; 2: STANDS_IN
     APART_LOW = 58  # lowest and highest iteration in the last round;
@@ -247,6 +248,7 @@ class Word(IntEnum):
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 448 are the trainer's: its text and its sample places.
     # Words 449 to 460 are the trainer's: what held up its updates besides copies (`Stand`).
+    # Words 461 to 492 are the trainer's: its last rollbacks (`Rewind`).
 
 
 class Stand(IntEnum):
@@ -276,6 +278,41 @@ def stands_of(page: Page) -> dict[str, tuple[int, int, int]]:
     found = {name: (words[at], words[at + 1], words[at + 2]) for name, at in places.items()}
     stalls = words[Word.STALL_COUNT], words[Word.STALL_TOTAL_NS], words[Word.STALL_MAX_NS]
     return {"copy": stalls, **found}
+
+
+_FIRST_REWIND_WORD = 461
+REWINDS_KEPT = 16
+"""Rollbacks kept."""
+
+
+class Rewind(NamedTuple):
+    """One rollback, or the undo of one: after it steps come again."""
+
+    history: int
+    """The history that it began."""
+    from_step: int
+    """Step at which the history before it ended."""
+    to_step: int
+    """Step that training was put back to."""
+
+
+def note_rewind(page: Page, to_step: int) -> None:
+    """Trainer's side, before it writes STEP and REWOUND: record the rollback that comes next."""
+    words = page.words
+    at = _FIRST_REWIND_WORD + 2 * ((words[Word.REWOUND] + 1) % REWINDS_KEPT)
+    words[at], words[at + 1] = words[Word.STEP], to_step
+
+
+def rewinds_of(page: Page) -> list[Rewind]:
+    """The last rollbacks, oldest first. Meanwhile others may come: those that they may have
+    overwritten are left out."""
+    words = page.words
+    last = words[Word.REWOUND]
+    first = max(1, last - REWINDS_KEPT + 1)
+    places = {n: _FIRST_REWIND_WORD + 2 * (n % REWINDS_KEPT) for n in range(first, last + 1)}
+    found = [Rewind(n, words[at], words[at + 1]) for n, at in places.items()]
+    # The next one may be half written although REWOUND does not tell of it yet.
+    return [one for one in found if one.history > words[Word.REWOUND] + 1 - REWINDS_KEPT]
 
 
 class Refusal(IntEnum):

@@ -313,7 +313,7 @@ class AsyncMesh:
         numbers = await self._numbers(parts, buffers=buffers, deadline_s=deadline_s)
         pairs = zip(rows, numbers, strict=True)
         right = (row for (row, _), one in pairs if wanted.matches_numbers(one.summary))
-        return Params(right, step=numbers.step)
+        return Params(right, step=numbers.step, unsettled=numbers.unsettled)
 
     async def _chosen(
         self, wanted: Filter, *, buffers: bool, deadline_s: float
@@ -576,7 +576,7 @@ class AsyncMesh:
             if optimizer:
                 read = OptimizerRead(self._reach, sidecars, chosen, device, transport, deadline_s)
                 held, moments = await read_states(read, self._transfer, targets)
-                state = held.state
+                state, rests = held.state, held.unsettled
             elif not unsettled:
                 live = await self._transfer.read_live(
                     sidecars, chosen, targets, transport, samples, self._reach.leave_out, landed
@@ -607,7 +607,7 @@ class AsyncMesh:
                 step=state.step,
                 edits=state.edits,
                 history=state.history,
-                unsettled=unsettled and rests,
+                unsettled=rests,
                 label=state.label,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,

@@ -207,6 +207,8 @@ class Params(Table[ParamInfo]):
 
     step: int = -1
     """Step of the statistics that terms compared; -1 without such terms."""
+    unsettled: bool = False
+    """As in `Summoned`, of those statistics."""
 
     columns = (
         ("name", lambda row: row.name),
@@ -443,7 +445,7 @@ class Summoned(_OneStep["torch.Tensor"]):
     """Training has not continued since update `step`, so the script may still change these
     values (clamp or average them, say) before it does."""
     label: str = ""
-    """With `unsettled=True`: the label of weights that the training marked as not its own
+    """With `unsettled=True` asked for: the label of weights that the training marked as not its own
     (`attachment.swapped_weights`), such as "ema"; empty: unmarked."""
     replica: int = 0
     """A rank of the replica that all values come from. Ranks that hold the same tensors may still

@@ -66,6 +66,7 @@ class Header(google.protobuf.message.Message):
     UNSETTLED_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     HISTORY_FIELD_NUMBER: builtins.int
+    BOUNDARY_TOKEN_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     step: builtins.int
@@ -76,6 +77,7 @@ class Header(google.protobuf.message.Message):
     unsettled: builtins.bool
     label: builtins.str
     history: builtins.int
+    boundary_token: builtins.int
     def __init__(
         self,
         *,
@@ -89,8 +91,9 @@ class Header(google.protobuf.message.Message):
         unsettled: builtins.bool = ...,
         label: builtins.str = ...,
         history: builtins.int = ...,
+        boundary_token: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["edits", b"edits", "history", b"history", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "label", b"label", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary_token", b"boundary_token", "edits", b"edits", "history", b"history", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "label", b"label", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___Header = Header
 
@@ -134,6 +137,7 @@ class RankState(google.protobuf.message.Message):
     OPTIMIZER_LIVE_FIELD_NUMBER: builtins.int
     STANDS_FIELD_NUMBER: builtins.int
     TRAINER_ENDED_MS_FIELD_NUMBER: builtins.int
+    REWINDS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     phase: global___Phase.ValueType
     step: builtins.int
@@ -172,6 +176,8 @@ class RankState(google.protobuf.message.Message):
     def alerts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def stands(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Stand]: ...
+    @property
+    def rewinds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Rewind]: ...
     def __init__(
         self,
         *,
@@ -211,10 +217,32 @@ class RankState(google.protobuf.message.Message):
         optimizer_live: builtins.bool = ...,
         stands: collections.abc.Iterable[global___Stand] | None = ...,
         trainer_ended_ms: builtins.int = ...,
+        rewinds: collections.abc.Iterable[global___Rewind] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "last_refusal", b"last_refusal", "logged_count", b"logged_count", "optimizer_live", b"optimizer_live", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "refused_call_count", b"refused_call_count", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "stands", b"stands", "step", b"step", "step_time_ns", b"step_time_ns", "stray_count", b"stray_count", "stream_port", b"stream_port", "strict", b"strict", "trainer_ended_ms", b"trainer_ended_ms", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes", "unserved_reason", b"unserved_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "last_refusal", b"last_refusal", "logged_count", b"logged_count", "optimizer_live", b"optimizer_live", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "refused_call_count", b"refused_call_count", "rewinds", b"rewinds", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "stands", b"stands", "step", b"step", "step_time_ns", b"step_time_ns", "stray_count", b"stray_count", "stream_port", b"stream_port", "strict", b"strict", "trainer_ended_ms", b"trainer_ended_ms", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes", "unserved_reason", b"unserved_reason"]) -> None: ...
 
 global___RankState = RankState
+
+@typing.final
+class Rewind(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HISTORY_FIELD_NUMBER: builtins.int
+    FROM_STEP_FIELD_NUMBER: builtins.int
+    TO_STEP_FIELD_NUMBER: builtins.int
+    history: builtins.int
+    from_step: builtins.int
+    to_step: builtins.int
+    def __init__(
+        self,
+        *,
+        history: builtins.int = ...,
+        from_step: builtins.int = ...,
+        to_step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_step", b"from_step", "history", b"history", "to_step", b"to_step"]) -> None: ...
+
+global___Rewind = Rewind
 
 @typing.final
 class Stand(google.protobuf.message.Message):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paramd.v1 import common_pb2 as paramd_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paramd/v1/export.proto\x12\tparamd.v1\x1a\x16paramd/v1/common.proto\"\xe6\x01\n\x0c\x45xportTarget\x12\x13\n\x0b\x64\x65stination\x18\x01 \x01(\t\x12\x0c\n\x04root\x18\x02 \x01(\t\x12\x35\n\x07options\x18\x03 \x03(\x0b\x32$.paramd.v1.ExportTarget.OptionsEntry\x12\x0b\n\x03key\x18\x04 \x01(\t\x12\x11\n\texport_id\x18\x05 \x01(\t\x12\x11\n\toverwrite\x18\x06 \x01(\x08\x12\x0c\n\x04jobs\x18\x07 \x01(\t\x12\x0b\n\x03job\x18\x08 \x01(\t\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x0e\x45xportNameRule\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\"A\n\tExportPin\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tstate_key\x18\x02 \x01(\t\x12\x13\n\x0bsnapshot_id\x18\x03 \x01(\t\"\xb5\x04\n\nExportPlan\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12\x15\n\rlayout_digest\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\r\n\x05\x65\x64its\x18\x04 \x01(\x03\x12\'\n\x06\x66ormat\x18\x05 \x01(\x0e\x32\x17.paramd.v1.ExportFormat\x12\x17\n\x0fmax_shard_bytes\x18\x06 \x01(\x03\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x12\n\nparameters\x18\x08 \x01(\x08\x12\x0f\n\x07\x62uffers\x18\t \x01(\x08\x12\x11\n\toptimizer\x18\n \x01(\x0c\x12\x11\n\tkeep_tied\x18\x0b \x01(\x08\x12\x10\n\x08patterns\x18\x1e \x03(\t\x12(\n\x05names\x18\x0c \x03(\x0b\x32\x19.paramd.v1.ExportNameRule\x12\x0e\n\x06\x64igest\x18\x0e \x01(\x0c\x12\"\n\x04pins\x18\x0f \x03(\x0b\x32\x14.paramd.v1.ExportPin\x12\x11\n\tunsettled\x18\x10 \x01(\x08\x12\x0f\n\x07history\x18\x11 \x01(\x03\x12\x0f\n\x07missing\x18\x12 \x03(\t\x12\x0f\n\x07replica\x18\x13 \x01(\x05\x12\x17\n\x0freplicas_differ\x18\x14 \x03(\t\x12\x19\n\x11replicas_compared\x18\x15 \x01(\x08\x12\x13\n\x0b\x65xtra_state\x18\x16 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x17 \x01(\t\x12\r\n\x05merge\x18\x18 \x01(\x08\x12\x14\n\x0cweights_from\x18\x19 \x01(\tJ\x04\x08\r\x10\x0eR\x07writers\">\n\x0c\x45xportedFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0c\n\x04xxh3\x18\x03 \x01(\x0c\"e\n\x12\x42\x65ginExportRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x12\n\ngeneration\x18\x03 \x01(\x03\"8\n\x13\x42\x65ginExportResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\"t\n\x16WriteExportFileRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.paramd.v1.ExportPlan\x12\x0c\n\x04\x66ile\x18\x03 \x01(\x05\"z\n\x17WriteExportFileResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x15\n\rwritten_bytes\x18\x02 \x01(\x03\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.paramd.v1.ExportedFile\"]\n\x16StoreExportFileRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\'\n\x06target\x18\x02 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12\x0c\n\x04name\x18\x03 \x01(\t\"c\n\x17StoreExportFileResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12%\n\x04\x64one\x18\x02 \x01(\x0b\x32\x17.paramd.v1.ExportedFile\"b\n\x17VerifyExportFileRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"y\n\x18VerifyExportFileResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x12\n\nread_bytes\x18\x02 \x01(\x03\x12&\n\x05\x66ound\x18\x03 \x01(\x0b\x32\x17.paramd.v1.ExportedFile\"\x8a\x01\n\x15ReadExportFileRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x03\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\"\x81\x01\n\x16ReadExportFileResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04xxh3\x18\x02 \x01(\x06\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x03\x12!\n\x06header\x18\x04 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\"\xb2\x01\n\x13\x46inishExportRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.paramd.v1.ExportPlan\x12&\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x17.paramd.v1.ExportedFile\x12\x12\n\ngeneration\x18\x04 \x01(\x03\x12\x11\n\tcreated_s\x18\x05 \x01(\x01\"a\n\x14\x46inishExportResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12&\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x17.paramd.v1.ExportedFile\"\x84\x01\n\x11\x44ropExportRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12\r\n\x05names\x18\x02 \x03(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x12\n\ngeneration\x18\x04 \x01(\x03\x12\x11\n\twait_only\x18\x05 \x01(\x08\"7\n\x12\x44ropExportResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header*{\n\x0c\x45xportFormat\x12\x1d\n\x19\x45XPORT_FORMAT_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x45XPORT_FORMAT_SAFETENSORS\x10\x01\x12\x15\n\x11\x45XPORT_FORMAT_DCP\x10\x02\x12\x16\n\x12\x45XPORT_FORMAT_PEFT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paramd/v1/export.proto\x12\tparamd.v1\x1a\x16paramd/v1/common.proto\"\xe6\x01\n\x0c\x45xportTarget\x12\x13\n\x0b\x64\x65stination\x18\x01 \x01(\t\x12\x0c\n\x04root\x18\x02 \x01(\t\x12\x35\n\x07options\x18\x03 \x03(\x0b\x32$.paramd.v1.ExportTarget.OptionsEntry\x12\x0b\n\x03key\x18\x04 \x01(\t\x12\x11\n\texport_id\x18\x05 \x01(\t\x12\x11\n\toverwrite\x18\x06 \x01(\x08\x12\x0c\n\x04jobs\x18\x07 \x01(\t\x12\x0b\n\x03job\x18\x08 \x01(\t\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x0e\x45xportNameRule\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\"A\n\tExportPin\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tstate_key\x18\x02 \x01(\t\x12\x13\n\x0bsnapshot_id\x18\x03 \x01(\t\"\xcd\x04\n\nExportPlan\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12\x15\n\rlayout_digest\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\r\n\x05\x65\x64its\x18\x04 \x01(\x03\x12\'\n\x06\x66ormat\x18\x05 \x01(\x0e\x32\x17.paramd.v1.ExportFormat\x12\x17\n\x0fmax_shard_bytes\x18\x06 \x01(\x03\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x12\n\nparameters\x18\x08 \x01(\x08\x12\x0f\n\x07\x62uffers\x18\t \x01(\x08\x12\x11\n\toptimizer\x18\n \x01(\x0c\x12\x11\n\tkeep_tied\x18\x0b \x01(\x08\x12\x10\n\x08patterns\x18\x1e \x03(\t\x12(\n\x05names\x18\x0c \x03(\x0b\x32\x19.paramd.v1.ExportNameRule\x12\x0e\n\x06\x64igest\x18\x0e \x01(\x0c\x12\"\n\x04pins\x18\x0f \x03(\x0b\x32\x14.paramd.v1.ExportPin\x12\x11\n\tunsettled\x18\x10 \x01(\x08\x12\x0f\n\x07history\x18\x11 \x01(\x03\x12\x0f\n\x07missing\x18\x12 \x03(\t\x12\x0f\n\x07replica\x18\x13 \x01(\x05\x12\x17\n\x0freplicas_differ\x18\x14 \x03(\t\x12\x19\n\x11replicas_compared\x18\x15 \x01(\x08\x12\x13\n\x0b\x65xtra_state\x18\x16 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x17 \x01(\t\x12\r\n\x05merge\x18\x18 \x01(\x08\x12\x14\n\x0cweights_from\x18\x19 \x01(\t\x12\x16\n\x0e\x62oundary_token\x18\x1a \x01(\x03J\x04\x08\r\x10\x0eR\x07writers\">\n\x0c\x45xportedFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0c\n\x04xxh3\x18\x03 \x01(\x0c\"e\n\x12\x42\x65ginExportRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x12\n\ngeneration\x18\x03 \x01(\x03\"8\n\x13\x42\x65ginExportResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\"t\n\x16WriteExportFileRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.paramd.v1.ExportPlan\x12\x0c\n\x04\x66ile\x18\x03 \x01(\x05\"z\n\x17WriteExportFileResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x15\n\rwritten_bytes\x18\x02 \x01(\x03\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.paramd.v1.ExportedFile\"]\n\x16StoreExportFileRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\'\n\x06target\x18\x02 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12\x0c\n\x04name\x18\x03 \x01(\t\"c\n\x17StoreExportFileResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12%\n\x04\x64one\x18\x02 \x01(\x0b\x32\x17.paramd.v1.ExportedFile\"b\n\x17VerifyExportFileRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"y\n\x18VerifyExportFileResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x12\n\nread_bytes\x18\x02 \x01(\x03\x12&\n\x05\x66ound\x18\x03 \x01(\x0b\x32\x17.paramd.v1.ExportedFile\"\x8a\x01\n\x15ReadExportFileRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x03\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\"\x81\x01\n\x16ReadExportFileResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04xxh3\x18\x02 \x01(\x06\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x03\x12!\n\x06header\x18\x04 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\"\xb2\x01\n\x13\x46inishExportRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.paramd.v1.ExportPlan\x12&\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x17.paramd.v1.ExportedFile\x12\x12\n\ngeneration\x18\x04 \x01(\x03\x12\x11\n\tcreated_s\x18\x05 \x01(\x01\"a\n\x14\x46inishExportResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12&\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x17.paramd.v1.ExportedFile\"\x84\x01\n\x11\x44ropExportRequest\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.paramd.v1.ExportTarget\x12\r\n\x05names\x18\x02 \x03(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x12\n\ngeneration\x18\x04 \x01(\x03\x12\x11\n\twait_only\x18\x05 \x01(\x08\"7\n\x12\x44ropExportResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header*{\n\x0c\x45xportFormat\x12\x1d\n\x19\x45XPORT_FORMAT_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x45XPORT_FORMAT_SAFETENSORS\x10\x01\x12\x15\n\x11\x45XPORT_FORMAT_DCP\x10\x02\x12\x16\n\x12\x45XPORT_FORMAT_PEFT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EXPORTTARGET_OPTIONSENTRY']._loaded_options = None
   _globals['_EXPORTTARGET_OPTIONSENTRY']._serialized_options = b'8\001'
-  _globals['_EXPORTFORMAT']._serialized_start=2610
-  _globals['_EXPORTFORMAT']._serialized_end=2733
+  _globals['_EXPORTFORMAT']._serialized_start=2634
+  _globals['_EXPORTFORMAT']._serialized_end=2757
   _globals['_EXPORTTARGET']._serialized_start=62
   _globals['_EXPORTTARGET']._serialized_end=292
   _globals['_EXPORTTARGET_OPTIONSENTRY']._serialized_start=246
@@ -45,35 +45,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPORTPIN']._serialized_start=344
   _globals['_EXPORTPIN']._serialized_end=409
   _globals['_EXPORTPLAN']._serialized_start=412
-  _globals['_EXPORTPLAN']._serialized_end=977
-  _globals['_EXPORTEDFILE']._serialized_start=979
-  _globals['_EXPORTEDFILE']._serialized_end=1041
-  _globals['_BEGINEXPORTREQUEST']._serialized_start=1043
-  _globals['_BEGINEXPORTREQUEST']._serialized_end=1144
-  _globals['_BEGINEXPORTRESPONSE']._serialized_start=1146
-  _globals['_BEGINEXPORTRESPONSE']._serialized_end=1202
-  _globals['_WRITEEXPORTFILEREQUEST']._serialized_start=1204
-  _globals['_WRITEEXPORTFILEREQUEST']._serialized_end=1320
-  _globals['_WRITEEXPORTFILERESPONSE']._serialized_start=1322
-  _globals['_WRITEEXPORTFILERESPONSE']._serialized_end=1444
-  _globals['_STOREEXPORTFILEREQUEST']._serialized_start=1446
-  _globals['_STOREEXPORTFILEREQUEST']._serialized_end=1539
-  _globals['_STOREEXPORTFILERESPONSE']._serialized_start=1541
-  _globals['_STOREEXPORTFILERESPONSE']._serialized_end=1640
-  _globals['_VERIFYEXPORTFILEREQUEST']._serialized_start=1642
-  _globals['_VERIFYEXPORTFILEREQUEST']._serialized_end=1740
-  _globals['_VERIFYEXPORTFILERESPONSE']._serialized_start=1742
-  _globals['_VERIFYEXPORTFILERESPONSE']._serialized_end=1863
-  _globals['_READEXPORTFILEREQUEST']._serialized_start=1866
-  _globals['_READEXPORTFILEREQUEST']._serialized_end=2004
-  _globals['_READEXPORTFILERESPONSE']._serialized_start=2007
-  _globals['_READEXPORTFILERESPONSE']._serialized_end=2136
-  _globals['_FINISHEXPORTREQUEST']._serialized_start=2139
-  _globals['_FINISHEXPORTREQUEST']._serialized_end=2317
-  _globals['_FINISHEXPORTRESPONSE']._serialized_start=2319
-  _globals['_FINISHEXPORTRESPONSE']._serialized_end=2416
-  _globals['_DROPEXPORTREQUEST']._serialized_start=2419
-  _globals['_DROPEXPORTREQUEST']._serialized_end=2551
-  _globals['_DROPEXPORTRESPONSE']._serialized_start=2553
-  _globals['_DROPEXPORTRESPONSE']._serialized_end=2608
+  _globals['_EXPORTPLAN']._serialized_end=1001
+  _globals['_EXPORTEDFILE']._serialized_start=1003
+  _globals['_EXPORTEDFILE']._serialized_end=1065
+  _globals['_BEGINEXPORTREQUEST']._serialized_start=1067
+  _globals['_BEGINEXPORTREQUEST']._serialized_end=1168
+  _globals['_BEGINEXPORTRESPONSE']._serialized_start=1170
+  _globals['_BEGINEXPORTRESPONSE']._serialized_end=1226
+  _globals['_WRITEEXPORTFILEREQUEST']._serialized_start=1228
+  _globals['_WRITEEXPORTFILEREQUEST']._serialized_end=1344
+  _globals['_WRITEEXPORTFILERESPONSE']._serialized_start=1346
+  _globals['_WRITEEXPORTFILERESPONSE']._serialized_end=1468
+  _globals['_STOREEXPORTFILEREQUEST']._serialized_start=1470
+  _globals['_STOREEXPORTFILEREQUEST']._serialized_end=1563
+  _globals['_STOREEXPORTFILERESPONSE']._serialized_start=1565
+  _globals['_STOREEXPORTFILERESPONSE']._serialized_end=1664
+  _globals['_VERIFYEXPORTFILEREQUEST']._serialized_start=1666
+  _globals['_VERIFYEXPORTFILEREQUEST']._serialized_end=1764
+  _globals['_VERIFYEXPORTFILERESPONSE']._serialized_start=1766
+  _globals['_VERIFYEXPORTFILERESPONSE']._serialized_end=1887
+  _globals['_READEXPORTFILEREQUEST']._serialized_start=1890
+  _globals['_READEXPORTFILEREQUEST']._serialized_end=2028
+  _globals['_READEXPORTFILERESPONSE']._serialized_start=2031
+  _globals['_READEXPORTFILERESPONSE']._serialized_end=2160
+  _globals['_FINISHEXPORTREQUEST']._serialized_start=2163
+  _globals['_FINISHEXPORTREQUEST']._serialized_end=2341
+  _globals['_FINISHEXPORTRESPONSE']._serialized_start=2343
+  _globals['_FINISHEXPORTRESPONSE']._serialized_end=2440
+  _globals['_DROPEXPORTREQUEST']._serialized_start=2443
+  _globals['_DROPEXPORTREQUEST']._serialized_end=2575
+  _globals['_DROPEXPORTRESPONSE']._serialized_start=2577
+  _globals['_DROPEXPORTRESPONSE']._serialized_end=2632
 # @@protoc_insertion_point(module_scope)

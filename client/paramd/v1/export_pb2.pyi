@@ -160,6 +160,7 @@ class ExportPlan(google.protobuf.message.Message):
     ADAPTER_FIELD_NUMBER: builtins.int
     MERGE_FIELD_NUMBER: builtins.int
     WEIGHTS_FROM_FIELD_NUMBER: builtins.int
+    BOUNDARY_TOKEN_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     layout_digest: builtins.str
     step: builtins.int
@@ -180,6 +181,7 @@ class ExportPlan(google.protobuf.message.Message):
     adapter: builtins.str
     merge: builtins.bool
     weights_from: builtins.str
+    boundary_token: builtins.int
     @property
     def patterns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -218,8 +220,9 @@ class ExportPlan(google.protobuf.message.Message):
         adapter: builtins.str = ...,
         merge: builtins.bool = ...,
         weights_from: builtins.str = ...,
+        boundary_token: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "extra_state", b"extra_state", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "merge", b"merge", "missing", b"missing", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "patterns", b"patterns", "pins", b"pins", "replica", b"replica", "replicas_compared", b"replicas_compared", "replicas_differ", b"replicas_differ", "step", b"step", "unsettled", b"unsettled", "weights_from", b"weights_from"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "boundary_token", b"boundary_token", "buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "extra_state", b"extra_state", "format", b"format", "history", b"history", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "merge", b"merge", "missing", b"missing", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "patterns", b"patterns", "pins", b"pins", "replica", b"replica", "replicas_compared", b"replicas_compared", "replicas_differ", b"replicas_differ", "step", b"step", "unsettled", b"unsettled", "weights_from", b"weights_from"]) -> None: ...
 
 global___ExportPlan = ExportPlan
 

@@ -173,7 +173,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 raise UsageError(f"deadline: expected one of at most {MAX_TIMEOUT_S:.0f} s")
             verdict = await mesh.coordinator.schedule(snapshots, timeout_s=timeout_s)
             return control_pb2.ScheduleBoundaryResponse(
-                header=_header(mesh, verdict.step, verdict.edits, verdict.history),
+                header=_header(mesh, verdict.step, verdict.edits, verdict.history, verdict.token),
                 captured=verdict.captured,
                 reason=verdict.reason,
             )
@@ -238,7 +238,7 @@ def _snapshots(
 
 
 def _header(
-    mesh: Incarnation, step: int = -1, edits: int = -1, history: int = 0
+    mesh: Incarnation, step: int = -1, edits: int = -1, history: int = 0, token: int = 0
 ) -> common_pb2.Header:
     return common_pb2.Header(
         job=mesh.job,
@@ -246,6 +246,7 @@ def _header(
         step=step,
         edits=edits,
         history=history,
+        boundary_token=token,
         rank=-1,
         layout_digest=mesh.registry.layout_digest,
     )

@@ -181,8 +181,9 @@ class Boundaries:
         for snapshot in snapshots:
             if not snapshot.at_boundary:
                 raise ConflictError("a snapshot was not pinned with at_boundary; pin it that way")
-            # More than its lease holds it: another request fills or reads it.
-            if snapshot.holders > 1 or snapshot.map_count or snapshot.tainted:
+            # More than its lease holds it: another request fills or reads it. Or somebody may have
+            # read a part of it, and would find the rest of another boundary.
+            if snapshot.holders > 1 or snapshot.map_count or snapshot.tainted or snapshot.shown:
                 raise ConflictError("a snapshot is in use by another request; pin another one")
         if self.moments is None and any(
             is_moments(one.key) or is_table(one.key) for one in snapshots
@@ -258,6 +259,7 @@ class Boundaries:
             snapshot.fill = Fill.FILLED if outcome.captured else Fill.EMPTY
             snapshot.step, snapshot.edits = outcome.step, outcome.edits
             snapshot.history, snapshot.proof = outcome.history, outcome.proof
+            snapshot.token = outcome.token
             snapshot.is_true = False
             self._store.drop(snapshot)
         if asked.reach.action == EDIT and self.edits is not None:

@@ -188,9 +188,13 @@ class Pins:
         snapshot = self.store.reserve(key, at_boundary=True, who=who)
         try:
             label = await in_executor(self._executor, fill)
-            snapshot.step, snapshot.edits, snapshot.fill = label.step, label.edits, Fill.FILLED
-            # The history of a mark may have been rolled back, or be an earlier incarnation's.
-            snapshot.history = label.lineage
+            snapshot.step, snapshot.fill = label.step, Fill.FILLED
+            # Of an earlier incarnation, whose rollbacks and edits are not counted in this one: -1.
+            ours = label.incarnation == key.incarnation
+            snapshot.history = label.history if ours else -1
+            snapshot.edits = label.edits_here if ours else -1
+            # Tells marks of one name apart, if not all ranks have the same.
+            snapshot.token = label.lineage
         except BaseException:
             self.store.drop(snapshot)
             raise

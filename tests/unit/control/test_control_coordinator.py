@@ -49,6 +49,13 @@ def test_anything_less_is_refused_naming_ranks(answers: list[RankAnswer], reason
     assert reason in verdict.reason
 
 
+def test_snapshots_that_were_filled_for_another_request_are_refused() -> None:
+    verdict = decide(1, 2, [answer(0, token=7), answer(1, token=8)], token=7)
+    assert (verdict.captured, verdict.token) == (False, 0)
+    assert verdict.reason == "ranks 1 filled their snapshots for another request"
+    assert decide(1, 2, [answer(0, token=7), answer(1, token=7)], token=7).token == 7
+
+
 @dataclass
 class Sidecars:
     """Two ranks whose answers the test gives, round by round."""
@@ -82,7 +89,8 @@ class Sidecars:
         except asyncio.CancelledError:
             self.cancelled.append(rank)
             raise
-        return answer(rank, step=10 + boundary)
+        copies = request.action is BoundaryAction.CAPTURE
+        return answer(rank, step=10 + boundary, token=request.token if copies else 0)
 
     @property
     def boundaries(self) -> list[int]:

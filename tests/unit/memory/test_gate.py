@@ -10,7 +10,15 @@ import pytest
 
 from paramd.memory import descriptors
 from paramd.memory import gate as gate_module
-from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
+from paramd.memory.control_page import (
+    PAGE_BYTES,
+    REWINDS_KEPT,
+    ControlPage,
+    Rewind,
+    Word,
+    note_rewind,
+    rewinds_of,
+)
 from paramd.memory.gate import (
     CopyEnd,
     CopySpan,
@@ -264,3 +272,14 @@ def test_an_update_that_failed_stays_open_until_the_next_good_one(page: ControlP
     assert page[Word.SEQ] == 1
     gate.settle(page[Word.STEP] + 1, 0, proven=True)
     assert page[Word.SEQ] == 2
+
+
+def test_the_last_rollbacks_are_told_with_the_steps_that_they_left(page: ControlPage) -> None:
+    assert rewinds_of(page) == []
+    for history in range(1, REWINDS_KEPT + 4):
+        page[Word.STEP] = 10 * history
+        note_rewind(page, history)
+        page[Word.STEP], page[Word.REWOUND] = history, history
+    found = rewinds_of(page)
+    # The place of the oldest is written first by the next one.
+    assert found == [Rewind(n, 10 * n, n) for n in range(5, REWINDS_KEPT + 4)]

@@ -1,12 +1,15 @@
 """Each rank's data is what its plan says, from any byte on."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from paramd.layout.edits.ops import ops_of
 from paramd.layout.select import NameIndex
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
-from paramd.mesh.edits.operands import Operands, parts, prepare
+from paramd.mesh.edits.operands import Operands, parts, prepare, tensor_of
 
 ROWS, COLS = 700, 900
 
@@ -64,3 +67,21 @@ def test_data_may_go_on_from_any_byte(operands: Operands) -> None:
     data = staged(operands, 1)
     for offset in (1, 63, 64, 4097, (1 << 21) + 5, len(data) - 3, len(data)):
         assert staged(operands, 1, offset) == data[offset:]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0)[::-1],
+        np.arange(12.0).reshape(3, 4)[:, ::-2],
+        np.flip(np.arange(6.0, dtype=">f4")),
+        np.arange(6.0, dtype=">f8"),
+        np.broadcast_to(np.float32(2), (2, 3)),
+    ],
+    ids=["reversed", "columns", "flipped", "byte-order", "read-only"],
+)
+def test_an_array_of_any_strides_and_byte_order_is_an_operand(array: Any) -> None:
+    found = tensor_of(array)
+    assert found.shape == array.shape
+    assert found.tolist() == array.tolist()
+    assert tensor_of([array, array]).tolist() == [array.tolist()] * 2

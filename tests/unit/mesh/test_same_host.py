@@ -57,7 +57,8 @@ class Maps:
     """Answers "map" with DATA, and keeps what it is told afterwards."""
 
     def __init__(self, said_bytes: int = len(DATA), **other: object) -> None:
-        self.said = {"op": "mapped", "size_bytes": said_bytes, **IDENTITY, **other}
+        state = {"state": [3, 0, 7, 0, ""], "boundary_token": 0}
+        self.said = {"op": "mapped", "size_bytes": said_bytes, **state, **IDENTITY, **other}
         self.told: list[str] = []
 
     def __call__(self, connection: socket.socket) -> None:

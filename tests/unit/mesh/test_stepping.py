@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from paramd.errors import ConflictError, UnreachableError
+from paramd.memory.control_page import Rewind
 from paramd.mesh.frames import stepping
-from paramd.mesh.frames.stepping import StepStream, StreamOverError
+from paramd.mesh.frames.stepping import StepStream, StreamOverError, missed
 from paramd.mesh.peers.control import parse_job
+from paramd.state import At
 from paramd.v1 import sidecar_pb2
 from tests.unit.mesh.test_rest import document
 
@@ -110,3 +112,25 @@ def test_sidecars_that_left_with_the_training_end_it_and_others_are_waited_for()
     reach.document = replace(reach.document, state="ended", peers={})
     with pytest.raises(StreamOverError):
         asyncio.run(stream._after(away))
+
+
+@pytest.mark.parametrize(
+    ("last", "at", "every", "count"),
+    [
+        (At(0, 10), At(0, 11), 1, 0),
+        (At(0, 10), At(0, 16), 2, 2),
+        # Steps 11 to 20 of the history that was left, and 6, 7 of the next.
+        (At(0, 10), At(1, 8), 1, 10 + 2),
+        (At(0, 10), At(1, 8), 4, 3),
+        # Two rollbacks: 19, 20; then 6 to 30; then 26.
+        (At(0, 18), At(2, 27), 1, 2 + 25 + 1),
+        (At(1, 30), At(2, 26), 1, 0),
+        # Nobody knows of the rollback that began history 7.
+        (At(6, 3), At(7, 9), 1, 0),
+    ],
+)
+def test_frames_missed_before_and_after_a_rollback_are_counted(
+    last: At, at: At, every: int, count: int
+) -> None:
+    rewinds = {1: Rewind(1, 20, 5), 2: Rewind(2, 30, 25)}
+    assert missed(last, at, rewinds, every) == count

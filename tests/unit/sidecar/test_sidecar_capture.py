@@ -58,8 +58,9 @@ class Bench:
 
     def arm(self, number: int, **fields: Any) -> None:
         spans, token = [CopySpan(0, 0, 8)], 10 * number
+        buffers = bool(fields.pop("buffers", False))
         self.capture.reaching.arm(
-            Boundary(number, spans, False, self.outcomes.append, token=token, **fields)
+            Boundary(number, spans, buffers, self.outcomes.append, token=token, **fields)
         )
 
     def train(self, step_time_ms: int, age_ms: int) -> None:
@@ -73,6 +74,7 @@ class Bench:
         self.page[Word.SEQ] = 2 * self.page[Word.STEP]
         if agreed is not None:
             self.page[Word.AGREED_STEP] = self.page[Word.STEP]
+            self.page[Word.AGREED_TOKEN] = 10 * agreed
             self.page[Word.AGREED] = agreed
         self.page[Word.ANNOUNCE] += 1
 
@@ -155,13 +157,13 @@ def test_a_pause_on_gathered_parameters_is_told_as_such(bench: Bench) -> None:
 def test_words_of_an_agreement_still_being_written_are_waited_for(bench: Bench) -> None:
     bench.arm(1)
     bench.page[Word.STEP], bench.page[Word.SEQ] = 4, 8
-    bench.page[Word.AGREED] = 1
+    bench.page[Word.AGREED_TOKEN], bench.page[Word.AGREED] = 10, 1
     bench.capture.serve()
     assert bench.outcomes == []
     bench.page[Word.AGREED_STEP] = 4
     bench.page[Word.ANNOUNCE] += 1
     bench.capture.serve()
-    assert bench.outcomes == [Outcome(4, "", edits=0, proof=8)]
+    assert bench.outcomes == [Outcome(4, "", edits=0, proof=8, token=10)]
 
 
 def test_a_number_that_was_ever_asked_for_or_taken_back_is_past_for_good(bench: Bench) -> None:
@@ -260,3 +262,42 @@ def test_a_request_that_fails_does_not_keep_the_thread_from_ending(bench: Bench)
     ending.join(10)
     os.close(wake)
     assert ended
+
+
+def test_buffers_of_the_step_that_were_not_copied_for_this_request_are_missed(
+    bench: Bench,
+) -> None:
+    bench.arm(2, buffers=True)
+    bench.boundary(agreed=2)
+    # Those of an earlier request, at a step of the same number.
+    bench.page[Word.BUFFERS_STEP], bench.page[Word.BUFFERS_FOR] = bench.page[Word.STEP], 1
+    bench.capture.serve()
+    (missed,) = bench.outcomes
+    assert (missed.captured, missed.token) == (False, 0)
+    assert missed.reason == "the trainer did not copy its buffers"
+
+
+@pytest.mark.parametrize("word", [Word.BUFFERS_FOR, Word.AGREED, Word.AGREED_TOKEN])
+def test_a_copy_during_which_buffers_or_the_agreement_change_is_missed(
+    bench: Bench, word: Word
+) -> None:
+    bench.arm(1, buffers=True)
+    bench.boundary(agreed=1)
+    bench.page[Word.BUFFERS_STEP], bench.page[Word.BUFFERS_FOR] = bench.page[Word.STEP], 1
+    original = bench.capture._copy
+
+    def changed_meanwhile(*arguments: Any, **named: Any) -> tuple[CopyEnd, State]:
+        bench.page[word] += 1
+        return original(*arguments, **named)
+
+    bench.capture._copy = changed_meanwhile
+    bench.capture.serve()
+    assert [one.captured for one in bench.outcomes] == [False]
+
+
+def test_a_capture_bears_the_token_of_its_request(bench: Bench) -> None:
+    bench.arm(1, buffers=True)
+    bench.boundary(agreed=1)
+    bench.page[Word.BUFFERS_STEP], bench.page[Word.BUFFERS_FOR] = bench.page[Word.STEP], 1
+    bench.capture.serve()
+    assert [(one.captured, one.step, one.token) for one in bench.outcomes] == [(True, 1, 10)]

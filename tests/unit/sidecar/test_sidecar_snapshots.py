@@ -158,3 +158,20 @@ def test_the_budget_is_checked_before_anything_is_made(bench: Bench) -> None:
     with pytest.raises(ExhaustedError, match=r"16,384 bytes does not fit: 12,288 of the .*40,960"):
         bench.store.reserve(key(4), at_boundary=False)
     assert bench.store.used_bytes == 7 * PAGE
+
+
+def test_a_state_that_was_copied_at_rest_is_not_the_settled_one_of_its_step(bench: Bench) -> None:
+    rested = bench.filled(2, 5)
+    rested.unsettled, rested.proof = True, -3
+    assert bench.store.find(key(2), history=0, step=5) is None
+    assert bench.store.find(key(2), proof=-3) is rested
+    settled = bench.filled(2, 5)
+    assert bench.store.find(key(2), history=0, step=5) is settled
+
+
+def test_a_snapshot_tells_that_somebody_was_given_its_bytes(bench: Bench) -> None:
+    snapshot = bench.filled(2, 5, at_boundary=True)
+    lease = bench.store.lease(snapshot, 30.0)
+    assert not snapshot.shown
+    bench.store.filled(lease.snapshot_id)
+    assert snapshot.shown, "another boundary must not fill it: a reader would get parts of both"

@@ -900,3 +900,25 @@ def test_a_block_that_raised_keeps_its_label_while_samples_differ(
     bench.boundary.leave()
     # A process that ends here leaves the training's weights, or none that anyone takes for them.
     assert bench.settled is restores
+
+
+def test_buffers_of_a_boundary_that_a_forward_has_run_ahead_of_are_not_those_of_its_step() -> None:
+    bench = Bench(nn.Linear(WIDTH, WIDTH))
+    optimizer, acting = torch.optim.SGD(bench.model.parameters(), lr=0.1), bench.boundary._acting
+    batch = torch.ones(1, WIDTH)
+
+    def update() -> None:
+        bench.model(batch).sum().backward()
+        optimizer.step()
+
+    update()
+    update()
+    assert acting.buffers_fit, "the boundary was at a forward of the training"
+    bench.model.eval()
+    bench.model(batch)
+    optimizer.step()
+    assert not acting.buffers_fit, "the forward before the step may have changed them"
+    bench.model.train()
+    update()
+    assert acting.buffers_fit
+    bench.close()

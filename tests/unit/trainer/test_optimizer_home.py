@@ -139,3 +139,24 @@ def test_state_that_shares_memory_is_refused_by_name(memory: Memory) -> None:
     home = OptimizerHome(memory.optimizer, memory.page, [optimizer])
     with pytest.raises(ConflictError, match="state 'view' of parameter 0 of optimizer 0 shares"):
         home.settle()
+
+
+def test_a_parameter_that_moved_to_another_group_is_in_that_one_in_the_table(
+    memory: Memory,
+) -> None:
+    net = model()
+    first, *others = net.parameters()
+    optimizer = torch.optim.SGD(
+        [{"params": [first]}, {"params": others, "lr": 0.5}], lr=0.1, momentum=0.9
+    )
+    trained(net, optimizer, range(1))
+    home = OptimizerHome(memory.optimizer, memory.page, [optimizer])
+    assert home.settle()
+    assert not home.settle()
+    groups = optimizer.param_groups
+    groups[0]["params"].append(groups[1]["params"].pop(0))
+    assert home.settle(), "the table has changed"
+    (params,) = home.table(0)["params"]
+    assert [group for _, group, *_ in params] == [0, 0, 1, 1]
+    assert not home.settle()
+    home.close()

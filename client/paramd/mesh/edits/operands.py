@@ -37,11 +37,31 @@ Operand: TypeAlias = float | torch.Tensor | Sequence[Any] | SupportsArray
 def tensor_of(given: Any) -> torch.Tensor:
     """A tensor of an array's or a list's values. Raises UsageError: they are none."""
     try:
-        return torch.as_tensor(given)
+        return torch.as_tensor(_plain(given))
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"operand: {type(given).__name__} is not a tensor of numbers: {error}"
         ) from error
+
+
+def _plain(given: Any) -> Any:
+    """An array in memory that torch can take: it knows no negative strides (a reversed or flipped
+    array), no other byte order, and warns of memory that is read-only."""
+    if isinstance(given, list | tuple) and any(map(_is_array, given)):
+        import numpy as np
+
+        given = np.asarray(given)
+    if not _is_array(given):
+        return given
+    array = given.__array__()
+    reversed_ = any(stride < 0 for stride in array.strides)
+    if reversed_ or not array.dtype.isnative or not array.flags.writeable:
+        return array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
+    return array
+
+
+def _is_array(given: Any) -> bool:
+    return hasattr(given, "__array__") and not isinstance(given, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)

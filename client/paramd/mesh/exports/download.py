@@ -291,6 +291,7 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
         **wanted.metadata,
         "paramd_incarnation": str(pinned.state.incarnation),
         "paramd_step": str(pinned.state.step),
+        **({"paramd_unsettled": "true"} if pinned.unsettled else {}),
     }
     header = encode_header(ordered, {**metadata, IDENTITY: identity(wanted.key, pinned)})
     sizes = (spec.size_bytes for spec in ordered)

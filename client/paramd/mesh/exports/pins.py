@@ -75,6 +75,7 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
         digest=plan.digest,
         pins=pinned.pins,
         unsettled=pinned.pinned.unsettled,
+        boundary_token=pinned.pinned.boundary_token,
         missing=plan.missing,
         extra_state=table_text(plan.extra.table) if plan.extra is not None else b"",
         replicas_differ=pinned.replicas_differ or (),

@@ -28,6 +28,7 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.layout.select import NameIndex, Pattern
+from paramd.memory.control_page import Rewind
 from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.grpc import all_ended
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, out_of_lockstep
@@ -150,6 +151,8 @@ class StepStream(Generic[Held, Result]):
         """Step of the last frame returned."""
         self._history = 0
         """The history that steps are requested of."""
+        self._rewinds: dict[int, Rewind] = {}
+        """The rollbacks known, by the history that each began."""
         self._down_since_s: float | None = None
         self._over = False
 
@@ -236,9 +239,7 @@ class StepStream(Generic[Held, Result]):
         await self._drop_asks()
 
     def _dropped(self, at: At) -> int:
-        if not self._last.step or self._last.history != at.history:
-            return 0
-        return (at.step - self._last.step) // self._every - 1
+        return missed(self._last, at, self._rewinds, self._every) if self._last.step else 0
 
     async def _ask_ahead(self) -> None:
         while len(self._asks) < AHEAD:
@@ -265,6 +266,10 @@ class StepStream(Generic[Held, Result]):
         if found.header.history != self._history:
             # Steps come again, from the one that the training was put back to.
             self._history, self._asked = found.header.history, 0
+            self._rewinds |= {
+                one.history: Rewind(one.history, one.from_step, one.to_step)
+                for one in found.state.rewinds
+            }
         step_s = found.state.step_time_ns / 1e9
         lead = 1 + int(_ANSWER_S / step_s) if step_s > 0 else 1
         earliest = max(found.header.step + 1 + lead, self._asked + 1)
@@ -350,6 +355,20 @@ class StepStream(Generic[Held, Result]):
             # Cancelled too late: it has leases that nothing else would release.
             if not ask.task.cancelled() and ask.task.exception() is None:
                 self._steps.release(ask.task.result())
+
+
+def missed(last: At, at: At, rewinds: Mapping[int, Rewind], every: int) -> int:
+    """Frames between two, in all histories: steps that come again count again. Of a rollback that
+    is not known (an earlier one than the last 16), the steps before it cannot be counted."""
+    count, begin = 0, last.step
+    for history in range(last.history + 1, at.history + 1):
+        rewind = rewinds.get(history)
+        if rewind is None:
+            begin = at.step
+            continue
+        count += max(0, rewind.from_step // every - begin // every)
+        begin = rewind.to_step
+    return count + max(0, (at.step - 1) // every - begin // every)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,6 +95,7 @@ async def live_state(
                     pinned(reach, sidecars, chosen, deadline_s, mark=mark)
                 )
             label = f"mark {mark}, " * bool(mark) + f"step {pins.state.step} of {job}"
+            label += " (not settled)" * pins.unsettled
             reading = Reading(sidecars, pins, deadline_s)
             names = [tensor.name for tensor in chosen.plan.tensors]
 

@@ -64,6 +64,8 @@ class Spectrum(Document):
     job: str
     incarnation: int
     step: int
+    unsettled: bool = False
+    """As in `Summoned`."""
     shape: tuple[int, ...]
     """Dims beyond the second count as columns."""
     dtype: str
@@ -139,6 +141,7 @@ async def spectrum_of(reading: Reading, plan: ReadPlan, *, k: int) -> Spectrum:
         job=reading.sidecars.document.job,
         incarnation=reading.pinned.state.incarnation,
         step=reading.pinned.state.step,
+        unsettled=reading.pinned.unsettled,
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         singular_values=values,

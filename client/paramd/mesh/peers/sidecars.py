@@ -60,6 +60,8 @@ class RankPin:
     """Backward passes before the update that made its step; equal on ranks in lock-step."""
     unsettled: bool = False
     """Training has not continued since its update."""
+    boundary_token: int = 0
+    """Of the agreed request that filled it, or of a mark its history; 0: neither, or not yet."""
 
     @classmethod
     def of(cls, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> RankPin:
@@ -71,6 +73,7 @@ class RankPin:
             lease_s=answer.lease_ms / 1000,
             iteration=answer.header.iteration,
             unsettled=answer.header.unsettled,
+            boundary_token=answer.header.boundary_token,
         )
 
 
@@ -81,6 +84,8 @@ class Captured:
     captured: bool
     state: StateName
     reason: str
+    boundary_token: int = 0
+    """Of the request that filled them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,8 @@ class Pinned:
     """On some rank training has not continued since the update that made its step."""
     beside: Mapping[int, RankPin] = field(default_factory=dict)
     """Samples of the same state, to compare replicas."""
+    boundary_token: int = 0
+    """Of the agreed request that filled all of them: whatever is read of them must bear it."""
 
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
@@ -132,10 +139,10 @@ class PinKind:
 
 def one_step(pins: Sequence[RankPin]) -> StateName | None:
     """The state that all pins share, or None; ConflictError: one step, several iterations."""
-    found = {pin.state for pin in pins}
+    found = {(pin.state, pin.boundary_token) for pin in pins}
     if len(found) != 1:
         return None
-    (state,) = found
+    ((state, _),) = found
     if state.step >= 0 and len({pin.iteration for pin in pins}) > 1:
         raise out_of_lockstep(state.step, {pin.rank: pin.iteration for pin in pins})
     return state if state.step >= 0 else None
@@ -163,7 +170,8 @@ def pinned_at(common: StateName, pins: Sequence[RankPin], beside: Sequence[RankP
     """`pins` of all ranks, which share the state `common`, and those `beside` them."""
     unsettled = any(pin.unsettled for pin in pins)
     by_rank, compared = ({pin.rank: pin for pin in some} for some in (pins, beside))
-    return Pinned(common, by_rank, unsettled, compared)
+    token = next((pin.boundary_token for pin in pins), 0)
+    return Pinned(common, by_rank, unsettled, compared, token)
 
 
 def told_step(pin: RankPin) -> str:
@@ -407,7 +415,7 @@ class Sidecars:
                 f"run {header.incarnation}; expected job {document.job!r}, run "
                 f"{document.incarnation}; try again in a moment"
             )
-        return Captured(found.captured, StateName.of(header), found.reason)
+        return Captured(found.captured, StateName.of(header), found.reason, header.boundary_token)
 
     async def renew(self, pin: RankPin, lease_s: float = LEASE_S) -> float:
         """Renew a lease; return the seconds granted."""

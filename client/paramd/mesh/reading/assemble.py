@@ -156,7 +156,9 @@ def _checked(
 
 
 def _places(landing: Landing, tensor: ResultTensor, target: torch.Tensor) -> Iterator[Place]:
-    plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_conj()
+    # Bytes are values only without a pending conjugation or negation: `copy_` knows of both.
+    lazy = target.is_conj() or target.is_neg()
+    plain = target.device.type == "cpu" and target.is_contiguous() and not lazy
     if landing.direct and plain and target.dtype == torch_dtype(tensor.dtype):
         assert landing.target_begin_bytes is not None
         address = target.data_ptr() + landing.target_begin_bytes

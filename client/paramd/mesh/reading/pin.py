@@ -226,6 +226,11 @@ class Pinner:
                 self._release(every)
         if not kept:
             return None, answer.reason or "the boundary was missed"
+        # Whatever is read of them has to be of this boundary of this agreement.
+        pins, beside = (
+            [replace(p, state=answer.state, boundary_token=answer.boundary_token) for p in some]
+            for some in (pins, beside)
+        )
         return pinned_at(answer.state, pins, beside), ""
 
     async def _schedule(self, pins: Sequence[RankPin], left_s: float) -> Captured:

@@ -98,6 +98,7 @@ class Reading:
         left_s = self.deadline_s - time.monotonic()
         found = await self.sidecars.ask(rank, request, answers, left_s)
         said, pinned = cast("Any", found).header, self.pinned.state
+        check_boundary(said.boundary_token, self.pinned.boundary_token, self.sidecars.who(rank))
         if (said.incarnation, said.step) != (pinned.incarnation, pinned.step):
             raise ConflictError(
                 f"{self.sidecars.who(rank)} answered about step {said.step} of run "
@@ -130,6 +131,19 @@ class Expected:
 
     state: StateName
     size_bytes: int
+    boundary_token: int = 0
+
+
+def check_boundary(said: int, expected: int, who: str) -> None:
+    """Raise ConflictError unless the bytes are of the agreed boundary that was asked for.
+
+    A state's name does not tell two boundaries of one step apart, which differ in buffers; the
+    token of the request does, whoever restarts in between. 0: of no boundary.
+    """
+    if said != expected:
+        raise ConflictError(
+            f"{who} has a snapshot of another boundary than the one that was agreed on; try again"
+        )
 
 
 @functools.cache
@@ -165,7 +179,7 @@ async def read_range(reading: Reading, rank: int, sink: PlaceSink, begin: int, e
     if begin >= end:
         return
     sidecars, transport = reading.sidecars, reading.transport
-    expected = Expected(reading.pinned.state, end)
+    expected = Expected(reading.pinned.state, end, reading.pinned.boundary_token)
     source = sidecars.source(reading.pinned.pins[rank], end_bytes=end)
     large = end - begin >= STREAM_FROM_BYTES and sidecars.has_streams(rank)
     if transport == "stream" or (transport == "auto" and large):
@@ -271,6 +285,7 @@ class Reader:
         self._proven = told and self.offset_bytes >= self._expected.size_bytes
 
     def _check_header(self, header: common_pb2.Header) -> None:
+        check_boundary(header.boundary_token, self._expected.boundary_token, self._source.who)
         expected, sent = self._expected.state, StateName.of(header)
         if sent != expected:
             raise ConflictError(

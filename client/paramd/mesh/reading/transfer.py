@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, get_args
 
 from paramd.errors import (
+    ConflictError,
     DeniedError,
     NotFoundError,
     ParamdError,
@@ -45,7 +46,7 @@ from paramd.mesh.peers.grpc import LeaseEndedError, all_ended, check_handover, e
 from paramd.mesh.peers.sidecars import FastPathBackoff, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, read_live
 from paramd.mesh.reading.places import Place, PlaceSink, RandomAccess, fill_from
-from paramd.mesh.reading.stream import Landed, Reading, Transport, read_range
+from paramd.mesh.reading.stream import Landed, Reading, Transport, check_boundary, read_range
 from paramd.security.tls import host_of, is_loopback
 from paramd.state import StateName
 from paramd.state_files import host_id, kernel_of
@@ -154,8 +155,18 @@ class SharedSnapshot:
     """The memory of one pinned snapshot. Made by `open`; call `close`."""
 
     def __init__(
-        self, connection: socket.socket, descriptor: int, size_bytes: int, snapshot_id: str
+        self,
+        connection: socket.socket,
+        descriptor: int,
+        size_bytes: int,
+        snapshot_id: str,
+        state: StateName,
+        boundary_token: int,
     ) -> None:
+        self.state = state
+        """State of the bytes, as their sidecar says."""
+        self.boundary_token = boundary_token
+        """As in `RankPin`."""
         self._connection = connection
         self._descriptor = descriptor
         self._snapshot_id = snapshot_id
@@ -173,7 +184,16 @@ class SharedSnapshot:
         try:
             message = {"op": "map", "ticket": ticket, "rank": peer.rank, "snapshot_id": snapshot_id}
             answer, (descriptor,) = _asked(connection, message, "mapped", 1)
-            return cls(connection, descriptor, int(answer["size_bytes"]), snapshot_id)
+            try:
+                incarnation, history, step, edits = map(int, answer["state"][:4])
+                label = str(answer["state"][4])
+                state = StateName(incarnation, history, step, edits, label)
+                token = int(answer["boundary_token"])
+            except (LookupError, TypeError, ValueError) as error:
+                os.close(descriptor)
+                raise UnreachableError(f"rank {peer.rank}: its answer names no state") from error
+            size_bytes = int(answer["size_bytes"])
+            return cls(connection, descriptor, size_bytes, snapshot_id, state, token)
         except BaseException:
             connection.close()
             raise
@@ -585,6 +605,10 @@ class Transfer:
             await reading.sidecars.probe(pin.rank)
             return None  # another user's socket, say; the sidecar itself responds
         stack.callback(shared.close)
+        pinned, who = reading.pinned, reading.sidecars.who(pin.rank)
+        check_boundary(shared.boundary_token, pinned.boundary_token, who)
+        if shared.state != pinned.state:
+            raise ConflictError(f"{who} has {shared.state}; the pin is of {pinned.state}")
         return shared
 
     async def run(

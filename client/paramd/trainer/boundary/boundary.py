@@ -202,6 +202,9 @@ class Boundary:
         self._iteration = 0
         self._trains_in_eval = False
         self._eval_forward = False
+        self._ran_ahead = self._meets_forwards = False
+        """Whether a forward has begun since the update without its boundary; whether boundaries of
+        this training are at forwards."""
         self._want_seen = page.words[Word.WANT]
         self._armed_seen = 0
         self._tries = self._patience = 0
@@ -411,6 +414,7 @@ class Boundary:
                 self.gradients.publish(self._done, owner)
             self._ended_by.add(thread)
             self._pending, self._only_confirms, self._ended_at = True, False, self._backwards
+            self._ran_ahead = False
             self._standing.void = ""
             if not self._open:
                 if self.keeper is not None:
@@ -428,6 +432,8 @@ class Boundary:
             if self.rewinder is not None:
                 # Out of the lock: it may raise.
                 self.rewinder.leave()
+        # A boundary that comes later finds the buffers that this forward leaves.
+        self._ran_ahead = self._pending
 
     def backward(self) -> None:
         """Note the start of a backward, which proves training even in eval mode.
@@ -754,6 +760,8 @@ class Boundary:
         or the next step's forward is over.
         """
         self._pending = False
+        self._meets_forwards |= keeps
+        self._acting.buffers_fit = keeps or not (self._ran_ahead and self._meets_forwards)
         if self._only_confirms:
             self._only_confirms = False
             self._confirm()

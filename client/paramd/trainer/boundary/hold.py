@@ -180,6 +180,8 @@ class BoundaryHandler:
         self._mirror = mirror
         self._after_edit = after_edit
         self._answer = answer
+        self.buffers_fit = True
+        """Whether the buffers now are those of the step of this boundary."""
         self._agreed = page.words[Word.AGREED]
         self._agreed_count = 0
         self._iteration = 0
@@ -345,6 +347,8 @@ class BoundaryHandler:
         words, request = self._words, heard.agreed
         if request is not None:
             self._agreed = request.number
+            # Of every request: a later one may have replaced BUFFERS_WANTED since the promise.
+            words[Word.BUFFERS_FOR] = 0
             if self._mirror is not None or self._wants(Word.BUFFERS_WANTED, request):
                 # The last copy may be of the same step, but this request needs its own.
                 words[Word.BUFFERS_STEP] = -1
@@ -397,9 +401,7 @@ class BoundaryHandler:
                 self._home.gather_again()
                 self._after_edit()
         if self._mirror is None and self._wants(Word.BUFFERS_WANTED, request):
-            with self._refusing_buffers():
-                self._home.copy_buffers()
-                words[Word.BUFFERS_STEP] = words[Word.STEP]
+            self._copy_buffers(request)
         if self._wants(Word.EXTRA_WANTED, request):
             self._note_extra(request.number)
         if self._wants(Word.MOMENTS_WANTED, request):
@@ -408,10 +410,23 @@ class BoundaryHandler:
                 self._gate.begin_mirror()
             self._copy_state(request)
             self._gate.patience_ns = PATIENCE_NS
-        if self._mirror is not None and request.action == CAPTURE and at_home:
+        fit = self.buffers_fit or not self._wants(Word.BUFFERS_WANTED, request)
+        if self._mirror is not None and request.action == CAPTURE and at_home and fit:
             # Last: its final store (MIRRORED_FOR) lets the sidecar fill the request.
             with self._refusing_buffers():
                 self._mirror.refresh_for(request, self._gate)
+
+    def _copy_buffers(self, request: Request) -> None:
+        """Copy the buffers for a request, unless a forward since the update may have changed them:
+        they would be of the next step. The request is then missed, and made again."""
+        if not self.buffers_fit:
+            return
+        words = self._words
+        with self._refusing_buffers():
+            self._home.copy_buffers()
+            words[Word.BUFFERS_STEP] = words[Word.STEP]
+            # Last: it vouches for the bytes and for the step.
+            words[Word.BUFFERS_FOR] = request.number
 
     @contextmanager
     def _refusing_buffers(self) -> Iterator[None]:

@@ -292,6 +292,8 @@ class Keeper:
                 encode(self._state.table(self._home.arena_address))
             )
         self._pause_s = RETRY_S
+        # First: a copy for a reader that is under way finds that it is no longer its request's.
+        self._words[Word.BUFFERS_FOR] = 0
         self._home.copy_buffers()
         late = {
             name: one.state_dict() for name, one in self._keep.items() if name not in self._loaders

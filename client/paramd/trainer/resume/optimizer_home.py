@@ -171,14 +171,19 @@ class OptimizerHome:
         self._others: list[int] = []
         self._no_tensors: frozenset[int] = frozenset()
         self._placed: list[_Lodged] = []
+        self._members: list[list[torch.Tensor]] = []
         self._turn = count()
 
     def settle(self) -> bool:
-        """Move new and replaced state to its places; return whether anything moved. Raises
+        """Move new and replaced state to its places; return whether the table has changed. Raises
         ConflictError: state that cannot live here; the message names it. ExhaustedError: no memory
         for it. UnreachableError: no sidecar answers to make memory on the device; ask again
         later."""
         now = self._values()
+        if not self._same_members():
+            # A parameter's group, and its number, are part of the table.
+            self._bring_home()
+            return True
         if len(now) == len(self._expected):
             # Without a line of Python for each of them: this is done at every step.
             if all(map(is_, now, self._expected)) and self._in_place():
@@ -251,7 +256,7 @@ class OptimizerHome:
                 if address(local) == address(one.base):
                     targets.append((local, view))
         repoint(targets)
-        self._lodged, self._placed = {}, []
+        self._lodged, self._placed, self._members = {}, [], []
         self._entries, self._expected, self._others = [], [], []
 
     def close(self) -> None:
@@ -285,6 +290,15 @@ class OptimizerHome:
         except TypeError:
             # An optimizer's other state may be no dict.
             return [v for state in states if isinstance(state, dict) for v in state.values()]
+
+    def _same_members(self) -> bool:
+        """Whether every group has the parameters that it had, in their order."""
+        groups = [group["params"] for one in self.alive() for group in one.param_groups]
+        # Without a line of Python for each parameter. Not `==`, which compares tensors' values.
+        return len(groups) == len(self._members) and all(
+            len(now) == len(before) and all(map(is_, now, before))
+            for now, before in zip(groups, self._members, strict=True)
+        )
 
     def _in_place(self) -> bool:
         """Check the addresses of a few tensors, different ones each time."""
@@ -459,6 +473,7 @@ class OptimizerHome:
 
     def _remember(self) -> None:
         self._expected = self._values()
+        self._members = [[*group["params"]] for one in self.alive() for group in one.param_groups]
         found = list(self._found())
         self._entries = [place for place, _, of in found if of is not None]
         self._placed = [one for one in self._lodged.values() if one.size_bytes]

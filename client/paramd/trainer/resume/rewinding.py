@@ -20,7 +20,7 @@ import torch
 from paramd.errors import ConflictError, ParamdError, UsageError
 from paramd.memory.arena import HostArena
 from paramd.memory.continuation import read_pair
-from paramd.memory.control_page import NEVER_REWINDABLE, ControlPage, Word
+from paramd.memory.control_page import NEVER_REWINDABLE, ControlPage, Word, note_rewind
 from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.edit_program import Kept, Note, branch_of, write_payload
 from paramd.trainer.home.device import DeviceMemory
@@ -207,7 +207,8 @@ class Rollback:
         set_random_state(decode(record["early"])["random"])
         # Readers wait for these words by step: later steps come again, earlier ones have passed.
         page[Word.GRADIENTS_STEP] = min(page[Word.GRADIENTS_STEP], step)
-        page[Word.BUFFERS_STEP] = step
+        page[Word.BUFFERS_FOR], page[Word.BUFFERS_STEP] = 0, step
+        note_rewind(page, step)
         page[Word.STEP] = step
         page[Word.REWOUND] += 1
         page[Word.LINEAGE] = kept.lineage or branch_of(token)

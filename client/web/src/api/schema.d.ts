@@ -2077,6 +2077,12 @@ export interface components {
             /** Step */
             step: number;
             /**
+             * Unsettled
+             * @description Training has not continued since that update, so its script may still change the values
+             * @default false
+             */
+            unsettled: boolean;
+            /**
              * Values
              * @description Row-major, 7 digits; over the finite elements, null if there are none
              */
@@ -2101,6 +2107,12 @@ export interface components {
             size_bytes: number;
             /** Step */
             step: number;
+            /**
+             * Unsettled
+             * @description Training has not continued since that update, so its script may still change the values
+             * @default false
+             */
+            unsettled: boolean;
         };
         /**
          * HistogramDocument
@@ -2155,6 +2167,12 @@ export interface components {
             nan_count: number;
             /** Step */
             step: number;
+            /**
+             * Unsettled
+             * @description Training has not continued since that update, so its script may still change the values
+             * @default false
+             */
+            unsettled: boolean;
         };
         /**
          * HistoryDocument
@@ -2919,6 +2937,12 @@ export interface components {
              * @description Matching tensors on all pages
              */
             total_count: number;
+            /**
+             * Unsettled
+             * @description Training has not continued since that update, so its script may still change the values
+             * @default false
+             */
+            unsettled: boolean;
         };
         /**
          * PauseRequest
@@ -3853,6 +3877,12 @@ export interface components {
             /** Step */
             step: number;
             /**
+             * Unsettled
+             * @description As in `Summoned`.
+             * @default false
+             */
+            unsettled: boolean;
+            /**
              * Zero
              * @description Share of elements that are zero.
              */
@@ -3940,6 +3970,12 @@ export interface components {
             step: number;
             /** @description Over all tensors that globs and facts select and that are not missing */
             total: components["schemas"]["StatsDocument"];
+            /**
+             * Unsettled
+             * @description Training has not continued since that update, so its script may still change the values
+             * @default false
+             */
+            unsettled: boolean;
         };
         /**
          * StepRequest
@@ -4241,6 +4277,12 @@ export interface components {
             shape: number[];
             /** Step */
             step: number;
+            /**
+             * Unsettled
+             * @description Training has not continued since that update, so its script may still change the values
+             * @default false
+             */
+            unsettled: boolean;
             /**
              * Values
              * @description Row-major; each text converts back exactly: "0.5", "nan", "-inf", "9007199254740993", "true", "1.0+2.0j"

@@ -252,6 +252,11 @@ class ParamDocument(BaseModel):
     )
 
 
+UNSETTLED = (
+    "Training has not continued since that update, so its script may still change the values"
+)
+
+
 class MissingDocument(BaseModel):
     """A tensor that is not available now, and why."""
 
@@ -269,6 +274,7 @@ class ParamPage(BaseModel):
     next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
     incarnation: int = Field(description="Run of the filter's statistics; -1 for none")
     step: int = Field(description="Step of those statistics, equal on all pages; -1 for none")
+    unsettled: bool = Field(default=False, description=UNSETTLED)
     partial: bool = Field(description="Whether tensors are missing")
     missing: list[MissingDocument]
 
@@ -330,6 +336,7 @@ class StatsList(BaseModel):
 
     incarnation: int
     step: int = Field(description="Step of all numbers")
+    unsettled: bool = Field(default=False, description=UNSETTLED)
     stats: list[StatsDocument]
     total: StatsDocument = Field(
         description="Over all tensors that globs and facts select and that are not missing"
@@ -343,6 +350,7 @@ class HistogramDocument(BaseModel):
 
     incarnation: int
     step: int
+    unsettled: bool = Field(default=False, description=UNSETTLED)
     name: str
     edges: list[float] = Field(description="Ascending; bin i is edges[i] <= x < edges[i+1]")
     counts: list[int] = Field(description="One per bin: one fewer than edges")
@@ -362,6 +370,7 @@ class HeatmapDocument(BaseModel):
 
     incarnation: int
     step: int
+    unsettled: bool = Field(default=False, description=UNSETTLED)
     name: str
     mode: str
     shape: list[int] = Field(description="Shape of the tensor or slice shown")
@@ -391,6 +400,7 @@ class ValuesDocument(BaseModel):
 
     incarnation: int
     step: int
+    unsettled: bool = Field(default=False, description=UNSETTLED)
     name: str
     dtype: str
     begin: list[int] = Field(description="First index in every dim of the full tensor")
@@ -437,6 +447,7 @@ class HeldDocument(BaseModel):
     filter: str
     incarnation: int
     step: int
+    unsettled: bool = Field(default=False, description=UNSETTLED)
     lease_left_s: float
     size_bytes: int
     pins: list[RankPinDocument]

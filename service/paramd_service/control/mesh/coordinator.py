@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -96,6 +97,8 @@ class RankAnswer:
     """Edits applied in this incarnation so far."""
     history: int = 0
     """Rollbacks in this incarnation so far."""
+    token: int = 0
+    """Token of the request that its snapshots were filled for; 0: none were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +110,15 @@ class Verdict:
     reason: str
     edits: int = -1
     history: int = 0
+    token: int = 0
+    """Token of the request; 0: not captured, or nothing was copied for it."""
 
 
-def decide(incarnation: int, world_size: int, answers: Sequence[RankAnswer]) -> Verdict:
-    """Combine the answers: captured if all ranks filled theirs at one step of this incarnation."""
+def decide(
+    incarnation: int, world_size: int, answers: Sequence[RankAnswer], *, token: int = 0
+) -> Verdict:
+    """Combine the answers: captured if all ranks filled theirs at one step of this incarnation,
+    for the request with this token (0: for one without a copy)."""
     missed = [answer for answer in answers if not answer.captured or answer.step < 0]
     if missed:
         told = "; ".join(f"rank {a.rank}: {a.reason or 'no reason given'}" for a in missed[:8])
@@ -129,10 +137,13 @@ def decide(incarnation: int, world_size: int, answers: Sequence[RankAnswer]) -> 
             for a in answers[:8]
         )
         return Verdict(False, -1, f"the ranks captured after different edits: {told}")
+    if token and (others := [answer.rank for answer in answers if answer.token != token]):
+        told = f"ranks {listed(others)} filled their snapshots for another request"
+        return Verdict(False, -1, told)
     silent = set(range(world_size)) - {answer.rank for answer in answers}
     if silent:
         return Verdict(False, -1, f"ranks {listed(sorted(silent))} have not answered")
-    return Verdict(True, steps[0], "", answers[0].edits, answers[0].history)
+    return Verdict(True, steps[0], "", answers[0].edits, answers[0].history, token)
 
 
 def worst(failures: Mapping[int, ParamdError]) -> ParamdError:
@@ -260,7 +271,8 @@ class Coordinator:
             for report in view.joined
         }
         try:
-            verdict = await self._gathered(tasks)
+            copies = request.action is BoundaryAction.CAPTURE
+            verdict = await self._gathered(tasks, token=request.token if copies else 0)
         finally:
             # Awaited, not just cancelled: no call of this turn may overlap the next turn.
             for task in tasks:
@@ -310,7 +322,8 @@ class Coordinator:
     async def _one_round(self, requests: Sequence[_Request]) -> Verdict:
         view = self.joined()
         number = self._next_number(view)
-        token = token_of(self._generation, number, BoundaryAction.CAPTURE)
+        # At random: whoever starts again, with whatever numbers, never names this boundary again.
+        token = 1 + secrets.randbelow((1 << _TOKEN_BITS) - 1)
         timeout_s = max(request.deadline_s for request in requests) - time.monotonic()
         ids = {
             report.rank: [i for r in requests for i in r.snapshots.get(report.rank, ())]
@@ -332,7 +345,9 @@ class Coordinator:
         self._last_boundary = max(self._last_boundary, view.highest_boundary) + 1
         return self._last_boundary
 
-    async def _gathered(self, tasks: Mapping[asyncio.Task[RankAnswer], int]) -> Verdict:
+    async def _gathered(
+        self, tasks: Mapping[asyncio.Task[RankAnswer], int], *, token: int
+    ) -> Verdict:
         pending = set(tasks)
         answers: list[RankAnswer] = []
         while pending:
@@ -351,7 +366,7 @@ class Coordinator:
             if not all(answer.captured for answer in answers):
                 break
         answers.sort(key=lambda answer: answer.rank)
-        return decide(self._incarnation, len(tasks), answers)
+        return decide(self._incarnation, len(tasks), answers, token=token)
 
 
 def _refused(ended: asyncio.Task[Verdict]) -> bool:

@@ -310,7 +310,7 @@ class SidecarCalls:
         answer = await watched(call, lambda: self._probe(rank, address))
         header = answer.header
         found = (header.incarnation, header.step, answer.captured, answer.reason)
-        return RankAnswer(rank, *found, header.edits, header.history)
+        return RankAnswer(rank, *found, header.edits, header.history, header.boundary_token)
 
     async def _probe(self, rank: int, address: str) -> None:
         request = sidecar_pb2.GetStateRequest()

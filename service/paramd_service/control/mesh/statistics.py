@@ -68,6 +68,7 @@ class LeasedSnapshot:
     filter: str
     incarnation: int
     step: int
+    unsettled: bool
     expires_s: float
     """On the monotonic clock."""
     pins: Mapping[int, tuple[str, int]]
@@ -118,6 +119,7 @@ class HeldSnapshots:
                 filter=filter_text,
                 incarnation=pinned.state.incarnation,
                 step=pinned.state.step,
+                unsettled=pinned.unsettled,
                 expires_s=time.monotonic() + lease_s,
                 pins={r: (p.snapshot_id, p.size_bytes) for r, p in pinned.pins.items()},
                 who=who,
@@ -338,8 +340,8 @@ class StatsSource:
 
     async def heatmap(
         self, pattern: str, *, mode: str, rows: int, columns: int, row_dims: int | None
-    ) -> tuple[int, int, TensorHeatmap]:
-        """(incarnation, step, heatmap) of the tensor. Raises as `get` and `compute_heatmap`."""
+    ) -> tuple[Pinned, TensorHeatmap]:
+        """(snapshots read, heatmap) of the tensor. Raises as `get` and `compute_heatmap`."""
         from paramd.mesh.reading.reductions import compute_heatmap
 
         work = partial(
@@ -347,8 +349,8 @@ class StatsSource:
         )
         return await self._stated(pattern, work)
 
-    async def values(self, pattern: str) -> tuple[int, int, list[str]]:
-        """(incarnation, step, elements as text) of one tensor. Raises as `get` and `read_texts`."""
+    async def values(self, pattern: str) -> tuple[Pinned, list[str]]:
+        """(snapshots read, elements as text) of one tensor. Raises as `get` and `read_texts`."""
         from paramd.mesh.reading.reductions import read_texts
 
         return await self._stated(pattern, read_texts)
@@ -434,13 +436,12 @@ class StatsSource:
         await self.held.close()
         self._kept = self._ready = None
 
-    async def _stated(self, pattern: str, work: Work[Result]) -> tuple[int, int, Result]:
-        """`work` on the one matching tensor, with the incarnation and step it ran at."""
+    async def _stated(self, pattern: str, work: Work[Result]) -> tuple[Pinned, Result]:
+        """`work` on the one matching tensor, with the snapshots it read."""
 
-        async def stated(reading: Reading, plan: ReadPlan) -> tuple[int, int, Result]:
+        async def stated(reading: Reading, plan: ReadPlan) -> tuple[Pinned, Result]:
             result = await work(reading, plan)
-            state = reading.pinned.state
-            return state.incarnation, state.step, result
+            return reading.pinned, result
 
         return await self._reading([pattern], stated)
 

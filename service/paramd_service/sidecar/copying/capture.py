@@ -367,11 +367,13 @@ class Capture:
         if is_mirror(words):
             return self._capture_mirrored(boundary, announced)
         agreed_step = words[Word.AGREED_STEP]
+        if not self._is_agreed(boundary):
+            return Outcome(-1, "another request was agreed before the copy", missed=True)
         if words[Word.STEP] != agreed_step or words[Word.SEQ] & 1:
             return self._not_there(boundary, announced, "the next update began before the copy")
         # Before BUFFERS_STEP: what the trainer copies later, of the same step, has another SEQ.
         begin_ns, seq = self._clock_ns(), words[Word.SEQ]
-        if boundary.with_buffers and words[Word.BUFFERS_STEP] != agreed_step:
+        if not self._has_buffers(boundary, agreed_step):
             return self._not_there(boundary, announced, "the trainer did not copy its buffers")
         spans = self._spans_of(boundary)
         if isinstance(spans, str):
@@ -386,13 +388,34 @@ class Capture:
         # Spans and buffers found before the copy must be of the state that was copied.
         found_before = boundary.state is not None or boundary.with_buffers
         still = not found_before or state.proof == seq
+        # And of this request still: they may be written again under the same SEQ.
+        still = still and self._is_agreed(boundary) and self._has_buffers(boundary, agreed_step)
         if end is CopyEnd.DONE and state.step == agreed_step and still:
             self._note_rate(size_bytes, took_ns)
             return Outcome(
-                state.step, "", edits=state.edits, history=state.history, proof=state.proof
+                state.step,
+                "",
+                edits=state.edits,
+                history=state.history,
+                proof=state.proof,
+                token=boundary.token,
             )
         self.given_up_count += 1
         return Outcome(-1, self.explain(size_bytes, took_ns), missed=True)
+
+    def _is_agreed(self, boundary: Boundary) -> bool:
+        """Whether the last request that the trainers agreed on is still this one, by its token,
+        too, which never comes again."""
+        words = self._words
+        return words[Word.AGREED_TOKEN] == boundary.token and words[Word.AGREED] == boundary.number
+
+    def _has_buffers(self, boundary: Boundary, step: int) -> bool:
+        """Whether the arena's buffers are those that the trainer copied for this request, at this
+        step; True where it wants none."""
+        if not boundary.with_buffers:
+            return True
+        words = self._words
+        return (words[Word.BUFFERS_FOR], words[Word.BUFFERS_STEP]) == (boundary.number, step)
 
     def _capture_mirrored(self, boundary: Boundary, announced: bool) -> Outcome | None:
         """Copy from a mirrored arena, which updates do not touch: the step may have advanced."""
@@ -409,7 +432,9 @@ class Capture:
             self.given_up_count += 1
             return Outcome(-1, "a later request overtook this one's copy")
         self._note_rate(sum(span.size_bytes for span in spans), self._clock_ns() - begin_ns)
-        return Outcome(state.step, "", edits=state.edits, history=state.history)
+        return Outcome(
+            state.step, "", edits=state.edits, history=state.history, token=boundary.token
+        )
 
     def _spans_of(self, boundary: Boundary) -> Sequence[CopySpan] | str:
         """Spans to copy, with optimizer state, or why not. Extra state is filled in at once."""

@@ -59,6 +59,8 @@ class Outcome:
     """Rollbacks before it was done."""
     proof: int = 0
     """Proof of the bytes copied, as in `memory.gate.State`; 0: of a mirror, or without bytes."""
+    token: int = 0
+    """Token of the request whose bytes were copied; 0: none were."""
 
     @property
     def captured(self) -> bool:

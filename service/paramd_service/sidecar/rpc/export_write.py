@@ -170,8 +170,10 @@ class Memories:
     async def _open(
         self, sidecars: Sidecars, number: int, snapshot_id: str, size_bytes: int
     ) -> Memory:
+        found = self._message
+        state = StateName(found.incarnation, found.history, found.step, found.edits)
         if number == self._rank.config.rank:
-            return self._own(snapshot_id, size_bytes)
+            return self._own(snapshot_id, size_bytes, state)
         peer = sidecars.document.peers.get(number)
         if peer is None:
             raise UsageError(f"pins: rank {number} is not in this mesh")
@@ -183,20 +185,29 @@ class Memories:
                 pass  # perhaps another container: read over the network
             else:
                 self._stack.callback(shared.close)
+                self._check(snapshot_id, shared.state, shared.boundary_token, state)
                 return HostMemory(shared)
-        found = self._message
-        state = StateName(found.incarnation, found.history, found.step, found.edits)
         pin = RankPin(number, snapshot_id, state, size_bytes, lease_s=0.0)
-        return PeerMemory(Reading(sidecars, Pinned(state, {number: pin}), 0.0, "grpc"), pin)
+        pinned = Pinned(state, {number: pin}, boundary_token=found.boundary_token)
+        return PeerMemory(Reading(sidecars, pinned, 0.0, "grpc"), pin)
 
-    def _own(self, snapshot_id: str, size_bytes: int) -> OwnMemory:
+    def _check(self, snapshot_id: str, state: StateName, token: int, planned: StateName) -> None:
+        """Raise ConflictError unless the snapshot is of the plan's state and boundary."""
+        if (state, token) != (planned, self._message.boundary_token):
+            raise ConflictError(
+                f"snapshot {snapshot_id[:8]} is of {state}; the plan is of {planned}, at the "
+                "boundary that was agreed on for it"
+            )
+
+    def _own(self, snapshot_id: str, size_bytes: int, state: StateName) -> OwnMemory:
         store = self._rank.pins.store
         snapshot = store.filled(snapshot_id)
-        if snapshot.size_bytes != size_bytes or snapshot.step != self._message.step:
+        if snapshot.size_bytes != size_bytes:
             raise ConflictError(
-                f"snapshot {snapshot_id[:8]} holds {snapshot.size_bytes:,} bytes of step "
-                f"{snapshot.step}; the plan has {size_bytes:,} of step {self._message.step}"
+                f"snapshot {snapshot_id[:8]} holds {snapshot.size_bytes:,} bytes; the plan has "
+                f"{size_bytes:,}"
             )
+        self._check(snapshot_id, snapshot.state, snapshot.token, state)
         store.hold(snapshot)
         self._stack.callback(store.drop, snapshot)
         return OwnMemory(snapshot.view())

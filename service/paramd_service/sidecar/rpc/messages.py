@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from paramd.errors import MAX_ID_CHARS, METADATA_KEY, ParamdError, codes_of, exhausted_of, reason_of
-from paramd.memory.control_page import Word, stands_of, unserved_reason
+from paramd.memory.control_page import Word, rewinds_of, stands_of, unserved_reason
 from paramd.memory.descriptors import reserved_bytes
 from paramd.state_files import resident_bytes
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
@@ -121,7 +121,7 @@ def header_of(rank: RankSidecar, snapshot: Snapshot) -> common_pb2.Header:
     found = header(rank, snapshot.step, snapshot.edits)
     found.iteration, found.unsettled = snapshot.iteration, snapshot.unsettled
     found.label, found.history = snapshot.label, snapshot.history
-    found.incarnation = snapshot.key.incarnation
+    found.incarnation, found.boundary_token = snapshot.key.incarnation, snapshot.token
     return found
 
 
@@ -179,6 +179,10 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     state.stands.extend(
         common_pb2.Stand(cause=cause, count=count, total_ns=total_ns, max_ns=max_ns)
         for cause, (count, total_ns, max_ns) in stands_of(page).items()
+    )
+    state.rewinds.extend(
+        common_pb2.Rewind(history=one.history, from_step=one.from_step, to_step=one.to_step)
+        for one in rewinds_of(page)
     )
     state.arena_bytes = attached.request.arena_bytes
     if page[Word.AGREEMENT_STATE] == GAVE_UP:

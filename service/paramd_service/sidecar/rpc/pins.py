@@ -37,7 +37,7 @@ async def _reach(rank: RankSidecar, request: pb.ReachBoundaryRequest, timeout_s:
     rank.follow_control(request.generation)
     outcome = await rank.pins.boundaries.reach(reach, timeout_s=timeout_s)
     header = messages.header(rank, outcome.step, outcome.edits)
-    header.history = outcome.history
+    header.history, header.boundary_token = outcome.history, outcome.token
     return pb.ReachBoundaryResponse(
         header=header, captured=outcome.captured, reason=outcome.reason, stop_ns=outcome.stop_ns
     )

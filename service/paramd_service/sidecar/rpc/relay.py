@@ -76,6 +76,7 @@ def _messages(frame: GradFrame[Any], gatherer: Gatherer) -> Iterator[bytes]:
         job=frame.job,
         incarnation=frame.incarnation,
         step=frame.step,
+        history=frame.history,
         rank=gatherer.rank,
         layout_digest=gatherer.mesh.layout_digest,
     )
@@ -199,6 +200,8 @@ class Gatherer(Peers):
             rank=self._rank.config.rank,
             layout_digest=self.mesh.layout_digest,
             unsettled=pinned.unsettled,
+            label=pinned.state.label,
+            history=pinned.state.history,
         )
 
 

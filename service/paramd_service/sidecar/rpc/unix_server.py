@@ -320,7 +320,13 @@ class _Connection:
         check_role(self._caller(message), GATHERERS)
         snapshot_id = str(message.get("snapshot_id", ""))
         snapshot = self._rank.pins.store.filled(snapshot_id)
-        answer = {"op": "mapped", "size_bytes": snapshot.size_bytes, **self._rank.identity()}
+        answer = {
+            "op": "mapped",
+            "size_bytes": snapshot.size_bytes,
+            "state": list(snapshot.state),
+            "boundary_token": snapshot.token,
+            **self._rank.identity(),
+        }
         if snapshot.block is None:
             handover.send(self._socket, answer)
             return

@@ -76,6 +76,12 @@ class StandingLabel:
     dies while it resumes may leave only some ranks with a new history."""
     device_bytes: int = 0
     """How many of the optimizer's bytes, the last ones, were on the device. Unknown for copies."""
+    incarnation: int = 0
+    """The incarnation that made it; 0 of copies, as the next two."""
+    history: int = 0
+    """Rollbacks in that incarnation before it."""
+    edits_here: int = 0
+    """Edits applied in that incarnation before it."""
 
     @property
     def size_bytes(self) -> int:
@@ -420,6 +426,9 @@ def label_of(
         world_size=attached.request.world_size,
         layout_digest=layout_digest,
         device_bytes=page[Word.STATE_BYTES],
+        incarnation=page[Word.INCARNATION],
+        history=page[Word.REWOUND],
+        edits_here=page[Word.EDITS],
     )
 
 

@@ -169,6 +169,10 @@ class Snapshot:
     """Proof of the copy, as in `memory.gate.State`; 0 if it cannot be shared, or of a mirror."""
     is_true: bool = False
     """The state is over, and no change outside of updates was found in it."""
+    token: int = 0
+    """Token of the agreed request that filled it; of a mark, its lineage. 0: neither."""
+    shown: bool = False
+    """Somebody has been given its bytes, or the right to read them: no other boundary fills it."""
     private: bool = False
     """Made for a reader that accepts values changed after their update: not shared."""
     holders: int = 0
@@ -376,7 +380,8 @@ class SnapshotStore:
         proof: int | None = None,
     ) -> Snapshot | None:
         """A filled snapshot of `key`, with one more hold: of the given state and proof of the copy,
-        or else the newest. A step alone, without a history, names no state."""
+        or else the newest. A step alone, without a history, names no state; with one it names the
+        settled state, never one that was copied at rest."""
         wanted = (key, history, step, proof)
         held = [snapshot for snapshot in self._live if _answers(snapshot, *wanted)]
         kept = [entry for entry in self._kept if _answers(entry.snapshot, *wanted)]
@@ -441,6 +446,7 @@ class SnapshotStore:
         if snapshot.fill is not Fill.FILLED:
             raise ConflictError(f"the snapshot is {snapshot.fill.value}; schedule a boundary first")
         self.check(snapshot)
+        snapshot.shown = True
         return snapshot
 
     def renew(self, snapshot_id: str, lease_s: float, who: Who = None) -> None:
@@ -600,6 +606,7 @@ def _answers(
         and snapshot.shareable
         and snapshot.key == key
         and (history is None or snapshot.history == history)
-        and (step is None or snapshot.step == step)
+        # A resting state is not yet the step's: the script may have changed it since.
+        and (step is None or (snapshot.step == step and not snapshot.unsettled))
         and (proof is None or snapshot.proof == proof)
     )

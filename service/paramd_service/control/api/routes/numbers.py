@@ -90,6 +90,7 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         return StatsList(
             incarnation=table.incarnation,
             step=table.step,
+            unsettled=table.unsettled,
             stats=stats,
             total=_row(table.total),
             partial=bool(missing),
@@ -125,6 +126,7 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         return HistogramDocument(
             incarnation=table.incarnation,
             step=table.step,
+            unsettled=table.unsettled,
             name=item.name,
             edges=edges,
             counts=list(counts[1:-1]),
@@ -148,12 +150,13 @@ def _add_heatmap(routes: APIRouter, services: Services) -> None:
         """Heat map of one tensor or a slice of it; zoom in with a smaller slice."""
         mesh = services.jobs.get(job)
         item = await _one(mesh, name)
-        incarnation, step, shown = await mesh.statistics.heatmap(
+        read, shown = await mesh.statistics.heatmap(
             item.pattern, mode=mode, rows=rows, columns=columns, row_dims=row_dims
         )
         document: dict[str, Any] = {
-            "incarnation": incarnation,
-            "step": step,
+            "incarnation": read.state.incarnation,
+            "step": read.state.step,
+            "unsettled": read.unsettled,
             "name": item.name,
             "mode": mode,
             "shape": shown.matrix.shape,
@@ -176,10 +179,11 @@ def _add_values(routes: APIRouter, services: Services) -> None:
         """Elements of one tensor or a slice of it, as exact text."""
         mesh = services.jobs.get(job)
         item = await _one(mesh, name)
-        incarnation, step, texts = await mesh.statistics.values(item.pattern)
+        read, texts = await mesh.statistics.values(item.pattern)
         return ValuesDocument(
-            incarnation=incarnation,
-            step=step,
+            incarnation=read.state.incarnation,
+            step=read.state.step,
+            unsettled=read.unsettled,
             name=item.name,
             dtype=item.tensor.dtype,
             begin=list(item.box.begin),

@@ -95,6 +95,7 @@ class Found:
     incarnation: int = -1
     step: int = -1
     digest: str = ""
+    unsettled: bool = False
 
 
 def router(services: Services) -> APIRouter:
@@ -159,6 +160,7 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
             next_page_token=token,
             incarnation=found.incarnation,
             step=found.step,
+            unsettled=found.unsettled,
             partial=bool(found.missing),
             missing=list(found.missing),
         )
@@ -214,7 +216,7 @@ async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) ->
     rows = await source.kept(choice)
     if rows is None:
         rows = await source.rows(choice, digest, index.layout, pick)
-    ready, state = rows.ready, rows.state[0]
+    ready, (state, unsettled) = rows.ready, rows.state
 
     def ordered() -> tuple[TensorLayout, ...]:
         pairs = zip(ready.tensors, rows.columns.summaries(), strict=True)
@@ -222,7 +224,7 @@ async def _find(mesh: Incarnation, wanted: Filter, sort: str, *, reads: bool) ->
         return _in_order(right if wanted.statistics else pairs, sort)
 
     found = await asyncio.to_thread(ordered) if many else ordered()
-    return Found(found, tuple(ready.missing), state.incarnation, state.step, digest)
+    return Found(found, tuple(ready.missing), state.incarnation, state.step, digest, unsettled)
 
 
 def _in_order(rows: Iterable[tuple[TensorLayout, Any]], sort: str) -> tuple[TensorLayout, ...]:

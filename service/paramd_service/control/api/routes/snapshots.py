@@ -144,7 +144,9 @@ def _document(held: LeasedSnapshot) -> HeldDocument:
         RankPinDocument(rank=rank, snapshot_id=pin[0], size_bytes=pin[1])
         for rank, pin in sorted(held.pins.items())
     ]
-    same = {name: getattr(held, name) for name in ("id", "filter", "incarnation", "step")}
+    same = {
+        name: getattr(held, name) for name in ("id", "filter", "incarnation", "step", "unsettled")
+    }
     size_bytes, left_s = sum(pin.size_bytes for pin in pins), round(held.left_s, 3)
     return HeldDocument(**same, lease_left_s=left_s, size_bytes=size_bytes, pins=pins)
 

@@ -203,8 +203,8 @@ BUGS = (
     ),
     SIDECARS(
         "states with different edits are one state",
-        "found = {pin.state for pin in pins}",
-        "found = {pin.state._replace(edits=0) for pin in pins}",
+        "found = {(pin.state, pin.boundary_token) for pin in pins}",
+        "found = {(pin.state._replace(edits=0), pin.boundary_token) for pin in pins}",
     ),
     STREAM(
         "another step's bytes are read",

@@ -92,6 +92,10 @@ class ExhaustedError(ParamdError):
     """A budget is used up: bytes, leases or concurrent calls. Try again later."""
 
 
+class CapacityError(ExhaustedError):
+    """This process would take more memory than its host or cgroup has left; it took none."""
+
+
 class AbortedError(ParamdError):
     """The attempt lost a race with training; try again."""
 
@@ -129,6 +133,8 @@ CODES: dict[type[ParamdError], ErrorCodes] = {
     DeniedError: ErrorCodes(grpc="PERMISSION_DENIED", http=403, exit=7),
     DeadlineError: ErrorCodes(grpc="DEADLINE_EXCEEDED", http=504, exit=8),
     ExhaustedError: ErrorCodes(grpc="RESOURCE_EXHAUSTED", http=429, exit=1, retry=True),
+    # Again would not help: it is the reader that has to ask for less.
+    CapacityError: ErrorCodes(grpc="RESOURCE_EXHAUSTED", http=507, exit=1),
     AbortedError: ErrorCodes(grpc="ABORTED", http=409, exit=5, retry=True),
     DataLossError: ErrorCodes(grpc="DATA_LOSS", http=500, exit=1, retry=True),
     ParamdError: ErrorCodes(grpc="INTERNAL", http=500, exit=1),

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 import paramd
-from paramd.errors import DeadlineError, DeniedError, NotFoundError, UnreachableError, UsageError
+from paramd.errors import (
+    CapacityError,
+    DeadlineError,
+    DeniedError,
+    NotFoundError,
+    UnreachableError,
+    UsageError,
+)
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import Job, running_job
@@ -133,6 +140,18 @@ def test_a_tensor_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=text):
         mesh.summon("rows", into=into)
+
+
+def test_a_reader_without_memory_is_refused_and_its_own_tensors_are_filled(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = mesh.summon("*")
+    # No host has that much to spare; the sidecars run already.
+    monkeypatch.setenv("PARAMD_HOST_RESERVE", str(1 << 50))
+    with pytest.raises(CapacityError, match="stay free for the training"):
+        mesh.summon("*")
+    again = mesh.summon("*", into=dict(found))
+    assert set(again) == set(found)
 
 
 @pytest.mark.parametrize(

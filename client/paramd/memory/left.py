@@ -10,6 +10,7 @@ allocate gradients and optimizer state that no figure of the kernel shows yet.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from paramd.errors import ExhaustedError
+from paramd.errors import CapacityError, ExhaustedError
 
 HEADROOM_BYTES = 256 << 20
 """Memory that stays free when an arena, or another thing that the training needs, is made."""
@@ -130,6 +131,8 @@ class Spare:
         return self.spare_bytes < 0 or self.stalled_percent >= STALLED_PERCENT
 
     def allows(self, size_bytes: int) -> bool:
+        if not size_bytes:
+            return True
         small = size_bytes <= self.reserve_bytes // SMALL_DIVISOR
         least_bytes = -(self.reserve_bytes // 2) if small else 0
         calm = small or self.stalled_percent < STALLED_PERCENT
@@ -345,6 +348,23 @@ def standing_count(
     if now is None or (fits > now and lasted_s >= RAISE_S):
         return fits
     return now
+
+
+def check_client(size_bytes: int, root: Path = _ROOT) -> None:
+    """Check that this process, a reader, may take that much memory; call it before taking any.
+
+    The reader asks for itself: a second result for one variable needs room beside the first. The
+    reserve is PARAMD_HOST_RESERVE's, or the default. Raises CapacityError with the figures. Does
+    nothing where memory is unknown, as on systems without /proc.
+    """
+    given = os.environ.get("PARAMD_HOST_RESERVE", "")
+    try:
+        memory, reserve_bytes = memory_now(root), int(float(given)) if given else None
+    except (OSError, KeyError, ValueError, OverflowError):
+        return
+    spare = spare_of(memory, Demand(reserve_bytes=reserve_bytes))
+    if not spare.allows(size_bytes):
+        raise CapacityError(refusal(Purpose.CLIENT, size_bytes, spare))
 
 
 class Room(Protocol):

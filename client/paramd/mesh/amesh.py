@@ -549,7 +549,9 @@ class AsyncMesh:
             UnreachableError: a needed rank does not respond; detected within 5 s.
             ConflictError: a needed rank is torn or has no trainer, or other weights replace
                 the training's (`attachment.swapped_weights`).
-            ExhaustedError: the request exceeds the sidecars' snapshot budget.
+            ExhaustedError: the request exceeds the sidecars' snapshot budget, or what their host
+                may take from the training. CapacityError: this process has too little memory for
+                the result, beside what it has already.
             DeadlineError: no common step, or not all bytes, in time.
         """
         check_transport(transport)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from paramd.errors import CapacityError
 from paramd.memory.left import (
     RAISE_S,
     Demand,
@@ -13,6 +14,7 @@ from paramd.memory.left import (
     Purpose,
     Spare,
     Wanted,
+    check_client,
     killed_count,
     memory_now,
     private_bytes,
@@ -87,6 +89,24 @@ def test_active_cache_counts_half_and_kernel_caches_count(tmp_path: Path) -> Non
     found = memory_now(tmp_path)
     assert found.limits[1].left_bytes == 100_000 + 1000 + 1000 + 30
     assert found.stalled_percent == 12.5
+
+
+def test_a_reader_says_what_it_would_take_before_it_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proc").mkdir()
+    figures = f"MemTotal: {4 << 20} kB\nMemAvailable: {3 << 20} kB\n"
+    (tmp_path / "proc/meminfo").write_text(figures)
+    check_client(2 * GIB, tmp_path)
+    # The first result is there; a second one for the same variable needs as much again.
+    (tmp_path / "proc/meminfo").write_text(figures.replace(str(3 << 20), str(1 << 20)))
+    with pytest.raises(CapacityError, match=r"needs 2,147,483,648 bytes.*into=.*summon -f FILE"):
+        check_client(2 * GIB, tmp_path)
+    monkeypatch.setenv("PARAMD_HOST_RESERVE", str(GIB))
+    with pytest.raises(CapacityError):
+        check_client(GIB // 2, tmp_path)
+    # Where memory is unknown, nobody is refused.
+    check_client(1 << 60, tmp_path / "elsewhere")
 
 
 def test_without_meminfo_nothing_is_known(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
@@ -13,6 +14,7 @@ from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import Block, Landing, RankRead, ReadPlan, ResultTensor, as_boxes, blocks
 from paramd.layout.types import Region, full_box
+from paramd.memory.left import check_client
 from paramd.mesh.reading.places import MAX_BLOCK_BYTES, Place
 from paramd.mesh.results import text_table
 
@@ -45,7 +47,8 @@ class Targets:
 
     Cast to `dtype` while copying (None keeps each tensor's own), on `device` (None means CPU).
     `into`: tensors to fill, by any of their names; the others are allocated. Raises UsageError if
-    one of them does not fit in shape, dtype or device.
+    one of them does not fit in shape, dtype or device, CapacityError if this process has too little
+    memory for those that are allocated.
     """
 
     def __init__(
@@ -62,6 +65,14 @@ class Targets:
         self._device = device if device is not None else torch.device("cpu")
         given = _given_tensors(names, into if into is not None else {})
         self._given = set(given)
+        # Before anything is taken: the kernel would end this process, or the training beside it.
+        check_client(
+            sum(
+                math.prod(tensor.shape) * _result_dtype(tensor, dtype).itemsize
+                for number, tensor in enumerate(plan.tensors)
+                if number not in given
+            )
+        )
         self._tensors = [
             _checked(tensor, given[number], dtype, device)
             if number in given

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import paramd
 from benchmarks.ranks import obey
+from benchmarks.workers.clocked import clocked
 from paramd.trainer.attaching.attachment import Attachment
 from tests.ending import end
 
@@ -49,17 +50,17 @@ class GradientRank:
             )
         )
         self._model = DistributedDataParallel(net)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-4)
+        kind: Any = clocked(torch.optim.SGD, self._mark_behind)
+        self._optimizer = kind(self._model.parameters(), lr=1e-4)
         self._input = torch.randn(batch, width)
         return 4 * sum(parameter.numel() for parameter in net.parameters())
 
     def attach(self) -> list[int]:
         """Attaches with clocks around paramd's pre-hook; returns the helpers' pids."""
         assert self._optimizer is not None
-        # Global ones, as paramd's: an optimizer's own run after them.
+        # Before paramd's first one; the step itself has the clock behind its last one.
         register_optimizer_step_pre_hook(self._mark)
         self._attachment = paramd.attach(self._model, self._optimizer, job=JOB)
-        register_optimizer_step_pre_hook(self._mark)
         return [child.pid for child in psutil.Process().children()]
 
     def train(self, kind: str, count: int) -> list[list[float]]:
@@ -120,6 +121,10 @@ class GradientRank:
 
     def _mark(self, *_: Any) -> None:
         self._marks.append(time.thread_time_ns())
+
+    def _mark_behind(self, _: object) -> None:
+        if self._marks:
+            self._mark()
 
     def detach(self) -> None:
         if self._attachment is not None:

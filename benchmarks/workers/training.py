@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 
 import paramd
 from benchmarks.ranks import obey
+from benchmarks.workers.clocked import clocked
 from benchmarks.workers.inside import InsideSidecar
 from benchmarks.workers.saving import Saver
 from paramd.trainer.attaching.attachment import Attachment
@@ -43,7 +44,7 @@ class Trained:
             for layer in self.model.children():
                 fully_shard(layer)
             fully_shard(self.model)
-        kind = torch.optim.AdamW if moments else torch.optim.SGD
+        kind: Any = clocked(torch.optim.AdamW if moments else torch.optim.SGD, self._mark_behind)
         self.optimizer: torch.optim.Optimizer = kind(self.model.parameters(), lr=1e-4)
         self.attachment: Attachment | None = None
         self._input = torch.randn(batch, width)
@@ -51,13 +52,14 @@ class Trained:
 
     def attach(self, job: str) -> None:
         """Attaches, with a clock before and behind each of paramd's hooks."""
+        # Before paramd's first one; the step itself has the clock behind its last one.
+        register_optimizer_step_pre_hook(self._mark)
         self._add_clocks()
         self.attachment = paramd.attach(self.model, self.optimizer, job=job)
         self._add_clocks()
 
     def _add_clocks(self) -> None:
         # As paramd's own: global hooks run apart from an optimizer's, and its forward hook first.
-        register_optimizer_step_pre_hook(self._mark)
         register_optimizer_step_post_hook(self._mark)
         self.model.register_forward_pre_hook(self._mark, prepend=True)
 
@@ -80,6 +82,10 @@ class Trained:
 
     def _hooks_s(self) -> float:
         return sum(b - a for a, b in zip(self._marks[::2], self._marks[1::2], strict=True)) / 1e9
+
+    def _mark_behind(self, _: object) -> None:
+        if self.attachment is not None:
+            self._mark(self.optimizer)
 
     def _mark(self, whose: Any, *_: Any) -> None:
         if whose is self.optimizer or whose is self.model:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from paramd.memory.arena import HostArena
@@ -665,6 +666,31 @@ def test_why_parameters_are_not_served_is_said_and_taken_back(make: Make) -> Non
     assert "is bfloat16" in read_text(bench.page)
     assert not bench.settled
     assert not bench.rests
+
+
+def test_a_model_is_served_again_at_the_next_boundary_once_its_pruning_is_removed(
+    make: Make,
+) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+    for layer in bench.model:
+        prune.l1_unstructured(layer, "weight", amount=0.5)
+    # Long enough for tries to have become rare.
+    bench.train(optimizer, 40)
+    assert "'0.weight' was float32" in unserved_reason(bench.page)
+    assert not bench.settled
+    for layer in bench.model:
+        prune.remove(layer, "weight")
+    seen = _boundaries(bench)
+    optimizer.zero_grad()
+    bench.forward_backward()
+    assert unserved_reason(bench.page) == ""
+    assert seen == [1], "the pruned weights are in the arena"
+    for shard, begin in bench.home.pieces():
+        live = bench.model.get_parameter(shard.fqn)
+        assert live.data_ptr() == bench.arena.address + begin, shard.fqn
+    assert int((bench.model[0].weight == 0).sum()) == WIDTH * WIDTH // 2
 
 
 def _clamped(bench: Bench, _: torch.optim.Optimizer) -> None:

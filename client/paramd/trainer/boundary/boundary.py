@@ -208,6 +208,8 @@ class Boundary:
         self._want_seen = page.words[Word.WANT]
         self._armed_seen = 0
         self._tries = self._patience = 0
+        self._refused: set[str] = set()
+        """What was out of place when it was last tried to bring it back."""
         self._moved = self._searched = 0
         """Times in a row, update for update, that parameters came with new memory, and that the
         process was searched for it."""
@@ -823,7 +825,8 @@ class Boundary:
             self._say("an edit failed half way on this rank; the trainer's log says why")
             return False
         try:
-            if self._home.check() and not self._brought_back():
+            left = self._home.check()
+            if left and not self._brought_back(left):
                 return False
         except Exception as error:
             self._tries += 1
@@ -837,7 +840,7 @@ class Boundary:
             self._say("")
         return True
 
-    def _brought_back(self) -> bool:
+    def _brought_back(self, left: list[str]) -> bool:
         if replaced_for_a_call():
             # Nothing has left the arena; a boundary outside the call will find it.
             self._say(
@@ -845,10 +848,12 @@ class Boundary:
                 "optimizer's step into attachment.update(), which settles it outside of the call"
             )
             return False
-        if self._patience:
-            # Finding every user of the memory takes tens of milliseconds: back off.
+        if self._patience and not set(left) < self._refused:
+            # Finding every user of the memory takes tens of milliseconds: back off, unless some of
+            # what was refused is in place again.
             self._patience -= 1
             return False
+        self._refused = set(left)
         if self.gradients is not None:
             # Replaced parameters need no memory, and would get some for whoever still has them.
             self.gradients.forget_plans()

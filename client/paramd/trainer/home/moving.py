@@ -239,16 +239,25 @@ def strides_of(shard: LocalShard) -> tuple[int, ...] | None:
 
 
 def differences(before: Sequence[LocalShard], after: Sequence[LocalShard]) -> dict[str, str]:
-    """Changes of a layout: parameter name -> before and after, in words."""
+    """Changes of a layout: parameter name -> before and after, in words. Their order is no part of
+    a layout: see `arranged`.
+    """
     old, new = _by_name(before), _by_name(after)
-    changed = {
+    return {
         name: f"was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
         for name in old | new
         if old.get(name) != new.get(name)
     }
-    if not changed and list(old) != list(new):
-        return dict.fromkeys(new, "has another place in the module tree")
-    return changed
+
+
+def arranged(before: Sequence[LocalShard], after: Sequence[LocalShard]) -> list[LocalShard]:
+    """`after` in the order of `before`, by name; new names come last.
+
+    A parameter that a module gives up and takes back (`torch.nn.utils.prune`, a parametrization)
+    is the last of its module then, and its bytes in the arena are where they were.
+    """
+    places = {name: place for place, name in enumerate(dict.fromkeys(s.fqn for s in before))}
+    return sorted(after, key=lambda shard: places.get(shard.fqn, len(places)))
 
 
 def _by_name(shards: Sequence[LocalShard]) -> dict[str, str]:

@@ -312,7 +312,7 @@ class ParameterStorage:
         if not (full or self._watch.added):
             return left
         try:
-            shards = find_shards(self._model)
+            shards = self._arranged()
         except ConflictError:
             if not left:
                 raise
@@ -341,7 +341,7 @@ class ParameterStorage:
         for departed in left:
             self._check_movable(departed.shard)
         moving.bring_back(left, self._bases, shards)
-        self._shards = find_shards(self._model)
+        self._shards = self._arranged()
         self._rewatch()
         return list(dict.fromkeys(departed.shard.fqn for departed in left))
 
@@ -406,13 +406,17 @@ class ParameterStorage:
 
     def _found_again(self) -> list[LocalShard]:
         """The shards as they are now. Raises ConflictError if their layout has changed."""
-        shards = find_shards(self._model)
+        shards = self._arranged()
         if changed := moving.differences(self._shards, shards):
             raise ConflictError(
                 f"parameters changed their layout in training: {_said(changed)}; "
                 "detach and attach again to serve them"
             )
         return shards
+
+    def _arranged(self) -> list[LocalShard]:
+        """The shards as they are now, in the order of the arena's plan."""
+        return moving.arranged(self._shards, find_shards(self._model))
 
     def _departed(self) -> list[Escaped]:
         """Shards whose memory is not where it belongs."""

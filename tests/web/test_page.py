@@ -60,6 +60,29 @@ def test_a_link_signs_in_once_and_leaves_no_code_in_the_address(
         tab.messages.clear()  # the refusal
 
 
+def test_a_link_of_another_token_asks_before_it_replaces_who_is_signed_in(
+    browser: Browser, door: Door
+) -> None:
+    made = door.post("/tokens", {"role": "editor", "name": "link-of-another"})
+    signed = {"authorization": f"Bearer {made['token']}"}
+    with Tab(browser, door) as tab:
+        tab.page.goto(f"{door.url}/#/sign-in/{door.post('/session/codes', None)['code']}/{JOB}")
+        tab.page.wait_for_selector("main h1")
+        where = f"{door.url}/api/v1/session/codes"
+        code = httpx2.post(where, headers=signed, trust_env=False).json()["code"]
+        tab.page.goto(f"{door.url}/#/sign-in/{code}/{JOB}")
+        tab.see("signed in as owner (admin)", within="[role=alertdialog]")
+        tab.page.get_by_role("button", name="Stay signed in").click()
+        tab.page.wait_for_selector("main h1")
+        assert tab.page.locator(".name", has_text="owner").count() == 1
+        tab.page.goto("about:blank")
+        tab.page.goto(f"{door.url}/#/sign-in/{code}/{JOB}")
+        tab.page.get_by_role("button", name="Use the link").click()
+        wait_for("the other", lambda: tab.page.locator(".name", has_text="link-of").count() == 1)
+        tab.messages.clear()  # the refusals
+    door.delete("/tokens/link-of-another")
+
+
 def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     stats = door.get("params/stats", filter="still.weight")["stats"][0]
     tab.open("params", filter="still.weight", name="still.weight")

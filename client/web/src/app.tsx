@@ -10,7 +10,7 @@ import { Boundary } from "./ui/boundary";
 import { Provider, useShared } from "./ui/context";
 import { go, usePlace, usePoll } from "./ui/hooks";
 import { Help, TITLES, useKeys } from "./ui/keys";
-import { SignIn } from "./ui/signin";
+import { OtherToken, SignIn } from "./ui/signin";
 import { Pause } from "./views/pause";
 import { useTheme } from "./ui/theme";
 
@@ -43,6 +43,8 @@ export function App(): ReactNode {
   const [code, setCode] = useState(takeCode);
   const [asked, setAsked] = useState(!sessionKey() && !code);
   const [problem, setProblem] = useState("");
+  /** What a link of another token would do to the session that is open here. */
+  const [other, setOther] = useState("");
   // A link that is pasted into an open tab changes the fragment alone.
   useEffect(() => {
     const onHash = (): void => {
@@ -81,7 +83,10 @@ export function App(): ReactNode {
   useEffect(() => {
     if (asked) return;
     // A link that was used, in a browser that is signed in, is a link to the page.
-    const again = (error: unknown): Promise<SessionDocument> => (sessionKey() ? get("/api/v1/session") : Promise.reject(error));
+    const again = (error: unknown): Promise<SessionDocument> => {
+      if (error instanceof ApiError && error.status === 409) setOther(error.message);
+      return sessionKey() ? get("/api/v1/session") : Promise.reject(error);
+    };
     (code ? signInWithCode(code).catch(again) : get("/api/v1/session"))
       .then((found) => {
         setProblem("");
@@ -95,6 +100,10 @@ export function App(): ReactNode {
   }, [asked, code]);
   if (!asked || leaving) return null;
   if (!session) return <SignIn problem={problem} onSignedIn={setSession} />;
+  if (other) {
+    const stay = (): void => setOther("");
+    return <OtherToken text={other} code={code} stay={stay} onSignedIn={(found) => (setSession(found), stay())} />;
+  }
   return <SignedIn session={session} dark={dark} toggle={toggle} signOut={leave} />;
 }
 

@@ -84,6 +84,33 @@ async def test_a_code_signs_in_once_and_is_good_for_nothing_else() -> None:
         assert (await client.post(f"{SESSION}/codes")).status_code == 401
 
 
+async def test_a_sign_in_of_another_token_over_an_open_session_asks() -> None:
+    tokens = Tokens(TOKEN, MemoryTokens())
+    _, theirs = await tokens.create(OWNER, role="editor", ttl_s=60.0, name="somebody")
+    app = build_app(dataclasses.replace(services(), tokens=tokens))
+    async with client_of(app) as client:
+        mine = await signed_in(client)
+        made = await client.post(f"{SESSION}/codes", headers={"authorization": f"Bearer {theirs}"})
+        link = {"authorization": f"Paramd-Code {made.json()['code']}", **mine}
+        for by in (link, link, {"authorization": f"Bearer {theirs}", **mine}):
+            answer = await client.post(SESSION, headers=by)
+            assert answer.status_code == 409
+            assert "set-cookie" not in answer.headers
+            assert "signed in as owner (admin)" in answer.json()["detail"]
+            assert "as somebody (editor)" in answer.json()["detail"]
+        assert (await client.get(SESSION, headers=mine)).json()["name"] == "owner"
+        answer = await client.post(f"{SESSION}?replace=true", headers=link)
+        assert (answer.status_code, answer.json()["name"]) == (201, "somebody")
+        # The same token again asks nothing, nor does one whose session's token has ended.
+        again = {"authorization": f"Bearer {TOKEN}", **mine}
+        assert (await client.post(SESSION, headers=again)).status_code == 201
+        client.cookies.clear()
+        other = await signed_in(client, f"Bearer {theirs}")
+        await tokens.revoke(OWNER, "somebody")
+        over = {"authorization": f"Bearer {TOKEN}", **other}
+        assert (await client.post(SESSION, headers=over)).status_code == 201
+
+
 def test_a_code_dies_by_use_by_age_and_in_a_crowd() -> None:
     now_s = [0.0]
     sessions = Sessions(clock=lambda: now_s[0])

@@ -98,9 +98,10 @@ export async function signIn(token: string): Promise<Answer<"/api/v1/session", "
   return session;
 }
 
-/** Sign in with a one-time code of `paramd dashboard`, which dies with this request. */
-export async function signInWithCode(code: string): Promise<Answer<"/api/v1/session", "post">> {
-  const answer = await send("post", "/api/v1/session", { authorization: `Paramd-Code ${code}` });
+/** Sign in with a one-time code of `paramd dashboard`, which dies with this request. Over an open session of another
+ * token it is refused with status 409, and the code stays good, unless `replace` says that somebody was asked. */
+export async function signInWithCode(code: string, replace = false): Promise<Answer<"/api/v1/session", "post">> {
+  const answer = await send("post", `/api/v1/session${replace ? "?replace=true" : ""}`, { authorization: `Paramd-Code ${code}` });
   const session = (await answer.json()) as Answer<"/api/v1/session", "post">;
   keepSessionKey(session.key);
   return session;

@@ -2,7 +2,7 @@
 
 import { type FormEvent, type ReactNode, useEffect, useState } from "react";
 
-import { signIn } from "../api/client";
+import { signIn, signInWithCode } from "../api/client";
 import type { SessionDocument } from "../api/schema";
 import { Trouble } from "./bits";
 import { signInText } from "./problems";
@@ -56,6 +56,39 @@ export function SignIn(props: {
           create others: <code>paramd token create --role viewer</code>.
         </p>
       </form>
+    </div>
+  );
+}
+
+/** Asks before a link of another token replaces the session that is open: it may be somebody else's link. */
+export function OtherToken(props: {
+  text: string;
+  code: string;
+  stay: () => void;
+  onSignedIn: (session: SessionDocument) => void;
+}): ReactNode {
+  const [problem, setProblem] = useState("");
+  const replace = (): void => {
+    signInWithCode(props.code, true)
+      .then(props.onSignedIn)
+      .catch((error: unknown) => setProblem(signInText(error)));
+  };
+  return (
+    <div className="signin">
+      <div className="panel" role="alertdialog" aria-label="Another token">
+        <div className="brand">
+          <img src="/favicon.svg" alt="" />
+          <span>paramd</span>
+        </div>
+        <p>The link that you opened is of another token: {props.text.replace(/; sign out first.*$/, "")}.</p>
+        {problem && <Trouble>{problem}</Trouble>}
+        <button className="main" type="button" autoFocus onClick={props.stay}>
+          Stay signed in
+        </button>
+        <button type="button" onClick={replace}>
+          Use the link
+        </button>
+      </div>
     </div>
   );
 }

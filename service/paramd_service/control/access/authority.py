@@ -153,6 +153,10 @@ class Sessions:
         found = self._codes.pop(_secret_digest(code), None)
         return found[0] if found is not None else ""
 
+    def take_back(self, code: str, token_digest: str) -> None:
+        """Make a code valid again that was redeemed and opened no session."""
+        self._codes[_secret_digest(code)] = token_digest, self._clock() + CODE_S
+
     def _forget_codes(self) -> None:
         now_s = self._clock()
         for name in [name for name, (_, end_s) in self._codes.items() if now_s >= end_s]:

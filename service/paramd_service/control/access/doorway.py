@@ -342,6 +342,11 @@ def sign_in_digest(request: Request) -> str:
     return str(getattr(request.state, _DIGEST, ""))
 
 
+def sign_in_code(request: Request) -> str:
+    """The sign-in code that the request carried; empty without one."""
+    return _credential(request.scope, CODE_SCHEME)
+
+
 def cookie_of(scope: Scope) -> str:
     """The request's session cookie; empty when there is none."""
     hosts = _values(scope, b"host")

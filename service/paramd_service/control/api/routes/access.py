@@ -8,18 +8,25 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
-from paramd.errors import UsageError
+from paramd.errors import ConflictError, UsageError
 from paramd.version import __version__
 from paramd_service.control.access.authority import (
     CODE_S,
     DEFAULT_TTL_S,
+    KEY_HEADER,
     MAX_CODE_S,
     MAX_JOBS_CHARS,
     MAX_NAME_CHARS,
     MAX_TTL_S,
     cookie_name,
 )
-from paramd_service.control.access.doorway import bearer_of, cookie_of, principal_of, sign_in_digest
+from paramd_service.control.access.doorway import (
+    bearer_of,
+    cookie_of,
+    principal_of,
+    sign_in_code,
+    sign_in_digest,
+)
 from paramd_service.control.access.roles import UserRole, allowed
 from paramd_service.control.api.services import Services
 from paramd_service.control.store.tokens import TokenRow
@@ -151,14 +158,24 @@ def session_router(services: Services) -> APIRouter:
         return _session_document(services, request)
 
     @routes.post("/session", status_code=201)
-    async def create_session(request: Request, response: Response) -> NewSession:
+    async def create_session(
+        request: Request,
+        response: Response,
+        replace: Annotated[
+            bool, Query(description="Although a session of another token is open in this browser")
+        ] = False,
+    ) -> NewSession:
         """Sign in with the Authorization header; the response sets a cookie and has its key.
 
         The header holds a token (Bearer) or a code from create_sign_in_code (Paramd-Code).
         The cookie is HttpOnly and SameSite=Strict. Later requests need both; they carry the
-        token's rights and end when it is revoked.
+        token's rights and end when it is revoked. Over an open session of another token it is
+        refused (409) unless `replace` is given, and the code stays good: a link of somebody else's
+        must not sign anybody in as them unasked.
         """
         digest = sign_in_digest(request) or _own_digest(services, request)
+        if not replace:
+            await _check_no_other(services, request, digest)
         opened = services.sessions.open(digest)
         response.set_cookie(value=opened.cookie, **_cookie_of(request))
         return NewSession(**_session_document(services, request).model_dump(), key=opened.key)
@@ -181,6 +198,24 @@ def session_router(services: Services) -> APIRouter:
         return response
 
     return routes
+
+
+async def _check_no_other(services: Services, request: Request, digest: str) -> None:
+    """Raise ConflictError if the request comes with an open session of another token."""
+    key = request.headers.get(KEY_HEADER, "")
+    there = services.sessions.token_digest(cookie_of(request.scope), key)
+    if not there or there == digest:
+        return
+    open_for = await services.tokens.principal_of_digest(there)
+    if open_for is None:
+        return  # its token has ended, and the session with it
+    if code := sign_in_code(request):
+        services.sessions.take_back(code, digest)
+    asks = principal_of(request)
+    raise ConflictError(
+        f"this browser is signed in as {open_for.name} ({open_for.role}), and this would sign it "
+        f"in as {asks.name} ({asks.role}); sign out first, or send it with replace=true"
+    )
 
 
 def _cookie_of(request: Request) -> dict[str, Any]:

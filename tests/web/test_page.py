@@ -80,7 +80,6 @@ def test_a_link_of_another_token_asks_before_it_replaces_who_is_signed_in(
         tab.page.get_by_role("button", name="Use the link").click()
         wait_for("the other", lambda: tab.page.locator(".name", has_text="link-of").count() == 1)
         tab.messages.clear()  # the refusals
-    door.delete("/tokens/link-of-another")
 
 
 def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:

@@ -30,7 +30,7 @@ describe("spectrum", () => {
   it("tells a bound from an exact condition number, and lists what is dead", () => {
     const found: Spectrum = {
       name: "w", job: "j", incarnation: 1, step: 3, shape: [9, 5], dtype: "float32", singular_values: [2, 1],
-      error: 0, norm: 3, stable_rank: 2.25, condition: 40, condition_exact: false, dead_rows: [4], dead_row_count: 1,
+      error: 0, norm: 3, unsettled: false, stable_rank: 2.25, condition: 40, condition_exact: false, dead_rows: [4], dead_row_count: 1,
       dead_columns: [], dead_column_count: 0, duplicate_rows: [[1, 7]], duplicate_row_count: 1, saturated: 0,
       denormal: 0, zero: 0.2, nonfinite: 0,
     };

@@ -1091,7 +1091,9 @@ export interface paths {
          *
          *     The header holds a token (Bearer) or a code from create_sign_in_code (Paramd-Code).
          *     The cookie is HttpOnly and SameSite=Strict. Later requests need both; they carry the
-         *     token's rights and end when it is revoked.
+         *     token's rights and end when it is revoked. Over an open session of another token it is
+         *     refused (409) unless `replace` is given, and the code stays good: a link of somebody else's
+         *     must not sign anybody in as them unasked.
          */
         post: operations["create_session"];
         /**
@@ -6070,7 +6072,10 @@ export interface operations {
     };
     create_session: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description Although a session of another token is open in this browser */
+                replace?: boolean;
+            };
             header?: never;
             path?: never;
             cookie?: never;

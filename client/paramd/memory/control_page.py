@@ -243,6 +243,7 @@ class Word(IntEnum):
     STATE_BYTES = 108  # bytes of the optimizer's state on the device
     EXTRA_FOR = 109  # request that extra state was last noted for; 0 while being written
     COMING_BYTES = 110  # of gradients and state that the first steps make in host memory
+    SLOTS_EMPTY = 111  # by slot, a byte each: why its last update had no frame (`NoFrame`)
 
     # Words 112 to 127 are the trainer's: SEQs of settled states that have strayed.
     # Words 128 to 191 are the trainer's: the last requests agreed.

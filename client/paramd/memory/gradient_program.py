@@ -62,6 +62,32 @@ class NoGradient(IntEnum):
     UNSUPPORTED = 4
 
 
+class NoFrame(IntEnum):
+    """Why an update that was wanted has no gradient frame."""
+
+    LATE = 0
+    """Its slot was armed, or its program changed, after the update had begun."""
+    SKIPPED = 1
+    """A gradient scaler skipped it."""
+    IN_BACKWARD = 2
+    """The optimizer stepped within the backward, which frees gradients before others exist."""
+    TOO_MANY = 3
+    """More than `MAX_NOTES` pieces have something to be said of."""
+    FAILED = 4
+    """The trainer could not copy them; its log says why."""
+
+
+def write_no_frame(page: Words, index: int, why: NoFrame) -> None:
+    """Note why slot `index` gets no frame of an update; before its DONE word says so."""
+    page[Word.SLOTS_EMPTY] = page[Word.SLOTS_EMPTY] & ~(0xFF << 8 * index) | why << 8 * index
+
+
+def read_no_frame(page: Words, index: int) -> NoFrame:
+    """Why slot `index` got no frame; valid once its DONE word says that there is none."""
+    found = page[Word.SLOTS_EMPTY] >> 8 * index & 0xFF
+    return NoFrame(found) if found in set(NoFrame) else NoFrame.LATE
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """Facts about one piece that its bytes lack."""

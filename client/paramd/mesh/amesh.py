@@ -1067,8 +1067,9 @@ class AsyncMesh:
 
         Raises:
             UsageError, NotFoundError: as `summon`.
-            ConflictError: a trainer ended, or a new incarnation began (subscribe again); or, of
-                `follow`, a rank has not served its parameters for 20 s, and the message says why.
+            ConflictError: a trainer ended, or a new incarnation began (subscribe again); of
+                `follow`, a rank has not served its parameters for 20 s; of `grads`, the updates of
+                this training never have a frame. The message says why.
             UnreachableError: a rank did not respond for 20 s.
         """
         check_transport(transport)

@@ -439,7 +439,7 @@ LOOPS: dict[str, Loop] = {
     ),
     "in-backward": Loop(
         iteration=in_backward, kinds=("plain", "fsdp2"), optimizers=_each_its_own, resume="never",
-        without=("hyperparameters",),
+        without=("hyperparameters", "grads"),
     ),
     "retried": Loop(iteration=retried),
     "abandoned": Loop(

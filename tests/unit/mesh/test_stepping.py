@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paramd.errors import ConflictError, UnreachableError
+from paramd.errors import AbortedError, ConflictError, UnreachableError
 from paramd.memory.control_page import Rewind
 from paramd.mesh.frames import stepping
 from paramd.mesh.frames.stepping import StepStream, StreamOverError, missed
@@ -83,6 +83,18 @@ def test_who_follows_a_rank_that_is_not_served_is_told_why(
         return
     with pytest.raises(ConflictError, match=r"rank 0.*cannot be served: parameters were replaced"):
         asyncio.run(follow())
+
+
+def test_why_no_frame_comes_is_logged_once_until_one_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stepping, "UNSERVED_LOOK_S", 0.0)
+    stream = subscribed(Heard())
+    for step in (1, 2, 3):
+        asyncio.run(stream._after(AbortedError(f"update {step} was skipped")))
+    assert [one.getMessage() for one in caplog.records] == [
+        "paramd: no frame comes: update 1 was skipped"
+    ]
 
 
 def test_an_incarnation_that_went_on_ends_it_by_its_number() -> None:

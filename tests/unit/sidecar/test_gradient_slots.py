@@ -11,10 +11,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from paramd.errors import AbortedError, ParamdError
+from paramd.errors import AbortedError, ConflictError, ParamdError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word, in_time
 from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
-from paramd.memory.gradient_program import ARM_WORDS, Notes, Slot, digest_of_spans
+from paramd.memory.gradient_program import (
+    ARM_WORDS,
+    NoFrame,
+    Notes,
+    Slot,
+    digest_of_spans,
+    write_no_frame,
+)
 from paramd.memory.handover import GRADIENT_SLOTS, gradients_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.gradients.pins import GradientPins
@@ -81,6 +88,18 @@ class Training:
         self.page[Word.GRADIENTS_STEP] = step
         self.gradients.woken()
 
+    async def left_out(self, step: int, why: NoFrame) -> ParamdError:
+        """The error of whoever asks for an update that the trainer leaves out."""
+        asked = self.reduce(step)
+        slot = await self.armed(step)
+        write_no_frame(self.page.words, self._slots.index(slot), why)
+        self.page[slot.done_word] = -in_time(step, rewound=self.page[Word.REWOUND])
+        self.page[Word.GRADIENTS_STEP] = step
+        self.gradients.woken()
+        with pytest.raises(ParamdError) as found:
+            await asked
+        return found.value
+
     def reduce(self, step: int, numel: int = NUMEL) -> asyncio.Task[tuple[list[pb.Stats], Notes]]:
         item = pb.StatsItem(begin_bytes=0, numel=numel, dtype="float32")
         work = self.pins.reduce(KEY, step, pb.Reduction(items=[item]), timeout_s=30.0)
@@ -93,6 +112,31 @@ async def training() -> AsyncIterator[Training]:
         found = Training(executor)
         yield found
         await found.close()
+
+
+async def test_readers_of_a_training_whose_updates_never_have_frames_get_the_reason(
+    training: Training,
+) -> None:
+    for step in (1, 2):
+        error = await training.left_out(step, NoFrame.IN_BACKWARD)
+        assert isinstance(error, AbortedError), "the next update may have one"
+        assert "made within the backward" in str(error)
+    assert isinstance(await training.left_out(3, NoFrame.LATE), AbortedError)
+    error = await training.left_out(4, NoFrame.IN_BACKWARD)
+    assert isinstance(error, ConflictError), "others never have one"
+    assert "its optimizers step within the backward" in str(error)
+    # Each new reader is told at its first frame.
+    assert isinstance(await training.left_out(5, NoFrame.IN_BACKWARD), ConflictError)
+
+
+async def test_updates_that_a_scaler_skips_are_waited_through(training: Training) -> None:
+    for step in range(1, 8):
+        error = await training.left_out(step, NoFrame.SKIPPED)
+        assert isinstance(error, AbortedError)
+        assert "skipped by a gradient scaler" in str(error)
+    asked = training.reduce(8)
+    training.update(8, await training.armed(8), 1.0)
+    await asked
 
 
 async def test_who_asks_between_a_frame_and_its_updates_begin_is_answered(

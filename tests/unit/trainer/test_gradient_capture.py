@@ -12,10 +12,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paramd.memory.control_page import Word, in_time
-from paramd.memory.gradient_program import NoGradient, Notes, Slot
+from paramd.memory.gradient_program import NoFrame, NoGradient, Notes, Slot, read_no_frame
 from paramd.trainer.boundary.boundary import PROBATION
 from paramd.trainer.boundary.gradients import GradientCapture
 from tests.unit.trainer.test_boundary import WIDTH, Bench
+from tests.unit.trainer.test_boundary import Container as Stepping
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -61,6 +62,12 @@ class Read(Bench):
             found[shard.fqn] = flat.clone().view(shard.shape)
         self.arm()
         return found
+
+    def no_frame(self) -> NoFrame:
+        """Why the update that was wanted has no frame; the next one is wanted."""
+        assert self.page[self.slot.done_word] == -in_time(self.wanted, rewound=0)
+        self.arm()
+        return read_no_frame(self.page.words, 0)
 
     def consumed(self) -> dict[str, torch.Tensor | None]:
         """The gradients as they are now."""
@@ -256,6 +263,23 @@ def test_a_closure_accumulates_and_an_empty_one_leaves_what_is_there(make: Make)
     assert same(bench.frame(), bench.consumed())
     optimizer.step(lambda: 0.0)
     assert same(bench.frame(), bench.consumed())
+
+
+def test_why_an_update_has_no_frame_is_told(make: Make) -> None:
+    bench = make()
+    optimizer = torch.optim.SGD(bench.model.parameters(), lr=0.01, fused=True)
+    optimizer.found_inf = torch.ones(1)  # type: ignore[attr-defined]
+    bench.train(optimizer, 1)
+    assert bench.no_frame() is NoFrame.SKIPPED
+    optimizer.found_inf = torch.zeros(1)  # type: ignore[attr-defined]
+    bench.train(optimizer, 1)
+    bench.frame()
+
+    container = Stepping(list(bench.model.parameters()))
+    for _ in range(2):
+        bench.forward_backward()
+        container.step()
+        assert bench.no_frame() is NoFrame.IN_BACKWARD
 
 
 def test_of_a_step_that_is_tried_again_the_last_try_counts(make: Make) -> None:

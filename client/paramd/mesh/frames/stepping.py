@@ -141,6 +141,9 @@ class StepStream(Generic[Held, Result]):
         self._parameters = parameters
         self._look_at_s = time.monotonic() + UNSERVED_LOOK_S
         self._unserved_since_s: float | None = None
+        self._frame_s = time.monotonic()
+        """When the last frame came."""
+        self._told_quiet = False
         self._identity = (reach.document.incarnation, reach.document.layout_digest)
         self._asks: deque[_Ask[Held]] = deque()
         self._next = 0
@@ -184,7 +187,8 @@ class StepStream(Generic[Held, Result]):
             if found is not None:
                 self._last = ask.at
                 self._down_since_s = self._unserved_since_s = None
-                self._look_at_s = time.monotonic() + UNSERVED_LOOK_S
+                self._frame_s, self._told_quiet = time.monotonic(), False
+                self._look_at_s = self._frame_s + UNSERVED_LOOK_S
                 return found
         raise StreamOverError
 
@@ -304,6 +308,10 @@ class StepStream(Generic[Held, Result]):
         if isinstance(error, AbortedError | ExhaustedError | NotFoundError | DeadlineError):
             if isinstance(error, ExhaustedError):
                 await asyncio.sleep(_PAUSE_S)
+            if not self._told_quiet and time.monotonic() - self._frame_s > UNSERVED_LOOK_S:
+                # Once until a frame comes: the next request may succeed, or none ever.
+                self._told_quiet = True
+                log.warning("paramd: no frame comes: %s", error)
             self._next = 0
             return
         if not isinstance(error, UnreachableError):

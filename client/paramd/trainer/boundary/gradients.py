@@ -38,12 +38,14 @@ from paramd.memory.descriptors import SparseMemory, wake
 from paramd.memory.gradient_program import (
     GROUP_AXES_BIT,
     MAX_NOTES,
+    NoFrame,
     NoGradient,
     Note,
     Notes,
     Slot,
     Spans,
     digest_of_spans,
+    write_no_frame,
 )
 from paramd.memory.handover import GRADIENT_SLOTS
 from paramd.trainer.boundary.signals import backward_id, members
@@ -374,6 +376,8 @@ class _Frame:
     step: int
     told: Notes | None = None
     """None: there is nothing that could be shown."""
+    why: NoFrame = NoFrame.LATE
+    """Why there is nothing."""
     notes: dict[int, Note] = field(default_factory=dict)
     """By arena byte."""
 
@@ -493,7 +497,8 @@ class GradientCapture:
             return
         frame = self._frames[index] = _Frame(moment, step)
         try:
-            plan = self._plan(index, slot, owner) if not _skips(owner) else None
+            frame.why = _skips(owner)
+            plan = self._plan(index, slot, owner) if not frame.why else None
             if plan is None:
                 return
             scale, version, digest = _scale(owner), plan.version, plan.digest
@@ -514,7 +519,8 @@ class GradientCapture:
         if told is None:
             return
         try:
-            plan = self._plan(index, self._slots[index][0], owner) if not _skips(owner) else None
+            frame.why = _skips(owner)
+            plan = self._plan(index, self._slots[index][0], owner) if not frame.why else None
             # Of another program, what the first owner has captured would be missing.
             if plan is None or plan.version != told.version:
                 frame.told = None
@@ -535,7 +541,7 @@ class GradientCapture:
         finish_copies(plan.devices)
 
     def _fail(self, frame: _Frame) -> None:
-        frame.told = None
+        frame.told, frame.why = None, NoFrame.FAILED
         if not self._failed:
             log.exception("paramd: gradients could not be captured; training continues")
         self._failed = True
@@ -551,7 +557,11 @@ class GradientCapture:
         if frame is not None and self._computed_inside(owner):
             self._add(index, frame, owner)
         # Also of a slot that was armed too late: its readers need not wait for a poll.
-        words[slot.done_word] = moment if self._tell(slot, frame) else -moment
+        if self._tell(slot, frame):
+            words[slot.done_word] = moment
+        else:
+            write_no_frame(words, index, frame.why if frame is not None else NoFrame.LATE)
+            words[slot.done_word] = -moment
         wake(self._wake_descriptor)
 
     def _computed_inside(self, owner: object) -> bool:
@@ -560,7 +570,10 @@ class GradientCapture:
         return by_hand and not self._from_within and self.iteration() != self._captured_at
 
     def _tell(self, slot: Slot, frame: _Frame | None) -> bool:
-        if frame is None or frame.told is None or len(frame.notes) > MAX_NOTES:
+        if frame is None or frame.told is None:
+            return False
+        if len(frame.notes) > MAX_NOTES:
+            frame.why = NoFrame.TOO_MANY
             return False
         notes = tuple(frame.notes.values())
         slot.write_notes(replace(frame.told, clip_factor=self._factor(), notes=notes))
@@ -617,12 +630,15 @@ class GradientCapture:
             now_ns = time.monotonic_ns()
 
 
-def _skips(owner: object) -> bool:
-    """Whether this update has no frame: skipped by a gradient scaler, or within a backward."""
+def _skips(owner: object) -> NoFrame:
+    """Why this update has no frame: skipped by a gradient scaler, or within a backward. LATE: it
+    may have one.
+    """
     if backward_id() != -1:
-        return True
+        return NoFrame.IN_BACKWARD
     found: Any = getattr(owner, "found_inf", None)
-    return isinstance(found, torch.Tensor) and bool(found.item())
+    skipped = isinstance(found, torch.Tensor) and bool(found.item())
+    return NoFrame.SKIPPED if skipped else NoFrame.LATE
 
 
 def _scale(owner: object) -> float:

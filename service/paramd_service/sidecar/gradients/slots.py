@@ -33,10 +33,19 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from paramd.errors import AbortedError, ExhaustedError, ParamdError
+from paramd.errors import AbortedError, ConflictError, ExhaustedError, ParamdError
 from paramd.memory.control_page import Word, Words, history_of, in_time, step_of
 from paramd.memory.descriptors import PAGE, SparseMemory
-from paramd.memory.gradient_program import MAX_SPANS, Notes, Slot, covers, digest_of_spans, united
+from paramd.memory.gradient_program import (
+    MAX_SPANS,
+    NoFrame,
+    Notes,
+    Slot,
+    covers,
+    digest_of_spans,
+    read_no_frame,
+    united,
+)
 from paramd.memory.handover import GRADIENT_SLOTS
 from paramd.memory.left import HEADROOM, Purpose, Room
 from paramd_service.aio import post, uncancelled
@@ -229,6 +238,27 @@ LOOK_S = 0.1
 
 _NICENESS = 5
 
+NEVER = 3
+"""Frames in a row that a rank leaves out for the same lasting reason before its readers get that
+reason as their error."""
+
+_LEFT_OUT = {
+    NoFrame.LATE: "was requested too late",
+    NoFrame.SKIPPED: "was skipped by a gradient scaler (its gradients are not finite)",
+    NoFrame.IN_BACKWARD: "was made within the backward",
+    NoFrame.TOO_MANY: "has too many tensors without a plain gradient",
+    NoFrame.FAILED: "could not be captured; the trainer's log says why",
+}
+
+_NEVER = {
+    NoFrame.IN_BACKWARD: "updates of this training have no gradient frame: its optimizers step "
+    "within the backward, which frees each gradient before others exist; read parameters "
+    "(follow, updates), or step the optimizer after the backward",
+    NoFrame.TOO_MANY: "updates of this training have no gradient frame of that many tensors: too "
+    "many have no gradient, or a sum of several ranks; request fewer at once",
+}
+"""The reasons that last."""
+
 
 class EndedError(ParamdError):
     """The training has detached: no further step will come."""
@@ -270,6 +300,8 @@ class Gradients:
         self._why_over: ParamdError | None = None
         self.captured_count = 0
         """Frames captured in a slot."""
+        self._left_out: tuple[NoFrame, int] = NoFrame.LATE, 0
+        """Why the last frames were left out, and how many in a row."""
 
     @property
     def history(self) -> int:
@@ -281,7 +313,8 @@ class Gradients:
         Cancellation withdraws the request, but waits for a `work` in progress. Raises AbortedError:
         the update has begun already, or left its gradients out; or the training was rolled back, so
         that the update is no longer of `history`. ExhaustedError: no memory, too many spans, or too
-        many requests. EndedError: the training has detached. ConflictError: it has ended."""
+        many requests. EndedError: the training has detached. ConflictError: it has ended, or the
+        updates of this training have no frames."""
         self._check(history, step, spans)
         want = Want(spans, work, self._loop.create_future())
         moment = in_time(step, rewound=history)
@@ -375,12 +408,25 @@ class Gradients:
         done = self._words[slot.done_word]
         if done == frame.moment:
             self.captured_count += 1
+            self._left_out = NoFrame.LATE, 0
             frame.state = State.SERVING
             self._start(frame, self._serve(frame, slot))
         elif done == -frame.moment:
-            self._fail(frame, AbortedError(f"update {frame.step} has no gradient frame"))
+            self._fail(frame, self._why_empty(frame))
         elif begun:
             self._fail(frame, self._passed(frame.step))
+
+    def _why_empty(self, frame: Frame) -> ParamdError:
+        """The error of a frame that the trainer left out; ConflictError if it will leave out all
+        others like it."""
+        why = read_no_frame(self._words, frame.slot)
+        before, count = self._left_out
+        # Of one that came too late nothing is known.
+        if why is not NoFrame.LATE:
+            self._left_out = why, count + 1 if why is before else 1
+        if why in _NEVER and self._left_out[1] >= NEVER:
+            return ConflictError(_NEVER[why])
+        return AbortedError(f"update {frame.step} has no gradient frame: it {_LEFT_OUT[why]}")
 
     def _look_again(self) -> None:
         if self._timer is not None:

@@ -25,6 +25,7 @@ from paramd.cli import status as status_command
 from paramd.cli import tensors
 from paramd.cli.options import Debug
 from paramd.cli.output import Format, Listing, emit, seconds, size
+from paramd.cli.shell import one_line
 from paramd.errors import DataLossError, DeadlineError, ParamdError, UnreachableError
 from paramd.places import read_endpoint, state_dir
 
@@ -87,7 +88,7 @@ class Training:
         """Print the last lines and raise if the training has exited or the deadline has passed."""
         if self.running and time.monotonic() <= deadline_s:
             return
-        print(self.last_lines(), file=sys.stderr, flush=True)
+        print(*map(one_line, self.last_lines().split("\n")), sep="\n", file=sys.stderr, flush=True)
         if not self.running:
             raise UnreachableError(
                 f"the training exited with code {self._process.returncode}; its last lines are "

@@ -118,6 +118,15 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
+def plain(text: str) -> str:
+    """`text` line by line, each without control characters, and all but the first set in.
+
+    What ranks, hosts, files and stores say may hold sequences that drive a terminal, and lines that
+    look like a program's own.
+    """
+    return "\n        ".join(map(one_line, text.split("\n")))
+
+
 def say(text: str) -> None:
-    """Print a message to stderr, apart from the data on stdout."""
-    print(f"paramd: {text}", file=sys.stderr, flush=True)
+    """Print a message to stderr, apart from the data on stdout, made `plain`."""
+    print(f"paramd: {plain(text)}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ import sys
 
 from paramd import extras
 from paramd.cli.options import Every, Target, with_target
+from paramd.cli.shell import one_line
 from paramd.cli.status import open_door, text_of
 
 
@@ -28,7 +29,7 @@ async def _show(target: Target, every_s: float, on_screen: bool) -> None:
         # The first request runs before the screen opens, so that its error stays on the shell.
         first = await door.look()
         if not on_screen:
-            print(*text_of(first), sep="\n")
+            print(*map(one_line, text_of(first)), sep="\n")
             return
         from paramd.cli.top_screen import TopApp
 

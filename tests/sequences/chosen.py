@@ -24,14 +24,23 @@ def told(*arguments: str) -> subprocess.CompletedProcess[str]:
     """What a program of this package says."""
     return subprocess.run(
         [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True,
-        timeout=LONGEST_S, check=False,
+        timeout=2 * LONGEST_S, check=False,
     )  # fmt: skip
 
 
 def check(kind: str, minutes: float) -> None:
     """Sequences of a kind, as long as that; shrunk where all cases are taken."""
+    _run("--kind", kind, minutes)
+
+
+def check_loops(names: str, minutes: float) -> None:
+    """The same of loops, each with one of its kinds."""
+    _run("--loop", names, minutes)
+
+
+def _run(option: str, names: str, minutes: float) -> None:
     how = [] if takes_all() else ["--whole"]
     said = told(
-        "tests.sequences", "--kind", kind, "--seed", str(seed()), "--minutes", str(minutes), *how
+        "tests.sequences", option, names, "--seed", str(seed()), "--minutes", str(minutes), *how
     )
     assert said.returncode == 0, said.stdout[-8000:] + said.stderr[-2000:]

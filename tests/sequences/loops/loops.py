@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 RESTS_S = 0.8
 """Longer than the half second after which a training counts as resting."""
+OF_SETTLED = ("diff", "updates", "logged", "replay")
+"""Operations that take a state for what its update has left, where weights change late."""
+OF_GRADIENTS = ("grads", "open_stream", "made_again", "together", "replay", "reader_killed")
+"""Operations with gradients, which are gone once an optimizer has stepped in the backward."""
+FEW_FRAMES = 8
+"""Of our code that dynamo may trace: the hooks, up to where they see that it does."""
 EACH = 12
 """Of so many iterations one does what the loop does now and then."""
 
@@ -361,9 +367,9 @@ def compiled(script: Script) -> None:
     script.optimizer.zero_grad()
     if script.number == EACH:
         seen = [found for code in list(input_codes.seen) if (found := code()) is not None]
-        ours = sum("/paramd/" in code.co_filename for code in seen)
-        if ours:
-            script.record.wrong(f"dynamo has traced {ours} of paramd's frames")
+        ours = [code.co_qualname for code in seen if "/paramd/" in code.co_filename]
+        if len(ours) > FEW_FRAMES:
+            script.record.wrong(f"dynamo has traced paramd's {', '.join(ours)}")
 
 
 def frozen(script: Script) -> None:
@@ -439,7 +445,7 @@ LOOPS: dict[str, Loop] = {
     ),
     "in-backward": Loop(
         iteration=in_backward, kinds=("plain", "fsdp2"), optimizers=_each_its_own, resume="never",
-        without=("hyperparameters", "grads"),
+        without=("hyperparameters", *OF_GRADIENTS),
     ),
     "retried": Loop(iteration=retried),
     "abandoned": Loop(
@@ -451,9 +457,9 @@ LOOPS: dict[str, Loop] = {
         iteration=assigned_within_an_update, kinds=("plain",), resume="never",
         without=("hyperparameters",),
     ),
-    "schedule-free": Loop(iteration=schedule_free, resume="never"),
+    "schedule-free": Loop(iteration=schedule_free, resume="never", without=OF_SETTLED),
     "averaged": Loop(iteration=averaged),
-    "late": Loop(iteration=late),
+    "late": Loop(iteration=late, without=OF_SETTLED),
     "evaluated": Loop(iteration=evaluated),
     "evaluated-each": Loop(iteration=evaluated_each),
     "marked": Loop(iteration=marked),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -33,6 +33,13 @@ from tests.sequences.session import (
 
 HOW = {"fsdp2": "dim 0", "pipeline": "other tensors"}
 """What the ranks of a kind have of a tensor; the others have all of it."""
+
+
+@runtime_checkable
+class SaysResting(Protocol):
+    """An answer that tells whether its state was settled."""
+
+    unsettled: bool
 
 
 @dataclass(eq=False)
@@ -104,8 +111,8 @@ class LoopSession(Session):
         self.seen = found.step
         segments = edits if edits is not None else range(history.edits, history.edits + 1)
         named = isinstance(found, Summoned)
-        # Only these say it; the others have settled states.
-        resting = bool(named and found.unsettled)
+        # What does not say it is of a settled state.
+        resting = isinstance(found, SaysResting) and found.unsettled
 
         def fits(name: Name) -> bool:
             if (name.incarnation, name.step) != (found.incarnation, found.step):
@@ -117,6 +124,9 @@ class LoopSession(Session):
         values = got if got is not None else found
         variants = self.truth.wait(lambda: self.truth.variants(fits, resting=resting))
         where = f"{what}, step {found.step}, edits {list(segments)[:3]}"
+        if not variants:
+            near = [tuple(n) for n in self.truth.states if abs(n.step - found.step) < 2]
+            raise DefectError(f"{where}: there was no such state; beside it: {near[-6:]}")
         return self._matching(
             where + " (unsettled)" * resting, iter(variants), wanted, values, differs
         )

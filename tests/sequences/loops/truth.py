@@ -72,6 +72,8 @@ class Truth:
             path = self._folder / f"truth-{rank}-{number:06}"
             if not path.exists():
                 return
+            # Looked for before it is read: what is read then is all of it.
+            ended = (self._folder / f"truth-{rank}-{number + 1:06}").exists()
             with path.open("rb") as file:
                 file.seek(at)
                 data = file.read()
@@ -83,11 +85,10 @@ class Truth:
                 yield pickle.loads(data[place + 8 : place + 8 + size])  # noqa: S301 (written by our ranks)
                 place += 8 + size
             self._at[rank] = (number, at + place)
-            if not (self._folder / f"truth-{rank}-{number + 1:06}").exists():
+            if not ended:
                 return
-            if place == len(data):
-                path.unlink()
-                self._at[rank] = (number + 1, 0)
+            path.unlink()
+            self._at[rank] = (number + 1, 0)
 
     def _take(self, rank: int, row: tuple[Any, ...]) -> None:
         kind, *rest = row

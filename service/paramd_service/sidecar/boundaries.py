@@ -10,9 +10,10 @@ from functools import partial
 
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.arena import is_mirror, pack_wanted
-from paramd.memory.control_page import Word, unserved_reason
+from paramd.memory.control_page import Page, Word, label_of, unserved_reason
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import post
+from paramd_service.sidecar.copying.capture import UNSERVED_NS
 from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.copying.page_requests import (
     CAPTURE,
@@ -41,6 +42,9 @@ GAVE_UP_REASON = (
 )
 _HOPE_S = 0.2
 """Interval of checks whether agreement is still possible."""
+_UNSERVED_STEPS = 2
+"""Updates after which a rank that still does not serve its parameters will not by itself: at the
+boundary between them it has tried."""
 _ROUNDS_APART = 3
 """Rounds in which the ranks were apart, after which they do not meet by themselves."""
 
@@ -64,6 +68,29 @@ class _Asked:
 
     reach: BoundaryRequest
     done: asyncio.Future[Outcome]
+
+
+class _Unserved:
+    """Whether a rank has not served its parameters for a while, in which updates were made."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._since: tuple[int, int] | None = None
+        """Time and step when that was first seen."""
+
+    def lasting(self) -> str:
+        """Why the rank will not serve a boundary; empty: it may. Other weights that stand in for a
+        while are no reason, nor is what a resting script has done: its next boundary settles it.
+        """
+        page, now_ns = self._page, time.monotonic_ns()
+        why = unserved_reason(page) if not label_of(page) else ""
+        step = page.words[Word.STEP]
+        if not why or self._since is None or step < self._since[1]:
+            self._since = (now_ns, step) if why else None
+            return ""
+        began_ns, first = self._since
+        lasts = now_ns - began_ns >= UNSERVED_NS and step >= first + _UNSERVED_STEPS
+        return why if lasts else ""
 
 
 class Boundaries:
@@ -113,8 +140,13 @@ class Boundaries:
     async def _answered(self, asked: _Asked) -> Outcome:
         """The outcome of a request, withdrawn as soon as the trainers can never agree on it."""
         words, apart_since = self._attached.page.words, -1
+        unserved = _Unserved(self._attached.page)
         # Not awaited itself: a repeated request may still wait for this result.
         while not (await asyncio.wait([asked.done], timeout=_HOPE_S))[0]:
+            if asked.reach.action == CAPTURE and (lasting := unserved.lasting()):
+                self._copier.withdraw(asked.reach.number, lasting)
+                if not (await asyncio.shield(asked.done)).captured:
+                    raise ConflictError(f"the parameters cannot be served: {lasting}")
             why, rounds = apart_reason(words), words[Word.ROUNDS_COLLECTED]
             if words[Word.AGREEMENT_STATE] == GAVE_UP:
                 why = GAVE_UP_REASON

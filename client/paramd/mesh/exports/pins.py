@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paramd.errors import AbortedError, ConflictError, DeadlineError, UsageError
+from paramd.errors import AbortedError, ConflictError, DeadlineError, ParamdError, UsageError
 from paramd.layout.exports.extra import ExtraState
 from paramd.layout.exports.optimizer import OptimizerTable, optimizer_table, spread
 from paramd.layout.exports.plan import ExportPlan, plan_export
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 FIRST_PATIENCE_S = 2.0
 """How long, in seconds, to wait for a boundary before the optimizer's state is read without one."""
+
+UNSERVED_S = 2.0
+"""How long, in seconds, a rank may not serve its parameters before that is the answer, as in reads
+of parameters."""
 
 _AGAIN_S = 0.1
 _SAME = (
@@ -249,8 +253,7 @@ async def pin_states(
     whose extra state is read, the preferred one first. Raises as `Pinner.pin` does, and
     ConflictError if a rank could not provide its optimizer's state, or ranks disagree.
     """
-    left_s = max(deadline_s - time.monotonic(), 0.0)
-    states = await asyncio.gather(*(sidecars.state(rank, left_s) for rank in spans))
+    states = await _serving(sidecars, list(spans), deadline_s, waits=with_buffers)
     # Whether all sidecars have the optimizer's state in their own memory.
     live = all(one.state.optimizer_live for one in states)
     pin = partial(_pinned, sidecars, layout, replica=replica, deadline_s=deadline_s)
@@ -278,6 +281,41 @@ async def pin_states(
         if time.monotonic() > deadline_s:
             raise DeadlineError("the optimizer's state kept changing its kinds; try again")
         expected = found
+
+
+async def _serving(
+    sidecars: Sidecars, ranks: Sequence[int], deadline_s: float, *, waits: bool
+) -> list[pb.GetStateResponse]:
+    """What the ranks report. Raises ConflictError with the reason if one does not serve its
+    parameters, and still does not after `UNSERVED_S`.
+
+    `waits`: the caller needs a boundary in any case, which settles what a script at rest has done.
+    """
+    began_s = time.monotonic()
+    # In time for the reason to be the answer, instead of a call without any time left.
+    until_s = began_s + min(UNSERVED_S, 0.8 * (deadline_s - began_s))
+    first: dict[int, int] = {}
+    while True:
+        left_s = max(deadline_s - time.monotonic(), 0.0)
+        found = await asyncio.gather(*(sidecars.state(rank, left_s) for rank in ranks))
+        # Other weights that stand in have a label, and go by themselves.
+        why = {
+            rank: one
+            for rank, one in zip(ranks, found, strict=True)
+            if one.state.unserved_reason and not one.header.label
+        }
+        if not why:
+            return found
+        first = {rank: first.get(rank, one.header.step) for rank, one in why.items()}
+        if time.monotonic() >= until_s:
+            for rank, one in why.items():
+                if not waits or one.header.step >= first[rank] + 2:
+                    raise ConflictError(
+                        f"{sidecars.who(rank)}: the parameters cannot be served: "
+                        f"{one.state.unserved_reason}"
+                    )
+            return found
+        await asyncio.sleep(_AGAIN_S)
 
 
 async def _pinned(
@@ -380,11 +418,19 @@ async def _soon_or_now(pinner: Pinner, spans: Spans, deadline_s: float) -> Pinne
                 break
             except (ConflictError, AbortedError, DeadlineError) as error:
                 if time.monotonic() > until_s:
-                    if time.monotonic() > deadline_s or isinstance(missed, ConflictError):
-                        raise error from missed
+                    if isinstance(missed, ConflictError):
+                        raise missed if not isinstance(error, ConflictError) else error from missed
+                    if time.monotonic() > deadline_s:
+                        raise _neither(missed, error) from missed
                     break
             await asyncio.sleep(_AGAIN_S)
         patience_s = 2 * patience_s
+
+
+def _neither(boundary: ParamdError, present: ParamdError) -> ParamdError:
+    """The error when there was neither a boundary nor a copy without one, in time."""
+    kind = ConflictError if isinstance(present, ConflictError) else DeadlineError
+    return kind(f"{present}; and before that at a boundary: {boundary}")
 
 
 async def pin_parameters(

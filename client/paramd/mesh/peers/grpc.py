@@ -566,10 +566,17 @@ def why_not_trusted(error: grpc.aio.AioRpcError) -> str:
     return f"has a certificate that cannot be trusted: {why}; {cure}"
 
 
+_NO_ANSWER: Final = "Deadline Exceeded"
+"""gRPC's own text, of a call that its client has given up: the peer has said nothing."""
+
+
 def error_of(error: grpc.aio.AioRpcError, who: str) -> ParamdError:
     """The domain error for a gRPC status; `who` names the peer."""
     code = error.code()
     details = error.details() or code.name
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and details == _NO_ANSWER:
+        details = "no answer within the time left for this call: it is stopped, slow, or waits for "
+        details += "the training; allow more time (timeout=)"
     if why := why_not_trusted(error):
         return NotTrustedError(f"{who} {why}")
     # A draining server cancels running calls: to a client that is an outage.

@@ -34,7 +34,14 @@ from itertools import accumulate
 from typing import Any
 
 from paramd.errors import AbortedError, ConflictError, ExhaustedError, ParamdError
-from paramd.memory.control_page import Word, Words, history_of, in_time, step_of
+from paramd.memory.control_page import (
+    Word,
+    Words,
+    history_of,
+    in_time,
+    step_of,
+    unserved_reason,
+)
 from paramd.memory.descriptors import PAGE, SparseMemory
 from paramd.memory.gradient_program import (
     MAX_SPANS,
@@ -256,6 +263,7 @@ _NEVER = {
     "(follow, updates), or step the optimizer after the backward",
     NoFrame.TOO_MANY: "updates of this training have no gradient frame of that many tensors: too "
     "many have no gradient, or a sum of several ranks; request fewer at once",
+    NoFrame.FAILED: "gradients of this rank cannot be captured; the trainer's log says why",
 }
 """The reasons that last."""
 
@@ -276,7 +284,7 @@ class Gradients:
         room: Room = HEADROOM,
     ) -> None:
         """`room` grants the memory of the slots."""
-        self._words = attached.page.words
+        self._page, self._words = attached.page, attached.page.words
         self._executor = executor
         self._idle_s = idle_memory_s
         self._loop = asyncio.get_running_loop()
@@ -425,7 +433,8 @@ class Gradients:
         if why is not NoFrame.LATE:
             self._left_out = why, count + 1 if why is before else 1
         if why in _NEVER and self._left_out[1] >= NEVER:
-            return ConflictError(_NEVER[why])
+            unserved = unserved_reason(self._page) if why is NoFrame.FAILED else ""
+            return ConflictError(_NEVER[why] + (f" ({unserved})" if unserved else ""))
         return AbortedError(f"update {frame.step} has no gradient frame: it {_LEFT_OUT[why]}")
 
     def _look_again(self) -> None:

@@ -1,6 +1,7 @@
 """`paramd mcp`, through the SDK's own client, as an agent's host would start it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -222,7 +223,9 @@ async def test_over_http_only_the_token_opens_the_door(state: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}/mcp"
     command = [sys.executable, "-m", "paramd.cli", "mcp", "--job", JOB, "--http", str(port)]
-    process = await asyncio.create_subprocess_exec(*command)
+    # With few descriptors: half-open connections must not take the last one.
+    few = ["bash", "-c", 'ulimit -n 256 && exec "$@"', "bash", *command]
+    process = await asyncio.create_subprocess_exec(*few)
     try:
         async with httpx2.AsyncClient(trust_env=False) as http:
             answer = await first_answer(http, url)
@@ -230,11 +233,15 @@ async def test_over_http_only_the_token_opens_the_door(state: Path) -> None:
             wrong = {"authorization": f"Bearer {secrets.token_hex(8)}"}
             refused = await http.post(url, json={}, headers=wrong)
             assert (refused.status_code, refused.headers["connection"]) == (401, "close")
-        half = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+        half = [await asyncio.open_connection("127.0.0.1", port) for _ in range(400)]
         for _, writer in half:
             writer.write(b"POST /mcp HTTP/1.1\r\nhost: 127.0.0.1\r\n")
+        async with httpx2.AsyncClient(trust_env=False) as http:
+            assert (await http.post(url, json={}, headers=wrong)).status_code == 401
         async with asyncio.timeout(60):
-            assert {await reader.read() for reader, _ in half} == {b""}, "none is kept for ever"
+            for reader, _ in half:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b"", "none is kept for ever"
         for _, writer in half:
             writer.close()
         endpoint = read_endpoint(JOB)

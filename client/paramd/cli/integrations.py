@@ -6,9 +6,11 @@ import asyncio
 import hmac
 import json
 import os
+import resource
 import signal
+import socket
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from paramd.accepting import AT_ONCE, Listener
 from paramd.cli.exports import NameMapFile, read_name_map
 from paramd.cli.mcp_tokens import doors_of
 from paramd.cli.options import (
@@ -30,6 +33,7 @@ from paramd.cli.options import (
 )
 from paramd.cli.output import Format, seconds, size
 from paramd.cli.shell import say
+from paramd.errors import UsageError
 
 if TYPE_CHECKING:
     from paramd.integrations.engines import Update
@@ -219,25 +223,93 @@ async def _serve(target: Target, *, changes: bool, port: int | None) -> None:
         import uvicorn
 
         app = guarded(server.streamable_http_app(host="127.0.0.1"), doors.password)
-        config = uvicorn.Config(
-            app, host="127.0.0.1", port=port, log_level="warning", lifespan="on", http=_impatient()
-        )
-        await uvicorn.Server(config).serve()
+        waiting = _Waiting()
+        with closing(_listening(port, waiting)) as listener:
+            config = uvicorn.Config(
+                app,
+                log_level="warning",
+                lifespan="on",
+                http=waiting.protocol(),
+                backlog=AT_ONCE,
+            )
+
+            class Server(uvicorn.Server):
+                async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                    await super().startup(sockets=sockets)
+                    listener.keep_backlog()
+
+            await Server(config).serve(sockets=[listener])
 
 
 HEAD_S = 10.0
 """Limit in seconds for a connection's first request, so that half-open ones are not kept."""
 
+MAX_WAITING = 256
+"""Most connections without a request; past them the oldest one goes."""
 
-def _impatient() -> Any:
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class Impatient(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.loop.call_later(HEAD_S, lambda: transport.close() if self.cycle is None else None)
+def _listening(port: int, waiting: _Waiting) -> Listener:
+    listener = Listener(socket.AF_INET)
+    listener.on_full = waiting.make_room
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.keep_backlog()
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"--http {port}: {error.strerror}; name another port") from error
+    return listener
 
-    return Impatient
+
+class _Waiting:
+    """The connections that have sent no request yet. Event loop only.
+
+    A quarter of all descriptors is for them, so that those who ask, and this program itself, always
+    have some: without one left, not even an error could be told.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[asyncio.BaseTransport, None] = {}
+        self._most = min(MAX_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+
+    def make_room(self) -> bool:
+        """Close the oldest; return whether there was one."""
+        if not self._open:
+            return False
+        oldest = next(iter(self._open))
+        del self._open[oldest]
+        assert isinstance(oldest, asyncio.Transport)
+        oldest.abort()
+        return True
+
+    def protocol(self) -> Any:
+        """uvicorn's protocol for HTTP, which tells of its connections here."""
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        waiting = self
+
+        class Impatient(H11Protocol):
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                waiting._open[transport] = None
+                self.loop.call_later(HEAD_S, self._late)
+                if len(waiting._open) > waiting._most:
+                    waiting.make_room()
+
+            def data_received(self, data: bytes) -> None:
+                super().data_received(data)
+                if self.cycle is not None:
+                    waiting._open.pop(self.transport, None)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                waiting._open.pop(self.transport, None)
+                super().connection_lost(exc)
+
+            def _late(self) -> None:
+                if self.cycle is None:
+                    self.transport.close()
+
+        return Impatient
 
 
 def guarded(app: App, token: str) -> App:

@@ -42,7 +42,7 @@ def test_every_reader_is_told_which_rank_and_why_and_is_served_once_it_is_over(
                 reads: dict[str, Callable[[], object]] = {
                     "summon": lambda: mesh.summon("*"),
                     "buffers": lambda: mesh.summon("*", buffers=True),
-                    "optimizer": lambda: mesh.optimizer(),
+                    "optimizer": mesh.optimizer,
                     "both": lambda: mesh.summon("*", optimizer=True),
                     "export": lambda: mesh.export("here/a").wait(),
                     "checkpoint": lambda: mesh.export("here/b", format="dcp").wait(),

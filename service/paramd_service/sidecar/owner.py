@@ -110,6 +110,30 @@ def process_state(pid: int) -> str:
     return text.rpartition(")")[2][1:2]
 
 
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """What a process has done since it began, and the children that it has waited for."""
+
+    cpu_s: float
+    io_bytes: int
+    """Bytes of its read and write calls; 0 if they cannot be read."""
+
+
+def worked(pid: int) -> Worked | None:
+    """What a process has done so far; None if it cannot be read."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        cpu_s = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return None
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().split("\n")
+        io_bytes = sum(int(line.split()[1]) for line in lines[:2])
+    except (OSError, IndexError, ValueError):
+        io_bytes = 0
+    return Worked(cpu_s, io_bytes)
+
+
 def exit_text(pid: int) -> str:
     """How a zombie process ended: "killed by SIGKILL", "exited with code 1"; empty for others."""
     try:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from paramd.memory.control_page import Word
 from paramd.v1 import common_pb2
-from paramd_service.sidecar.owner import Ownership
+from paramd_service.sidecar.owner import Ownership, Worked
 
 STALL_STEPS = 20
 STALL_LEAST_S = 30.0
@@ -31,6 +31,15 @@ this time: a validation or a checkpoint takes longer than a step."""
 
 FIRST_STEP_S = 900.0
 """The same while no step has ended yet: the first one compiles, warms up and fills caches."""
+
+WORKING_S = 600.0
+"""The same while the trainer works: one long step after short ones saves, evaluates or compiles.
+Not longer, because a hang may look like work too: waits for a device keep a core busy."""
+
+WORK_WINDOW_S = 5.0
+WORK_CORES = 0.2
+WORK_BYTES_PER_S = 1 << 20
+"""A trainer works if it used so much of a core, or read or wrote so much, over such a window."""
 
 IDLE_STEPS = 4
 IDLE_LEAST_S = 1.0
@@ -68,9 +77,41 @@ class Doing:
     reason: str = ""
 
 
-def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now_ns: int) -> Doing:
+class Work:
+    """Whether a trainer works, by what its process has done between two looks."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._at: tuple[int, Worked] | None = None
+        self._works = False
+
+    def seen(self, pid: int, done: Worked | None, now_ns: int) -> bool:
+        """Note what process `pid` has done so far; return whether it has worked in the last window.
+        Call every few seconds: a longer window has what was done before a hang, too."""
+        if done is None or pid != self._pid or self._at is None:
+            self._pid, self._works = pid, False
+            self._at = (now_ns, done) if done is not None else None
+            return False
+        since_ns, before = self._at
+        took_s = (now_ns - since_ns) / 1e9
+        if took_s >= WORK_WINDOW_S:
+            computes = done.cpu_s - before.cpu_s >= WORK_CORES * took_s
+            self._works = computes or done.io_bytes - before.io_bytes >= WORK_BYTES_PER_S * took_s
+            self._at = (now_ns, done)
+        return self._works
+
+
+def doing(
+    ownership: Ownership,
+    words: Sequence[int],
+    *,
+    process_state: str,
+    now_ns: int,
+    works: bool = False,
+) -> Doing:
     """What the rank is doing now. The control page's `words` are read only when it is OWNED;
-    `process_state` is the trainer's letter in /proc/<pid>/stat, or empty; `now_ns` is monotonic."""
+    `process_state` is the trainer's letter in /proc/<pid>/stat, or empty; `now_ns` is monotonic;
+    `works`: as `Work` says."""
     if ownership is not Ownership.OWNED:
         return Doing(_ENDED[ownership], ownership.value)
     if process_state in STOPPED_STATES:
@@ -80,7 +121,7 @@ def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now
     inside = words[Word.SEQ] & 1 == 1 and not words[Word.REST]
     boundary_ns, step_ns = words[Word.BOUNDARY_NS], words[Word.STEP_TIME_NS]
     age_ns = max(now_ns - boundary_ns, 0) if boundary_ns else 0
-    if age_ns > stall_after_ns(step_ns):
+    if age_ns > stall_after_ns(step_ns, works=works):
         return Doing(common_pb2.PHASE_STALLED, _overdue(age_ns, step_ns, inside=inside))
     if inside:
         return Doing(common_pb2.PHASE_UPDATE)
@@ -91,12 +132,13 @@ def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now
     return Doing(common_pb2.PHASE_FORWARD_BACKWARD)
 
 
-def stall_after_ns(step_time_ns: int) -> int:
+def stall_after_ns(step_time_ns: int, *, works: bool = False) -> int:
     """Age of the last boundary beyond which a training with this step time has stalled; 0: it
-    is in its first step."""
+    is in its first step. `works`: its trainer does something."""
     if not step_time_ns:
         return round(FIRST_STEP_S * 1e9)
-    return max(STALL_STEPS * step_time_ns, round(STALL_LEAST_S * 1e9))
+    least_s = WORKING_S if works else STALL_LEAST_S
+    return max(STALL_STEPS * step_time_ns, round(least_s * 1e9))
 
 
 def _summoned(words: Sequence[int]) -> bool:

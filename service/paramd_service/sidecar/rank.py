@@ -57,6 +57,7 @@ from paramd_service.sidecar.owner import (
     ownership_after_end,
     process_state,
 )
+from paramd_service.sidecar.phase import Work
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
 from paramd_service.sidecar.room import HostRoom
@@ -178,6 +179,7 @@ class RankSidecar:
         """Highest control plane generation seen in this incarnation; lower ones are fenced."""
         self.on_change: list[Callable[[], None]] = []
         self.refusals = Refusals()
+        self.work = Work()
         self.delta_counts = DeltaCounts()
         self.revocations = Revocations()
         self.tls: ServerTls | None = None

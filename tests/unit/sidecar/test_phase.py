@@ -8,8 +8,15 @@ import pytest
 
 from paramd.memory.control_page import Word
 from paramd.v1 import common_pb2
-from paramd_service.sidecar.owner import Ownership, exit_text
-from paramd_service.sidecar.phase import FIRST_STEP_S, STALL_LEAST_S, doing, stall_after_ns
+from paramd_service.sidecar.owner import Ownership, Worked, exit_text, worked
+from paramd_service.sidecar.phase import (
+    FIRST_STEP_S,
+    STALL_LEAST_S,
+    WORKING_S,
+    Work,
+    doing,
+    stall_after_ns,
+)
 
 S = 1_000_000_000
 NOW_NS = 1000 * S
@@ -69,6 +76,41 @@ def test_how_long_is_too_long_depends_on_the_trainings_own_steps() -> None:
     slow = words(STEP_TIME_NS=60 * S)
     assert phase(slow, now_ns=NOW_NS + 70 * S) == common_pb2.PHASE_FORWARD_BACKWARD
     assert phase(slow, now_ns=NOW_NS + 1300 * S) == common_pb2.PHASE_STALLED
+
+
+def test_one_long_step_in_which_the_trainer_works_is_no_stall_for_minutes_and_a_hang_is() -> None:
+    for age_s, works, expected in (
+        (70, True, common_pb2.PHASE_IDLE),
+        (70, False, common_pb2.PHASE_STALLED),
+        (WORKING_S - 1, True, common_pb2.PHASE_IDLE),
+        # Waits for a device keep a core busy: work is no proof for ever.
+        (WORKING_S + 1, True, common_pb2.PHASE_STALLED),
+    ):
+        now_ns = NOW_NS + round(age_s * S)
+        found = doing(Ownership.OWNED, words(), process_state="S", now_ns=now_ns, works=works)
+        assert found.phase == expected, (age_s, works)
+        assert bool(found.reason) == (expected == common_pb2.PHASE_STALLED)
+
+
+def test_a_trainer_works_while_it_computes_or_writes_and_no_longer() -> None:
+    work = Work()
+    assert not work.seen(1, Worked(50.0, 0), 0), "of one look nothing is known"
+    assert work.seen(1, Worked(56.0, 0), 6 * S), "it computes"
+    assert work.seen(1, Worked(56.0, 0), 8 * S), "until the window is over"
+    assert not work.seen(1, Worked(56.1, 0), 12 * S), "it hangs; threads of ours use a little"
+    assert work.seen(1, Worked(56.2, 200 << 20), 18 * S), "it saves"
+    assert not work.seen(2, Worked(90.0, 0), 24 * S), "another process"
+    assert not work.seen(2, None, 30 * S)
+
+
+def test_what_a_process_does_is_read() -> None:
+    before = worked(os.getpid())
+    assert before is not None
+    while (now := worked(os.getpid())) is not None and now.cpu_s - before.cpu_s < 0.05:
+        pass
+    assert now is not None
+    assert now.io_bytes > before.io_bytes, "it has read those files"
+    assert worked(0) is None
 
 
 def test_who_owns_the_memory_comes_before_what_the_words_say() -> None:

@@ -34,14 +34,7 @@ from itertools import accumulate
 from typing import Any
 
 from paramd.errors import AbortedError, ConflictError, ExhaustedError, ParamdError
-from paramd.memory.control_page import (
-    Word,
-    Words,
-    history_of,
-    in_time,
-    step_of,
-    unserved_reason,
-)
+from paramd.memory.control_page import Word, Words, history_of, in_time, step_of, unserved_reason
 from paramd.memory.descriptors import PAGE, SparseMemory
 from paramd.memory.gradient_program import (
     MAX_SPANS,

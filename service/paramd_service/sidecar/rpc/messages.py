@@ -18,7 +18,7 @@ from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
 from paramd_service.sidecar.boundaries import GAVE_UP, GAVE_UP_REASON
 from paramd_service.sidecar.copying.page_requests import apart_reason
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.owner import Ownership, process_state
+from paramd_service.sidecar.owner import Ownership, process_state, worked
 from paramd_service.sidecar.phase import Doing, doing
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.snapshots.store import Snapshot
@@ -130,11 +130,13 @@ def doing_now(rank: RankSidecar) -> Doing:
     attached = rank.attached
     if attached is None:
         return doing(Ownership.WAITING, (), process_state="", now_ns=0)
+    pid, now_ns = attached.trainer_pid, time.monotonic_ns()
     return doing(
         rank.ownership,
         attached.page.words,
-        process_state=process_state(attached.trainer_pid),
-        now_ns=time.monotonic_ns(),
+        process_state=process_state(pid),
+        now_ns=now_ns,
+        works=rank.work.seen(pid, worked(pid), now_ns),
     )
 
 

@@ -28,7 +28,16 @@ PATIENCE_S = 60.0
 
 @contextmanager
 def trainer(control: Control, job: str, directory: Path, *more: str) -> Iterator[Any]:
-    """A training on another host, as it were: its state dir is its own."""
+    """What a training says; on another host, as it were: its state dir is its own."""
+    with running(control, job, directory, *more) as process:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())
+
+
+@contextmanager
+def running(
+    control: Control, job: str, directory: Path, *more: str
+) -> Iterator[subprocess.Popen[bytes]]:
     environment = {
         **os.environ,
         "PARAMD_STATE_DIR": str(directory),
@@ -43,7 +52,7 @@ def trainer(control: Control, job: str, directory: Path, *more: str) -> Iterator
         assert process.stdout is not None
         try:
             assert select.select([process.stdout], [], [], PATIENCE_S)[0]
-            yield json.loads(process.stdout.readline())
+            yield process
             process.stdin.close()
             assert process.wait(PATIENCE_S) == 0
         finally:
@@ -66,6 +75,32 @@ def test_a_job_of_a_site_is_read_by_its_name_and_restarts_in_a_higher_incarnatio
         listed = control.ask("GET", "/jobs/one/incarnations").json()["incarnations"]
         first, _second = (incarnation["reason"] for incarnation in listed)
         assert "all 1 ranks have detached" in first
+
+
+def test_a_training_of_a_site_that_grows_goes_on_in_its_next_run(tmp_path: Path) -> None:
+    with (
+        site_plane() as control,
+        running(control, "grows", tmp_path, "auto") as process,
+        paramd.connect(control.url, site_token(), job="grows") as mesh,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["incarnation"] == 1
+        assert tuple(mesh.summon("weight")["weight"].shape) == (4, 8)
+        mesh.mark("small")
+        assert [mark.name for mark in mesh.marks() if mark.name] == ["small"]
+        process.stdin.write(b"grow\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["incarnation"] == 2
+        found = mesh.summon("weight")
+        assert (found.incarnation, tuple(found["weight"].shape)) == (2, (5, 8))
+        assert not [mark.name for mark in mesh.marks() if mark.name]
+        # Only the training itself goes on so: others are told that the name is taken.
+        again = {"job": "grows", "world_size": 1, "succeeds": 1}
+        refused = control.ask("POST", "/jobs", json=again)
+        assert refused.status_code == 409
+        listed = control.ask("GET", "/jobs/grows/incarnations").json()["incarnations"]
+        assert "attachment.refresh" in listed[0]["reason"]
 
 
 def test_two_jobs_of_a_site_are_compared(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from paramd import places
-from paramd.errors import UnreachableError
+from paramd.errors import ParamdError, UnreachableError
 from paramd.mesh.exports.calls import OWN
 from paramd.places import IncarnationRecord
 from paramd_service.control.access.authority import Tokens
@@ -169,6 +169,8 @@ class ControlPlane:
         # 6. Announce the address to the job's programs, now that all of it works.
         if self._bootstrap is not None:
             self._claim.announce(self._bootstrap)
+            # The training may have gone on to the next one meanwhile.
+            self._goes_on(jobs.get(self._bootstrap.job))
         # Noted only now: who reads that it has begun finds its address, or that it has ended.
         self._incarnations.start()
         mine = self._bootstrap
@@ -274,6 +276,8 @@ class ControlPlane:
         )
         for noted in (jobs.on_begin, jobs.on_end) if self._past is None else ():
             noted.append(lambda mesh: self._incarnations.note(mesh.job, mesh.record()))
+        if mine is not None:
+            jobs.on_begin.append(self._goes_on)
         jobs.on_begin.append(records.incarnation_began)
         jobs.on_end.append(records.incarnation_ended)
         config = loaded(
@@ -290,6 +294,13 @@ class ControlPlane:
         if mine is not None:
             jobs.open(mine, past=self._past)
         return jobs
+
+    def _goes_on(self, mesh: Incarnation) -> None:
+        """Be found by the programs of a next incarnation, which has the same addresses."""
+        try:
+            self._claim.announce_next(mesh.bootstrap)
+        except ParamdError as error:
+            log.warning("run %d could not be announced: %s", mesh.number, error)
 
     def _why_end(self, jobs: Jobs) -> str | None:
         """Why to stop, or None. Only an embedded control plane ends by itself."""

@@ -78,6 +78,10 @@ if TYPE_CHECKING:
 
 _PROGRAM_BYTES = 4 << 20
 
+REFRESHED = (
+    "it ended with its run, when the training attached its parameters anew (attachment.refresh)"
+)
+
 CLOSE_S = 5.0
 """Closing an attachment takes milliseconds; after this long, the log says what it waits for."""
 ENDING_S = 1.0
@@ -444,6 +448,7 @@ class RankSidecar:
                 raise
             self._stop_waiting()
             reached = self.step
+            former = self.attached if self.ownership is Ownership.OWNED else None
             try:
                 attached = await self._successive(request, handed_back, elsewhere)
             except BaseException:
@@ -452,6 +457,8 @@ class RankSidecar:
                 raise
             self.standing.rebase(*request.continues, reached=reached)
             self.copies.rebase(*request.continues)
+            if former is not None and former.incarnation < request.incarnation:
+                self.marks.end(REFRESHED)
             self._had_trainer = True
             self._own(attached)
             await self._start_edits(attached)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from paramd import gone
-from paramd.trainer.attaching.attachment import Attachment
-from paramd.trainer.attaching.checks import Missing
+from paramd.trainer.attaching.attachment import Attachment, Missing, Optimizers
 from paramd.trainer.attaching.exchange import Exchange
+from paramd.trainer.attaching.refreshing import Refreshing
 from paramd.trainer.attaching.stages import Stages
 from paramd.trainer.settings import AttachSettings
-
-Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 # A tensor made in inference mode can never be trained, and moving in creates many.
@@ -109,6 +107,7 @@ def attach(
     except BaseException:
         stages.close()
         raise
+    attachment._again = Refreshing(model, accelerator, extra_state)
     for left in gone.variables(os.environ) if attachment.rank == 0 else ():
         logging.getLogger("paramd").warning("paramd: %s", left)
     if settings.trackers and attachment.rank == 0:

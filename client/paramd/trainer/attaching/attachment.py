@@ -6,11 +6,12 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +38,16 @@ from paramd.trainer.resume.succession import Resumed
 from paramd.trainer.settings import AttachSettings
 
 log = logging.getLogger("paramd")
+
+Models = torch.nn.Module | Mapping[str, torch.nn.Module] | None
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+class Missing(Enum):
+    """An argument that was not given, as opposed to None."""
+
+    OPTIMIZER = "optimizer"
+
 
 MAX_LABEL = 100
 """Most characters of a label."""
@@ -73,68 +84,86 @@ class Stalls:
     longest_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an attachment is made of, from one attach to the next."""
+
+    model: torch.nn.Module
+    identity: Identity
+    page: ControlPage
+    arena: HostArena | DeviceMemory
+    home: ParameterStorage
+    boundary: Boundary
+    editor: Editor
+    record: StateRecord | None
+    keeper: Keeper | None
+    state: OptimizerHome | None
+    rewinder: Rewinder | None
+    resumed: Resumed | None
+    gradients: GradientCapture
+    exchange: Exchange
+    sidecar: SidecarLink
+    control: ControlLink | None
+    url: str
+    settings: AttachSettings
+
+
+class Again(Protocol):
+    """Attaches the parameters of an attachment anew, in the same helpers."""
+
+    def __call__(self, attachment: Attachment, model: Models, optimizer: Any) -> None: ...
+
+
 @gone.tells
 class Attachment:
     """One rank's attachment. Made by `paramd.attach`; lives until `detach` or process exit."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        identity: Identity,
-        *,
-        page: ControlPage,
-        arena: HostArena | DeviceMemory,
-        home: ParameterStorage,
-        boundary: Boundary,
-        editor: Editor,
-        record: StateRecord | None,
-        keeper: Keeper | None,
-        state: OptimizerHome | None,
-        rewinder: Rewinder | None,
-        resumed: Resumed | None,
-        gradients: GradientCapture,
-        exchange: Exchange,
-        sidecar: SidecarLink,
-        control: ControlLink | None,
-        url: str,
-        settings: AttachSettings,
-    ) -> None:
-        self._model = model
-        self._page = page
-        self._arena = arena
-        self._home = home
+    def __init__(self, parts: Parts) -> None:
+        self._tracking: Tracking | None = None
+        self._again: Again | None = None
+        """Set by `attach`."""
+        self.resumed = parts.resumed
+        """The state from which this training resumed (`step`, `how`, `lost_steps`, `reason`); None
+        after a fresh start."""
+        self._take(parts)
+
+    def _take(self, parts: Parts) -> None:
+        """Go on with these parts; those before have been closed."""
+        identity, boundary, editor = parts.identity, parts.boundary, parts.editor
+        gradients, rewinder = parts.gradients, parts.rewinder
+        self._model = model = parts.model
+        self._page = parts.page
+        self._arena = parts.arena
+        self._home = parts.home
         self._boundary = boundary
         self._editor = editor
-        self._record = record
+        self._record = parts.record
         self._gradients = gradients
         boundary.gradients = gradients
         gradients.iteration = boundary.iteration
         self._signals = Signals(model, boundary)
-        self._exchange = exchange
-        self._sidecar = sidecar
-        self._control = control
+        self._exchange = parts.exchange
+        self._sidecar = parts.sidecar
+        self._control = parts.control
         self._updating = threading.local()
         self._detached = False
         self._is_childs = False
         self._last_step = 0
         self._last_edits = 0
-        self.keeper = boundary.keeper = keeper
-        self._state = state
+        self.keeper = boundary.keeper = parts.keeper
+        self._state = parts.state
         self._rewinder = boundary.rewinder = rewinder
         if rewinder is not None:
             editor.rollback = partial(Rollback, rewinder)
             editor.groups_changed = rewinder.keeper.groups_changed
         self._at_detach = ExitStack()
         """Closed when the attachment ends, once the parameters have moved out."""
-        self._tracking: Tracking | None = None
-        self.resumed = resumed
-        """The state from which this training resumed (`step`, `how`, `lost_steps`, `reason`); None
-        after a fresh start."""
+        self._identity = identity
         self.job = identity.job
         self.incarnation = identity.incarnation
         self.rank = identity.rank
-        self._url = url
-        self._settings = settings
+        self._url = parts.url
+        self._settings = parts.settings
         self._training = inside.Training(
             job=identity.job,
             incarnation=identity.incarnation,
@@ -403,6 +432,58 @@ class Attachment:
         return export(self._exchange, self._boundary, look, destination, asked, grace_s)
 
     @torch.inference_mode(False)
+    def refresh(
+        self, model: Models = None, optimizer: Optimizers | Missing | None = Missing.OPTIMIZER
+    ) -> None:
+        """Serve the parameters anew after they have changed in shape or number.
+
+            grow_vocabulary(model, 1024)  # or prune, or densify
+            optimizer = torch.optim.AdamW(model.parameters())
+            attachment.refresh(optimizer=optimizer)
+
+        Collective: every rank calls it at the same point, between two updates, and after the change
+        before the next forward. Sidecars and control plane go on, at the same addresses and with
+        the same tokens; `step` goes on counting; the job has its next run (`incarnation`). Clients
+        read the layout again by themselves. Subscriptions, snapshots, marks and edits that can be
+        undone belong to the run before, and end with it; what `resume="auto"` keeps begins anew.
+
+        Args:
+            model: As in `attach`; None: the same as there, as it is now.
+            optimizer: As in `attach`; not given: the same as there, if it still exists.
+
+        Raises:
+            UsageError, ConflictError: on all ranks when an argument is wrong on any, or one is
+                inside an update or has detached; all are attached as before.
+            Exception: any other failure on any rank: all ranks have detached, and training may
+                continue.
+        """
+        if self._detached or self._is_childs or self._again is None:
+            raise ConflictError("refresh: this attachment has ended")
+        self._again(self, model, optimizer)
+
+    def _leave_memory(self) -> None:
+        """Move everything back to private memory; the helpers stay."""
+        self._last_step = self._boundary.step
+        self._last_edits = self._page[Word.EDITS]
+        self._detached = True
+        attached.pop(id(self._model), None)
+        inside.ends(self._training)
+        self._signals.close()
+        self._close_parts()
+        self._page.close()
+        self._arena.close()
+
+    def _close_parts(self) -> None:
+        for one in (self._boundary, self._gradients, self._editor, self._record, self._rewinder):
+            if one is not None:
+                one.close()
+        if self.keeper is not None and self._state is not None:
+            self.keeper.close()
+            self._state.close()
+        self._home.move_out()
+        self._at_detach.close()
+
+    @torch.inference_mode(False)
     def detach(self) -> None:
         """Move the parameters back to private memory and end the sidecar.
 
@@ -429,14 +510,7 @@ class Attachment:
         if self._tracking is not None:
             # Before the sidecar ends: a sample in progress still needs it.
             self._tracking.close()
-        for one in (self._boundary, self._gradients, self._editor, self._record, self._rewinder):
-            if one is not None:
-                one.close()
-        if self.keeper is not None and self._state is not None:
-            self.keeper.close()
-            self._state.close()
-        self._home.move_out()
-        self._at_detach.close()
+        self._close_parts()
         if self._control is not None:
             # First, or the supervisor would restart it when it ends with the last sidecar.
             self._control.release()

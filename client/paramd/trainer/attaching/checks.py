@@ -6,15 +6,14 @@ Frameworks are recognised by their classes in modules that the script has loaded
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from paramd import places
 from paramd.errors import ConflictError, UsageError
-from paramd.trainer.attaching.attachment import attached
+from paramd.trainer.attaching.attachment import Missing, attached
 from paramd.trainer.boundary.signals import members
 from paramd.trainer.model import partitions
 from paramd.trainer.model.local_shard import loaded_class, of_class
@@ -113,12 +112,6 @@ def _prepared(model: Any, optimizer: Any, accelerator: Any) -> tuple[Any, Any]:
     # Named as `accelerator.save_state` names their files.
     names = ["model", *(f"model_{index}" for index in range(1, len(models)))]
     return dict(zip(names, models, strict=True)), optimizers
-
-
-class Missing(Enum):
-    """An argument that was not given, as opposed to None."""
-
-    OPTIMIZER = "optimizer"
 
 
 _HOOKS = "_optimizer_step_pre_hooks"
@@ -222,21 +215,31 @@ def check_attachable(
     if model in partitions.declared:
         # The groups list partitions, and DeepSpeed's not even those while it does not step.
         return
-    updated: set[int] = set()
-    for index, optimizer in enumerate(optimizers):
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not mine & parameters.keys():
-            raise UsageError(
-                f"optimizer {index} ({type(optimizer).__name__}) updates no parameter of this "
-                "model; make the optimizer after wrapping the model, and pass that model"
-            )
-        updated |= mine
+    updated = check_trained(model, optimizers)
     if optimizers and not all(id(p) in updated for p in model.parameters() if p.requires_grad):
         warnings.warn(
             "paramd.attach: some trainable parameters belong to none of the given optimizers; "
             "pass all optimizers, or change those parameters inside attachment.update()",
             stacklevel=2,
         )
+
+
+def check_trained(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> Collection[int]:
+    """The `id` of every parameter that they update. Raises UsageError: one has none of the
+    model's."""
+    parameters = {id(parameter) for parameter in model.parameters()}
+    updated: set[int] = set()
+    for index, optimizer in enumerate(optimizers):
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not mine & parameters:
+            raise UsageError(
+                f"optimizer {index} ({type(optimizer).__name__}) updates no parameter of this "
+                "model; make the optimizer after wrapping the model, and pass that model"
+            )
+        updated |= mine
+    return updated
 
 
 def changes_in_forward(model: torch.nn.Module) -> str:

@@ -34,7 +34,7 @@ from paramd.trainer.attaching.checks import (
     steps_done,
 )
 from paramd.trainer.attaching.exchange import Exchange, take_incarnation
-from paramd.trainer.helpers.control_link import TakenIncarnation
+from paramd.trainer.helpers.control_link import ControlLink, TakenIncarnation
 from paramd.trainer.helpers.sidecar_link import Identity, OwnTls
 from paramd.trainer.home.mirrored import home_of
 from paramd.trainer.home.owned import ParameterStorage
@@ -74,19 +74,28 @@ class Discovering:
 
     _succession: Succession | None = None
     _lineage = (0, 0)
-    _known_incarnation = 0
-    """The last incarnation that a rank's sidecar served: the host that counted them may be lost."""
     _hosts: Sequence[str] = ()
     """Each rank's `host_id`."""
     _buddies: Sequence[int] = ()
     """Each rank's keeper of its standing snapshots' copies; empty without replicas."""
+    _control: ControlLink | None = None
     _site: TakenIncarnation | None = None
     _meeting: Meeting | None = None
     """The ranks' addresses if they are on several hosts and paramd makes certificates."""
 
     def __init__(
-        self, exchange: Exchange, settings: AttachSettings, job: str | None, keep: Mapping[str, Any]
+        self,
+        exchange: Exchange,
+        settings: AttachSettings,
+        job: str | None,
+        keep: Mapping[str, Any],
+        former: Identity | None = None,
     ) -> None:
+        """`former`: this training's present incarnation, if it attaches its parameters anew."""
+        self._former = former
+        self._known_incarnation = former.incarnation if former is not None else 0
+        """The last incarnation that a rank's sidecar served: the host that counted them may be
+        lost."""
         self._exchange = exchange
         self._settings = settings
         self._keep = keep
@@ -196,26 +205,38 @@ class Discovering:
             )
         return found
 
+    def begin_anew(self, found: Found) -> None:
+        """With resume="auto", begin a history of its own; nothing before it can be resumed."""
+        if self._settings.resume == "never":
+            return
+        answers = self._together(lambda: {"lineage": new_lineage()})
+        self._succession = self._successor_of(found)
+        self._lineage = (0, answers[0]["lineage"])
+
+    def _successor_of(self, found: Found) -> Succession:
+        device = found.home.device
+        succession = Succession(
+            job=self._job,
+            rank=self._exchange.rank,
+            world_size=self._exchange.world_size,
+            optimizers=found.optimizers,
+            keep=self._keep,
+            layout_digest=found.layout_digest,
+            socket_path=places.socket_path(self._job, self._exchange.rank),
+            hosts=self._hosts,
+            device=device.request.uuid.hex() if device is not None else "",
+        )
+        self._undo.callback(succession.close)
+        return succession
+
     def look_back(self, found: Found) -> Found:
         """Agree on the state of an earlier incarnation to resume from; change nothing."""
         if self._settings.resume == "never":
             return found
         exchange = self._exchange
-        device = found.home.device
 
         def look() -> dict[str, Any]:
-            self._succession = Succession(
-                job=self._job,
-                rank=exchange.rank,
-                world_size=exchange.world_size,
-                optimizers=found.optimizers,
-                keep=self._keep,
-                layout_digest=found.layout_digest,
-                socket_path=places.socket_path(self._job, exchange.rank),
-                hosts=self._hosts,
-                device=device.request.uuid.hex() if device is not None else "",
-            )
-            self._undo.callback(self._succession.close)
+            self._succession = self._successor_of(found)
             return {"offer": self._succession.look().to_message(), "lineage": new_lineage()}
 
         answers = self._together(look)
@@ -250,14 +271,17 @@ class Discovering:
                 world_size=exchange.world_size,
                 hosts=[one.name for one in meeting.addresses] if meeting is not None else (),
                 above=self._known_incarnation,
+                former=self._former,
+                control=self._control,
             )
             taken.append(mine)
             self._site = mine if mine.url else None
             return {"incarnation": mine.incarnation, "public_key": mine.public_key.hex()}
 
         first = self._together(stage)[0]
+        token = self._former.control_token if self._former is not None else ""
         # Scattered, not gathered: a rank learns only its own ticket, and no private key of others.
-        mine = json.loads(exchange.scatter(_secrets(taken[0]) if taken else None))
+        mine = json.loads(exchange.scatter(_secrets(taken[0], token) if taken else None))
         own_tls = None
         if self._meeting is not None and "tls" in mine:
             here = self._meeting.addresses[exchange.rank]
@@ -273,6 +297,7 @@ class Discovering:
             private_key=bytes.fromhex(mine["private_key"]) if "private_key" in mine else None,
             control_token=mine.get("control_token", ""),
             own_tls=own_tls,
+            certified=mine.get("certified", 0),
         )
 
     def _pass(self, point: str) -> None:
@@ -280,22 +305,26 @@ class Discovering:
             self._at_point(point)
 
     def _together(self, stage: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Run a stage on every rank; a failure on one is raised on all."""
-        failure: Exception | None = None
-        try:
-            message = stage()
-        except Exception as error:
-            failure = error
-            message = {"error": str(error), "kind": type(error).__name__}
-        # Also after a failure: gathering is collective, and the others would hang without us.
-        answers = self._exchange.gather(message)
-        if failure is not None:
-            raise failure
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                kind = getattr(errors, answer["kind"], ConflictError)
-                raise kind(f"rank {rank}: {answer['error']}")
-        return answers
+        return together(self._exchange, stage)
+
+
+def together(exchange: Exchange, stage: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run a stage on every rank; a failure on one is raised on all."""
+    failure: Exception | None = None
+    try:
+        message = stage()
+    except Exception as error:
+        failure = error
+        message = {"error": str(error), "kind": type(error).__name__}
+    # Also after a failure: gathering is collective, and the others would hang without us.
+    answers = exchange.gather(message)
+    if failure is not None:
+        raise failure
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            kind = getattr(errors, answer["kind"], ConflictError)
+            raise kind(f"rank {rank}: {answer['error']}")
+    return answers
 
 
 def contents(shards: Sequence[LocalShard], names: Collection[str]) -> array[int]:
@@ -320,15 +349,20 @@ def _digest(tensor: torch.Tensor) -> int:
     return xxh3_64_intdigest((ctypes.c_char * size_bytes).from_address(values.data_ptr()))
 
 
-def _secrets(taken: TakenIncarnation) -> list[str]:
-    """Each rank's ticket and certificate, as JSON; for rank 0 the control plane's secrets."""
+def _secrets(taken: TakenIncarnation, control_token: str) -> list[str]:
+    """Each rank's ticket and certificate, as JSON; for rank 0 the control plane's secrets, with a
+    new token unless it has one."""
     told: list[dict[str, Any]] = [{"ticket": ticket} for ticket in taken.rank_tickets]
     for one, ticket in zip(told, taken.copy_tickets, strict=False):
         one["copy_ticket"] = ticket
     for one, pems in zip(told, taken.rank_pems, strict=False):
         one["tls"] = pems.to_json()
     if taken.private_key is not None:
-        told[0] |= {"private_key": taken.private_key.hex(), "control_token": new_token()}
+        told[0] |= {
+            "private_key": taken.private_key.hex(),
+            "control_token": control_token or new_token(),
+            "certified": taken.certified,
+        }
     return [json.dumps(one) for one in told]
 
 

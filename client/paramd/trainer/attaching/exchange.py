@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from paramd import places
-from paramd.errors import ConflictError, UnreachableError
+from paramd.errors import ConflictError, ParamdError, UnreachableError
 from paramd.security.tickets import Role, Signer, mint_of_ranks, new_private_key
 from paramd.trainer import exit
-from paramd.trainer.helpers.control_link import TakenIncarnation, register
+from paramd.trainer.helpers.control_link import ControlLink, TakenIncarnation, register
+from paramd.trainer.helpers.sidecar_link import Identity
 from paramd.trainer.settings import AttachSettings
 
 log = logging.getLogger("paramd")
@@ -48,8 +49,13 @@ def take_incarnation(
     world_size: int,
     hosts: Sequence[str] = (),
     above: int = 0,
+    former: Identity | None = None,
+    control: ControlLink | None = None,
 ) -> TakenIncarnation:
     """Take the next incarnation, above any this host knows of; rank 0 only.
+
+    `former`: this training's present incarnation, whose helpers go on in the next one, `control`
+    among them where it is the job's own.
 
     An unresponsive control plane costs this incarnation the service, not the training. `hosts`:
     name or address of each rank, for ranks on several hosts, which then get certificates; `above`:
@@ -59,7 +65,10 @@ def take_incarnation(
     if settings.control:
         try:
             places.last_incarnation(job, at_least=above)
-            found = _registered(settings, job=job, world_size=world_size, hosts=hosts)
+            succeeds = former.incarnation if former is not None else 0
+            found = _registered(
+                settings, job=job, world_size=world_size, hosts=hosts, succeeds=succeeds
+            )
         except UnreachableError as error:
             log.warning(
                 "paramd: %s; training continues without a control plane until it attaches again",
@@ -69,11 +78,16 @@ def take_incarnation(
             # Remember it here too, so that a later incarnation of this host's own stays above it.
             places.last_incarnation(job, at_least=found.incarnation)
             return found
-    return _own_incarnation(settings, job, world_size, hosts, above)
+    if control is not None:
+        try:
+            return control.take_next(above, hosts)
+        except ParamdError as error:
+            log.warning("paramd: %s; it learns of the next run when the first rank joins", error)
+    return _own_incarnation(settings, job, world_size, hosts, above, former)
 
 
 def _registered(
-    settings: AttachSettings, *, job: str, world_size: int, hosts: Sequence[str]
+    settings: AttachSettings, *, job: str, world_size: int, hosts: Sequence[str], succeeds: int
 ) -> TakenIncarnation:
     """Register the job, retrying while the control plane may be coming back.
 
@@ -86,7 +100,12 @@ def _registered(
         try:
             floor = places.last_incarnation(job)
             return register(
-                settings, job=job, world_size=world_size, incarnation_floor=floor, hosts=hosts
+                settings,
+                job=job,
+                world_size=world_size,
+                incarnation_floor=floor,
+                hosts=hosts,
+                succeeds=succeeds,
             )
         except UnreachableError as error:
             if time.monotonic() >= deadline_s:
@@ -98,15 +117,24 @@ def _registered(
 
 
 def _own_incarnation(
-    settings: AttachSettings, job: str, world_size: int, hosts: Sequence[str], above: int
+    settings: AttachSettings,
+    job: str,
+    world_size: int,
+    hosts: Sequence[str],
+    above: int,
+    former: Identity | None,
 ) -> TakenIncarnation:
-    incarnation, private_key = places.next_incarnation(job, above=above), new_private_key()
+    incarnation = places.next_incarnation(job, above=above)
+    private_key, certified = new_private_key(), incarnation
+    if former is not None and former.private_key is not None:
+        # The control plane goes on, and knows the next incarnation's ranks by the key it has.
+        private_key, certified = former.private_key, former.certified
     signer, pems = Signer(private_key), []
     if hosts:
         # Imported only with several hosts: it is slow to load.
         from paramd.security.authority import JobAuthority
 
-        pems = JobAuthority(private_key, job=job, incarnation=incarnation).issue_ranks(hosts)
+        pems = JobAuthority(private_key, job=job, incarnation=certified).issue_ranks(hosts)
 
     def minted(role: Role) -> list[str]:
         ranks = range(world_size)
@@ -118,6 +146,7 @@ def _own_incarnation(
         rank_tickets=minted(Role.SIDECAR),
         copy_tickets=minted(Role.COPIER) if settings.replicas else [],
         private_key=private_key,
+        certified=certified,
         rank_pems=pems,
     )
 

@@ -20,7 +20,7 @@ from paramd.memory.control_page import MAGIC, ControlPage, Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.handover import Descriptors
 from paramd.trainer.attaching.addresses import summary
-from paramd.trainer.attaching.attachment import Attachment
+from paramd.trainer.attaching.attachment import Attachment, Parts
 from paramd.trainer.attaching.checks import changes_in_forward
 from paramd.trainer.attaching.discovering import Answer, Discovering, Found
 from paramd.trainer.attaching.exchange import collective_timeout_s
@@ -51,19 +51,37 @@ class Stages(Discovering):
     """The stages of attaching; after each, every rank knows the outcome on all."""
 
     _sidecar: SidecarLink | None = None
-    _control: ControlLink | None = None
     _url = ""
     _exports: Sequence[Offered] = ()
     """The last complete exports of this job, newest first."""
     _exported: Exported | None = None
     """The export to resume from."""
 
+    def take_helpers(self, sidecar: SidecarLink, control: ControlLink | None, url: str) -> None:
+        """Keep the helpers of this training's present incarnation; `close` ends them."""
+        self._sidecar, self._control, self._url = sidecar, control, url
+        if control is not None:
+            self._undo.callback(control.close)
+        self._undo.callback(self._let_go_of_sidecar)
+
+    def leave(self, attachment: Attachment) -> None:
+        """Move this training's parameters out of the memory that they are served from."""
+
+        def stage() -> dict[str, Any]:
+            attachment._leave_memory()
+            return {}
+
+        self._together(stage)
+
     def open(self, identity: Identity, found: Found) -> dict[str, Any]:
         """Bring up the sidecars and the control plane; return the sidecars' mesh message."""
+        kept = self._sidecar
 
         def stage() -> dict[str, Any]:
             path = places.socket_path(self._job, identity.rank)
-            if identity.rank == 0 and not self._settings.control:
+            if self._control is not None:
+                self._control.goes_on(identity)
+            elif identity.rank == 0 and not self._settings.control:
                 self._control = ControlLink(
                     identity, self._settings, directory=path.parent, token=identity.control_token
                 )
@@ -74,11 +92,13 @@ class Stages(Discovering):
                 socket_path=path,
                 arena_bytes=found.home.arena_bytes,
                 device=found.home.device,
+                former=kept,
             )
-            # Undone before the control plane, which exits after the last sidecar.
-            self._undo.callback(self._let_go_of_sidecar)
+            if kept is None:
+                # Undone before the control plane, which exits after the last sidecar.
+                self._undo.callback(self._let_go_of_sidecar)
             self._take_over(self._sidecar, identity, found)
-            if self._control is not None:
+            if self._control is not None and kept is None:
                 resumed = self._succession is not None and self._succession.resumed is not None
                 _fail_open(partial(self._control.open, resumes=resumed))
             _fail_open(self._sidecar.open)
@@ -101,7 +121,7 @@ class Stages(Discovering):
         told = answers[0]
         self._url = told["url"]
         self._exports = [Offered(**one) for one in told["exports"]]
-        if identity.rank == 0:
+        if identity.rank == 0 and kept is None:
             meeting, where = self._meeting, self._url or "no control plane yet"
             if meeting is not None:
                 where += (
@@ -143,8 +163,17 @@ class Stages(Discovering):
                 return replace(found, first_step=offered.step)
         return found
 
-    def move_in(self, found: Found, identity: Identity, mesh: dict[str, Any]) -> Attachment:
-        """Move the parameters into the arena and serve them, on all ranks or none."""
+    def move_in(
+        self,
+        found: Found,
+        identity: Identity,
+        mesh: dict[str, Any],
+        again: Attachment | None = None,
+    ) -> Attachment:
+        """Move the parameters into the arena and serve them, on all ranks or none.
+
+        `again`: the attachment that goes on with them; None: a new one.
+        """
         sidecar = self._sidecar
         assert sidecar is not None
         shared = sidecar.own_descriptors()
@@ -190,7 +219,9 @@ class Stages(Discovering):
             page[Word.COMING_BYTES] = coming_bytes(found.model.parameters(), found.optimizers)
             self._introduce(page, identity, found.first_step)
             made.append(
-                self._attachment(found, identity, page, arena, shared, optimizer_memory, state)
+                self._attachment(
+                    found, identity, page, arena, shared, optimizer_memory, state, again
+                )
             )
             self._undo.callback(made[0].detach)
             if succession is not None and succession.resumed is not None:
@@ -341,6 +372,7 @@ class Stages(Discovering):
         shared: Descriptors,
         optimizer_memory: SparseMemory,
         state: OptimizerHome | None,
+        again: Attachment | None,
     ) -> Attachment:
         assert self._sidecar is not None
         agreement = Agreement(
@@ -412,7 +444,7 @@ class Stages(Discovering):
             always_strict=changes,
             after_edit=partial(partitions.refresh, model),
         )
-        return Attachment(
+        parts = Parts(
             model,
             identity,
             page=page,
@@ -440,6 +472,10 @@ class Stages(Discovering):
             url=self._url,
             settings=self._settings,
         )
+        if again is None:
+            return Attachment(parts)
+        again._take(parts)
+        return again
 
 
 def _say_where(job: str, control: ControlLink) -> None:

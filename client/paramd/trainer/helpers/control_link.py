@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -28,6 +28,8 @@ from paramd.trainer.helpers.sidecar_link import Identity, Patience, Supervisor
 from paramd.trainer.settings import AttachSettings
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx2
 
 TIMEOUT_S = 10.0
@@ -60,6 +62,9 @@ class TakenIncarnation:
     """By rank, for ranks on several hosts: a certificate of the job's own CA."""
     private_key: bytes | None = field(default=None, repr=False)
     """Signs the incarnation's tickets; None when a site's control plane keeps it."""
+    certified: int = 0
+    """The incarnation whose CA the certificates are of, where the control plane is the job's own;
+    it lasts for as long as that control plane's key."""
     url: str = ""
     """URL of the site's control plane; empty when there is no site, or it did not answer."""
     control_address: str = ""
@@ -73,15 +78,15 @@ def register(
     world_size: int,
     incarnation_floor: int,
     hosts: Sequence[str] = (),
+    succeeds: int = 0,
 ) -> TakenIncarnation:
     """Have the control plane begin a new incarnation, above `incarnation_floor`. Not idempotent.
 
-    `hosts` is the address of each rank, for ranks on several hosts. Raises UnreachableError: no
+    `hosts` is the address of each rank, for ranks on several hosts. `succeeds`: the incarnation in
+    which this very training still runs; 0: none. Raises UnreachableError: no
     answer, or it cannot serve now. DeniedError: the token is missing, wrong, or may not register
     jobs. ConflictError: the job is already training, or the control plane belongs to another job.
     UsageError: invalid URL, or one that would send the token unencrypted to another host."""
-    import httpx2  # here, because most jobs have no site
-
     url = settings.control.rstrip("/")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -95,6 +100,16 @@ def register(
     }
     if hosts:
         body["rank_hosts"] = list(hosts)
+    if succeeds:
+        body["succeeds"] = succeeds
+    return _asked(url, token, verify, body)
+
+
+def _asked(
+    url: str, token: str, verify: ssl.SSLContext | bool, body: Mapping[str, Any]
+) -> TakenIncarnation:
+    import httpx2  # here, because most jobs have no site
+
     try:
         # A proxy from the environment must not see the token.
         with httpx2.Client(timeout=TIMEOUT_S, verify=verify, trust_env=False) as client:
@@ -114,7 +129,8 @@ def register(
     if answer.status_code != 201:
         raise _refusal(url, answer)
     try:
-        return _registration(url, world_size, answer.json(), certified=bool(hosts))
+        certified = "rank_hosts" in body
+        return _registration(url, int(body["world_size"]), answer.json(), certified=certified)
     except (ValueError, KeyError, TypeError) as error:
         raise UnreachableError(
             f"{url} sent an answer that this paramd cannot read ({error!r}); the versions of "
@@ -212,6 +228,36 @@ class ControlLink:
             raise
         self._supervisor.start(pidfd)
 
+    def take_next(self, above: int, hosts: Sequence[str]) -> TakenIncarnation:
+        """Have the process begin the next incarnation, with the keys of the present one: clients
+        that are refused by the first sidecar in it find it here. Raises as `register`."""
+        present = self._identity
+        own = present.own_tls
+        tls = ClientTls(pems=own.pems) if own is not None else None
+        body: dict[str, Any] = {
+            "job": present.job,
+            "world_size": present.world_size,
+            "incarnation_floor": above,
+            "succeeds": present.incarnation,
+        }
+        if hosts:
+            body["rank_hosts"] = list(hosts)
+        if not self.url:
+            raise UnreachableError("the control plane has not come up yet")
+        taken = _asked(self.url, self._token, https_context(self.url, tls), body)
+        return replace(
+            taken,
+            url="",
+            control_address="",
+            private_key=present.private_key,
+            certified=present.certified,
+        )
+
+    def goes_on(self, identity: Identity) -> None:
+        """Be the next incarnation's. A process that did not answer `take_next` learns of it by the
+        first rank that joins; one that is started from now on is told."""
+        self._identity = identity
+
     def when_up(self, act: Callable[[], None]) -> None:
         """Call `act` now, or on another thread once the control plane has come up."""
         with self._up:
@@ -282,6 +328,7 @@ class ControlLink:
             "private_key": identity.private_key.hex(),
             "token": self._token,
             "own_tls": own is not None,
+            "certified": identity.certified,
             "resumes": resumes,
         }
         self._patience.begin()

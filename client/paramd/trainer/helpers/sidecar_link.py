@@ -226,6 +226,8 @@ class Identity:
     """Token of the control plane's owner; likewise only on rank 0."""
     own_tls: OwnTls | None = None
     """For ranks on several hosts."""
+    certified: int = 0
+    """The incarnation whose CA the certificates are of; likewise only on rank 0."""
 
 
 class SidecarLink:
@@ -239,8 +241,10 @@ class SidecarLink:
         socket_path: Path,
         arena_bytes: int,
         device: TrainerDevice | None = None,
+        former: SidecarLink | None = None,
     ) -> None:
-        """`device`: where the arena is; None: in host memory."""
+        """`device`: where the arena is; None: in host memory. `former`: the link of this trainer's
+        last incarnation, which ends; its sidecar is kept, at its address."""
         self._device = device
         self._identity = identity
         self._settings = settings
@@ -264,9 +268,11 @@ class SidecarLink:
         snapshots; 0 drops them all."""
         own = identity.own_tls
         self._pems = own.pems if own is not None else None
-        self.insight = Insight()
+        self.insight: Insight = Insight() if former is None else former.insight
         """Answers the sidecar's questions to this process; each sidecar gets a new line."""
         self.address = ""
+        if former is not None:
+            former._hand_on(self)
 
     def open(self) -> None:
         """Reach or start a sidecar and attach to it; ConflictError if its trainer is alive."""
@@ -325,6 +331,17 @@ class SidecarLink:
         self._mesh = None
         self._disconnect()
         self._forget_host()
+        self._drop_descriptors()
+
+    def _hand_on(self, successor: SidecarLink) -> None:
+        """Give the sidecar to the next link; the trainer's memory with it goes."""
+        # First, or it could start the sidecar again for the memory that goes.
+        self._supervisor.close()
+        self._mesh = None
+        self._disconnect()
+        successor.address = self.address
+        successor._process, self._process = self._process, None
+        successor._host, self._host = self._host, None
         self._drop_descriptors()
 
     def close(self) -> None:

@@ -2447,6 +2447,12 @@ export interface components {
              */
             rank_hosts?: string[];
             /**
+             * Succeeds
+             * @description The run in which this very training still is, which goes on in the new one; 0: the job starts
+             * @default 0
+             */
+            succeeds: number;
+            /**
              * World Size
              * @description Ranks of the mesh
              */

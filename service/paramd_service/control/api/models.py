@@ -519,6 +519,13 @@ class JobRegistration(BaseModel):
     incarnation_floor: int = Field(
         0, description="The new run is above this one", ge=0, le=1_000_000_000_000
     )
+    succeeds: int = Field(
+        0,
+        description="The run in which this very training still is, which goes on in the new one; "
+        "0: the job starts",
+        ge=0,
+        le=1_000_000_000_000,
+    )
     rank_hosts: list[str] = Field(
         default_factory=list,
         max_length=65_536,

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -157,12 +157,21 @@ class Bootstrap:
     """The incarnation is over: show its records, and change nothing."""
     parent: int = 0
     """With `ended`, the process that it ends with."""
+    certified: int = 0
+    """The incarnation whose CA the job has; 0: this one. A training that attaches its parameters
+    anew begins its next incarnation with the keys and the CA of the last."""
     certificates: JobCertificates = field(init=False, repr=False, compare=False)
     """Issued by the job's own CA."""
 
     def __post_init__(self) -> None:
-        made = JobCertificates(self.private_key, job=self.job, incarnation=self.incarnation)
+        of = self.certified or self.incarnation
+        made = JobCertificates(self.private_key, job=self.job, incarnation=of)
         object.__setattr__(self, "certificates", made)
+
+    def succeeded(self, incarnation: int) -> Bootstrap:
+        """That of a later incarnation of the same training, with the same secrets."""
+        certified = self.certified or self.incarnation
+        return replace(self, incarnation=incarnation, certified=certified, resumes=False)
 
     @property
     def signer(self) -> Signer:
@@ -201,7 +210,7 @@ class Bootstrap:
 
 def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
     """Read the one JSON line `{"job", "incarnation", "world_size", "private_key", "token"}`;
-    `"own_tls"`, `"resumes"` and `"ended"` are false unless given. Raises UsageError if it is
+    `"own_tls"`, `"resumes"` and so on are false unless given. Raises UsageError if it is
     missing, too long, malformed or about another job; the text never quotes it."""
     line = stdin.readline(MAX_BOOTSTRAP_BYTES + 1)
     if not line or len(line) > MAX_BOOTSTRAP_BYTES:
@@ -220,6 +229,7 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
             resumes=found.get("resumes") is True,
             ended=found.get("ended") is True,
             parent=int(found.get("parent", 0)),
+            certified=int(found.get("certified", 0)),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"stdin: cannot be read ({type(error).__name__})") from None

@@ -112,6 +112,12 @@ class Claim:
                 with suppress(OSError):
                     replace(_port_file(bootstrap), f"{self.http.port}\n")
 
+    def announce_next(self, bootstrap: Bootstrap) -> None:
+        """Announce the next incarnation at the same addresses. Raises as `announce`."""
+        if self.endpoint is not None and self.endpoint.incarnation < bootstrap.incarnation:
+            self.endpoint = None
+            self.announce(bootstrap)
+
     def give_grpc(self) -> Address:
         """Release gRPC's port, for gRPC to bind it right away."""
         self._kept.close()

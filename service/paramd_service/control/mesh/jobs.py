@@ -50,6 +50,8 @@ from paramd_service.control.mesh.sidecars import LayoutSource, OwnDirectory, Own
 from paramd_service.control.mesh.statistics import StatsSource
 from paramd_service.control.mesh.watch import Publish, RefusalBook, StateWatch
 
+REFRESHED = "the training has attached its parameters anew (attachment.refresh)"
+
 MAX_JOBS = 512
 """Jobs kept in memory; past the cap, the oldest idle one is evicted."""
 
@@ -144,6 +146,14 @@ class Incarnation:
         """Raise the reason if this incarnation is over."""
         if self.over is not None:
             raise self.over
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ConflictError if this many ranks are not this incarnation's."""
+        if world_size != self.bootstrap.world_size:
+            raise ConflictError(
+                f"{world_size} ranks go on from run {self.number}, which has "
+                f"{self.bootstrap.world_size}; attach again"
+            )
 
     def end(self, reason: ParamdError) -> None:
         """End the incarnation and all streams with `reason`; the first reason wins. Idempotent."""
@@ -301,9 +311,11 @@ class Jobs:
         owner: str | None = None,
         *,
         past: IncarnationRecord | None = None,
+        why: str = "",
     ) -> Incarnation:
         """Begin an incarnation that this token owns, and end the job's older one; or show one that
-        is `past`. Raises ConflictError: the job is already in this incarnation or a later one.
+        is `past`. `why` it has begun, for the older one's reason. Raises ConflictError: the job is
+        already in this incarnation or a later one.
         ExhaustedError: too many jobs."""
         older = self._current.get(bootstrap.job)
         if older is not None and older.number >= bootstrap.incarnation:
@@ -318,7 +330,8 @@ class Jobs:
         if older is not None:
             # What ended it is not that this one begins, when no tick came between.
             self._end_if_over(older, older.registry.view(), time.monotonic())
-            self._end(older, ConflictError(f"run {bootstrap.incarnation} has begun; attach again"))
+            begun = f"run {bootstrap.incarnation} has begun{f': {why}' if why else ''}"
+            self._end(older, ConflictError(f"{begun}; attach again"))
         self._current[bootstrap.job] = mesh
         self._current.move_to_end(bootstrap.job)
         log.info("job %s: run %d begins with %d ranks", mesh.job, mesh.number, bootstrap.world_size)
@@ -329,25 +342,49 @@ class Jobs:
         return mesh
 
     async def register(
-        self, job: str, *, world_size: int, incarnation_floor: int = 0, owner: str | None = None
+        self,
+        job: str,
+        *,
+        world_size: int,
+        incarnation_floor: int = 0,
+        succeeds: int = 0,
+        owner: str | None = None,
     ) -> Incarnation:
         """Begin an attaching job's new incarnation, above `incarnation_floor` and all earlier ones.
-        Raises UsageError: the name or the world size is out of range. ConflictError: the job is
+        `succeeds`: the job's present one, which still trains, goes on in it; 0: none. Raises
+        UsageError: the name or the world size is out of range. ConflictError: the job is
         already training, or this control plane serves no site. DeniedError: another token owns the
         job, which has not ended. ExhaustedError: too many jobs. UnreachableError: the store of
         tokens cannot be read."""
-        site = self._site_of_all()
+        if not succeeds:
+            self._site_of_all()
         places.check_job_name(job)
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise UsageError(f"world_size: {world_size}; expected 1 to {MAX_WORLD_SIZE}")
         # The lock spans check, file and open: two attaches of one name must not both pass.
         async with self._registering:
             await self._check_owner(job, owner)
-            self._check_free(job)
+            former = self._succeeded(job, succeeds)
+            if former is not None:
+                former.check_ranks(world_size)
+            else:
+                self._site_of_all()
+                self._check_free(job)
             incarnation = await asyncio.to_thread(
                 places.next_incarnation, job, above=incarnation_floor
             )
-            return self.open(self._bootstrap(site, job, incarnation, world_size), owner)
+            if former is not None and self._site is None:
+                begun = former.bootstrap.succeeded(incarnation)
+            else:
+                begun = self._bootstrap(self._site_of_all(), job, incarnation, world_size)
+            return self.open(begun, owner, why=REFRESHED if former is not None else "")
+
+    def _succeeded(self, job: str, number: int) -> Incarnation | None:
+        """The job's present incarnation if it has this number and is not over."""
+        present = self._current.get(job)
+        if present is None or present.number != number or present.over is not None:
+            return None
+        return present
 
     def end(self, job: str, by: str) -> Incarnation:
         """End the job's incarnation, whose training must be over. Idempotent. Raises NotFoundError,
@@ -361,10 +398,15 @@ class Jobs:
     async def admit(
         self, job: str, incarnation: int, world_size: int, *, owner: str | None = None
     ) -> Incarnation:
-        """The incarnation that a sidecar may join: the current one or, after our restart, the
-        incarnation of its ticket, which is already verified as ours. Raises ConflictError: the
+        """The incarnation that a sidecar may join: the current one or that of its ticket, which is
+        already verified as ours: after our restart, or, of an embedded control plane, when the
+        training has attached its parameters anew. Raises ConflictError: the
         incarnation is over. UsageError: the world size is out of range."""
         found = self._current.get(job)
+        if self._site is None and found is not None and found.number < incarnation:
+            # Its trainer has signed a ticket of it: it attaches its parameters anew.
+            found.check_ranks(world_size)
+            return self.open(found.bootstrap.succeeded(incarnation), owner, why=REFRESHED)
         if (found is None or found.number < incarnation) and self._site is not None:
             if not 1 <= world_size <= MAX_WORLD_SIZE:
                 raise UsageError(f"world_size: {world_size}; expected 1 to {MAX_WORLD_SIZE}")
@@ -407,7 +449,8 @@ class Jobs:
             # Any incarnation: a genuine ticket of a past one deserves "over", not a bare denial.
             return self._site.private_key(job, incarnation)
         present = self._current.get(job)
-        if present is not None and present.number == incarnation:
+        # A later one has the same key: see `admit`.
+        if present is not None and present.number <= incarnation:
             return present.bootstrap.private_key
         raise DeniedError(
             f"the ticket is for job {job[:64]!r}, run {incarnation}, which is not served here"

@@ -83,6 +83,8 @@ class Marks:
         self._standing = standing
         self._budget_bytes = budget_bytes
         self._marks: dict[str, Mark] = {}
+        self._ended: dict[str, str] = {}
+        """Why marks that were not dropped are no more, by name."""
         self._lock = threading.Lock()
 
     def all(self) -> list[Mark]:
@@ -104,6 +106,7 @@ class Marks:
                 self._blocks.dispose(block)
                 raise ExistsError(_taken(name))
             mark = self._marks[name] = Mark(name, by, block)
+            self._ended.pop(name, None)
         return mark
 
     def fill(self, name: str, attached: AttachedMemory, layout_digest: str) -> Mark:
@@ -132,6 +135,15 @@ class Marks:
             self._blocks.dispose(mark.block)
         return mark is not None
 
+    def end(self, why: str) -> None:
+        """Delete all marks; who asks for one is told why."""
+        for mark in self.all():
+            if self.drop(mark.name):
+                with self._lock:
+                    self._ended[mark.name] = why
+                    while len(self._ended) > MAX_MARKS:
+                        del self._ended[next(iter(self._ended))]
+
     @contextmanager
     def found(self, name: str, step: int, lineage: int, edits: int) -> Iterator[Found]:
         """A mark, or with an empty name a standing snapshot, that has these numbers. Raises
@@ -149,6 +161,8 @@ class Marks:
                         descriptor = os.dup(block.descriptor)
                         break
                 else:
+                    if name in self._ended:
+                        raise NotFoundError(f"mark {name!r}: {self._ended[name]}")
                     what = f"mark {name!r}" if name else f"standing snapshot of step {step}"
                     raise NotFoundError(
                         f"this rank has no {what} as it was listed; list them again"
@@ -178,6 +192,8 @@ class Marks:
             # Newest first: of a step that came again after a rollback, the one that counts.
             of_step = (one for one, _ in self._standing.labels() if one.step == int(name))
             label = next(of_step, None)
+        if label is None and (why := self._ended.get(name)):
+            raise ConflictError(f"mark {name!r}: {why}")
         if label is None:
             # Not NOT_FOUND, which clients take for a lease that has ended, and try again.
             raise ConflictError(

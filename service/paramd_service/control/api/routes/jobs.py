@@ -63,7 +63,7 @@ def router(services: Services) -> APIRouter:
             raise UsageError(
                 f"rank_hosts: {len(hosts)} for {registration.world_size} ranks; give one for each"
             )
-        detail = registration.model_dump(include={"world_size", "incarnation_floor"})
+        detail = registration.model_dump(include={"world_size", "incarnation_floor", "succeeds"})
         owner = principal_of(request).token_id
         mesh = await services.jobs.register(registration.job, owner=owner, **detail)
         await services.records.happened(principal_of(request), "job.register", detail, mesh)

@@ -501,6 +501,20 @@ def test_a_rank_that_lies_has_no_other_connect_where_it_says() -> None:
         assert not may_be_at(address, mesh), address
 
 
+def test_a_control_plane_that_was_late_is_looked_for_as_rank_0_is_reached() -> None:
+    """At attach it had no address: its scheme and host are those of rank 0."""
+    for scheme, other in (("mtls://", ""), ("", "mtls://")):
+        mesh = ExchangedMesh(
+            layout=b"",
+            layout_digest="",
+            control_address="",
+            peers=(common_pb2.Peer(rank=0, address=f"{scheme}10.0.0.2:4000"),),
+        )
+        assert may_be_at(f"{scheme}10.0.0.2:8471", mesh)
+        for address in (f"{other}10.0.0.2:8471", f"{scheme}10.0.0.3:8471", f"{scheme}:8471"):
+            assert not may_be_at(address, mesh), address
+
+
 @pytest.mark.parametrize("lie", ["passed on", "of another key", "replayed"])
 def test_a_rank_shows_its_ticket_to_no_control_plane_of_another_rank(
     job: Job, spy: tuple[Spy, str], lie: str

@@ -420,7 +420,10 @@ class ObjectPlace:
 
     @staticmethod
     def _names_of(manifest: Mapping[str, Any]) -> list[str]:
-        return [str(file.get("name", "")) for file in manifest.get("files", ())]
+        """Names of an export's files. Whoever can write at the key may have written anything."""
+        files = manifest.get("files")
+        found = files if isinstance(files, list) else ()
+        return [str(file.get("name", "")) for file in found if isinstance(file, dict)]
 
     def _delete(self, names: Sequence[str]) -> None:
         for name in names:

@@ -68,7 +68,7 @@ from paramd_service.sidecar.snapshots.offer import (
     copies_message,
     offer_of,
     offer_of_snapshots,
-    opened,
+    opened_standing,
 )
 from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
@@ -542,10 +542,7 @@ class RankSidecar:
         self._check_predecessor(rank, job)
         if of != self.config.rank:
             return self.copies.opened(of, lineage, step)
-        for label, block in self.standing.labels():
-            if (label.lineage, label.step) == (lineage, step):
-                return opened(block)
-        raise NotFoundError(f"no standing snapshot of step {step} is here")
+        return opened_standing(self.standing, lineage, step)
 
     async def _device_looked_at(self) -> None:
         """Wait for the check of how an ended trainer left its device, if one is running.

@@ -211,9 +211,12 @@ class HostRoom:
         return count
 
     def close(self) -> None:
-        """Take the figures away: this sidecar leaves by itself."""
+        """Take the figures away: this sidecar leaves by itself. Those of a successor, which has
+        begun already, stay."""
         with self._lock, suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            there = _figures(self._path)
+            if there is None or (there.pid, there.start) == (self._own.pid, self._own.start):
+                self._path.unlink(missing_ok=True)
 
     def _claim(self, size_bytes: int) -> None:
         with self._lock:

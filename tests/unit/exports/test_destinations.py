@@ -23,6 +23,7 @@ from paramd_service.destinations.destinations import (
     locate,
     parse_destinations,
 )
+from paramd_service.destinations.object_store import ObjectPlace
 from paramd_service.destinations.open import open_place
 from paramd_service.sidecar.rpc import export_service
 
@@ -186,3 +187,11 @@ async def test_a_removal_waits_for_what_still_runs(
     go.set()
     await asyncio.gather(running, dropping)
     assert done == [f"{call} True", "drop"]
+
+
+@pytest.mark.parametrize(
+    "files", [None, 7, "abc", {"name": "a"}, [], [None, 1, "a", ["a"]], [{"name": "a"}, {}]]
+)
+def test_a_manifest_in_a_bucket_may_list_anything(files: Any) -> None:
+    names = ObjectPlace._names_of({"files": files})
+    assert names == (["a", ""] if files == [{"name": "a"}, {}] else [])

@@ -199,3 +199,13 @@ def test_figures_are_gone_once_the_sidecar_has_left(
     assert os.listdir(tmp_path) == ["rank-0.memory"]
     room.close()
     assert not os.listdir(tmp_path)
+
+
+def test_figures_of_a_successor_outlive_the_sidecar_that_hands_over(
+    opened: Callable[[int], HostRoom], tmp_path: Path
+) -> None:
+    room = opened(0)
+    shown = json.loads((tmp_path / "rank-0.memory").read_text())
+    (tmp_path / "rank-0.memory").write_text(json.dumps(shown | {"pid": shown["pid"] + 1}))
+    room.close()
+    assert os.listdir(tmp_path) == ["rank-0.memory"]

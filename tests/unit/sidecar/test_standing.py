@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from paramd.errors import DataLossError, ExhaustedError
+from paramd.errors import DataLossError, ExhaustedError, NotFoundError
 from paramd.memory.continuation import EXTRA, RECORD, TABLE, Checked, KeptSlots, check_left
 from paramd.memory.control_page import Word, step_of
 from paramd.memory.descriptors import SparseMemory
@@ -18,6 +19,7 @@ from paramd.memory.optimizer_state import TABLE_BYTES, parse_table, table_text
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import Ownership
+from paramd_service.sidecar.snapshots import offer
 from paramd_service.sidecar.snapshots.marks import Found, Marks
 from paramd_service.sidecar.snapshots.moments import Moments, table_key
 from paramd_service.sidecar.snapshots.offer import offer_of
@@ -221,6 +223,32 @@ def test_one_that_is_being_sent_or_written_stays(trainer: Trainer, blocks: Block
     standing.digested().result()
     assert not steps(standing)
     standing.close()
+
+
+def test_memory_of_one_that_is_opened_is_not_freed_meanwhile(
+    trainer: Trainer, standing: Standing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor's number may be another file's once it is closed."""
+    made_at(standing, trainer, standing.serving(trainer.attached, lambda: ""), 1)
+    standing.digested().result()
+    opened = offer.opened
+    freed: list[Block] = []
+
+    def short_of_memory(block: Block) -> int:
+        standing.shrink(0, trainer.attached)
+        with suppress(TimeoutError):
+            standing.digested().result(timeout=0.2)
+            freed.append(block)
+        return opened(block)
+
+    monkeypatch.setattr(offer, "opened", short_of_memory)
+    descriptor = offer.opened_standing(standing, 77, 1)
+    assert not freed
+    assert os.pread(descriptor, 1, 0) == b"\x01"
+    os.close(descriptor)
+    standing.digested().result()
+    with pytest.raises(NotFoundError):
+        offer.opened_standing(standing, 77, 1)
 
 
 def test_a_rank_whose_successor_died_and_one_that_never_had_it_still_match(

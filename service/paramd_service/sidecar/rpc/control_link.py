@@ -75,7 +75,9 @@ def may_be_at(address: str, mesh: Mesh) -> bool:
     """Whether the control plane may have moved to `address`, which another rank named: to another
     port of the host where it was, or of rank 0's, and no privileged one. Nothing else is dialed:
     a rank that lies could have all others connect to whatever it names."""
-    scheme, _, there = mesh.control_address.rpartition("://")
+    # One that was late at attach had no address yet: it has TLS if rank 0 has.
+    known = mesh.control_address or mesh.address_of(0)
+    scheme, _, there = known.rpartition("://")
     named, _, place = address.rpartition("://")
     host, _, port = place.rpartition(":")
     hosts = {one.rpartition("://")[2].rpartition(":")[0] for one in (there, mesh.address_of(0))}

@@ -196,6 +196,15 @@ def opened(block: Block) -> int:
     return os.open(f"/proc/self/fd/{block.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
+def opened_standing(standing: Standing, lineage: int, step: int) -> int:
+    """A new descriptor of a whole standing snapshot's memory, read-only. Raises NotFoundError."""
+    with standing.steady():
+        for label, block in standing.labels():
+            if (label.lineage, label.step) == (lineage, step):
+                return opened(block)
+    raise NotFoundError(f"no standing snapshot of step {step} is here")
+
+
 def _is_of(copy: _Copy, label: StandingLabel) -> bool:
     """Whether it is a copy of that snapshot. Senders omit the earlier histories."""
     return copy.label is not None and replace(copy.label, before=()) == label

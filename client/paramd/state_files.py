@@ -162,13 +162,14 @@ def sidecars_dir() -> Path:
     return path
 
 
-def beside_port(port: int) -> Path:
-    """The Unix socket at which a gRPC server of this user listens beside a loopback port.
+def beside_port(ip: str, port: int) -> Path:
+    """The Unix socket at which a gRPC server of this user listens beside a port of a loopback IP.
 
     Its folder is 0700, so nobody else can take its place, as they can a port that is free. The
-    name has the network namespace in it: a shared state dir knows several loopbacks.
+    name has the network namespace and the IP in it: a shared state dir knows several loopbacks,
+    and each has many addresses, whose ports are different ones.
     """
-    network = hashlib.sha256(host_id().encode()).hexdigest()[:12]
+    network = hashlib.sha256(f"{host_id()} {ip}".encode()).hexdigest()[:12]
     return state_dir() / "_sockets" / f"{network}-{port}"
 
 

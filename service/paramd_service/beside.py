@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from paramd.errors import ParamdError
-from paramd.security.loopback import MAX_PATH_BYTES
+from paramd.security.loopback import MAX_PATH_BYTES, plain_ip
 from paramd.security.tls import is_loopback
 from paramd.state_files import beside_port, sockets_dir
 
@@ -22,8 +22,10 @@ def listen_beside(server: grpc.aio.Server, host: str, port: int) -> bool:
     Without it (a long path, a file system without sockets) clients use the port. The socket stays
     when the server ends: so its port is not asked in its place, whoever has that by then.
     """
-    path = beside_port(port)
-    if not is_loopback(host) or len(bytes(path)) > MAX_PATH_BYTES:
+    if not is_loopback(host):
+        return False
+    path = beside_port(str(plain_ip("127.0.0.1" if host == "localhost" else host)), port)
+    if len(bytes(path)) > MAX_PATH_BYTES:
         return False
     try:
         sockets_dir()

@@ -244,7 +244,7 @@ def test_a_ticket_goes_to_our_own_socket_and_never_to_who_takes_a_servers_port(w
         rank, process = job.ranks[0], job.ranks[0].process if who == "sidecar" else job.control
         address = rank.address if who == "sidecar" else job.control_address
         port = int(address.rpartition(":")[2])
-        assert loopback.way_to("127.0.0.1", port) == f"unix:{beside_port(port)}"
+        assert loopback.way_to("127.0.0.1", port) == f"unix:{beside_port('127.0.0.1', port)}"
         process.kill()
         process.wait()
         with thief(port) as other:

@@ -17,6 +17,7 @@ from paramd import places
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.mesh.connect import async_connect
 from paramd.places import Endpoint
+from paramd.state_files import beside_port
 
 
 @pytest.fixture(autouse=True)
@@ -237,3 +238,8 @@ def test_a_damaged_incarnation_counter_is_not_guessed() -> None:
     (places.job_dir("run") / "incarnation").write_text("-1")
     with pytest.raises(ConflictError, match="does not hold a number"):
         places.next_incarnation("run")
+
+
+def test_a_port_of_another_loopback_address_has_a_socket_of_its_own() -> None:
+    """Two servers may have one port, on two addresses: neither gets the other's clients."""
+    assert len({beside_port(ip, 8471) for ip in ("127.0.0.1", "127.0.0.2", "::1")}) == 3

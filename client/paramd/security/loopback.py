@@ -163,7 +163,7 @@ def way_to(host: str, port: int) -> str:
     Its socket outlives the server, so a port that somebody else takes later is not asked instead.
     Raises StrangerError if the socket is left over, and another user listens at the port.
     """
-    path = beside_port(port)
+    path = beside_port(str(plain_ip(host)), port)
     try:
         found, folder = path.lstat(), path.parent.lstat()
     except OSError:

@@ -22,7 +22,6 @@ from paramd import clock, places
 from paramd.errors import (
     ConflictError,
     ExhaustedError,
-    NotFoundError,
     ParamdError,
     UnreachableError,
     UsageError,

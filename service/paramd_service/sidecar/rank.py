@@ -19,13 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paramd import clock, places
-from paramd.errors import (
-    ConflictError,
-    ExhaustedError,
-    ParamdError,
-    UnreachableError,
-    UsageError,
-)
+from paramd.errors import ConflictError, ExhaustedError, ParamdError, UnreachableError, UsageError
 from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.descriptors import same_object
 from paramd.memory.gate import State, resting_state, state_of

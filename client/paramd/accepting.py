@@ -55,8 +55,8 @@ class Listener(socket.socket):
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
-                if not self.on_full():
-                    self._turn_away()
+                if not self.on_full() and not self._turn_away():
+                    raise
                 # What was closed is free once the event loop has had its turn.
                 raise BlockingIOError from error
             if not _is_gone(connection):
@@ -70,12 +70,20 @@ class Listener(socket.socket):
             self._spare = -1
         super().close()
 
-    def _turn_away(self) -> None:
-        """Close the next connection, which would otherwise keep the event loop busy for ever."""
-        os.close(self._spare)
+    def _turn_away(self) -> bool:
+        """Close the next connection, which would otherwise keep the event loop busy for ever.
+
+        Returns whether the spare descriptor made room for that. Another thread, or process, may
+        take its place meanwhile; the number is theirs then, and the next call looks for another.
+        """
+        had, self._spare = self._spare, -1
+        if had >= 0:
+            os.close(had)
+            with suppress(OSError):
+                super().accept()[0].close()
         with suppress(OSError):
-            super().accept()[0].close()
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        return had >= 0
 
 
 def _is_gone(connection: socket.socket) -> bool:

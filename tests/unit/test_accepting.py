@@ -70,3 +70,34 @@ def test_without_a_descriptor_left_something_gives_way_at_once(how: str, said: s
         [sys.executable, "-c", FULL, how], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == said
+
+
+TAKEN = """
+import os, resource, socket
+from paramd.accepting import Listener
+listener = Listener(socket.AF_INET)
+listener.bind(("127.0.0.1", 0))
+listener.keep_backlog()
+waiting = socket.create_connection(listener.getsockname())
+spare, (before, most) = listener._spare, resource.getrlimit(resource.RLIMIT_NOFILE)
+def tried():
+    # No number below the spare one is free, and that one is none too once it is free.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, most))
+    try:
+        return listener.accept()[0]
+    except OSError as error:
+        return type(error).__name__
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+print(tried())
+theirs = os.open(os.devnull, os.O_RDONLY)
+print(theirs == spare, tried(), os.fstat(theirs).st_size)
+print(listener.accept()[0].getpeername() == waiting.getsockname())
+"""
+
+
+def test_a_descriptor_that_others_take_in_its_place_stays_theirs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TAKEN], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["BlockingIOError", "True OSError 0", "True"]

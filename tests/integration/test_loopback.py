@@ -210,6 +210,34 @@ def test_a_connection_that_waits_to_be_accepted_has_its_listeners_owner() -> Non
             assert NOBODY in loopback.owners(by, to)
 
 
+def test_whoever_accepts_and_stops_listening_while_we_look_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, accepted = loopback._sockets, list[socket.socket]()
+    with socket.socket() as listener, contextlib.ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        os.fchown(listener.fileno(), NOBODY, NOBODY)
+        listener.listen()
+        peer = listener.getsockname()
+        connection = stack.enter_context(socket.create_connection(peer))
+        local = connection.getsockname()
+        by, to = (loopback.plain_ip(local[0]), local[1]), (loopback.plain_ip(peer[0]), peer[1])
+
+        def look() -> Iterator[tuple[loopback.Address, loopback.Address, str, int]]:
+            for here, there, state, uid in list(looks()):
+                # Until it is accepted it is root's, as older kernels than this one may show.
+                waits = (here, there) == (to, by) and not accepted
+                yield here, there, state, 0 if waits else uid
+            if not accepted:
+                accepted.append(stack.enter_context(listener.accept()[0]))
+                os.fchown(accepted[0].fileno(), NOBODY, NOBODY)
+                listener.close()
+
+        monkeypatch.setattr(loopback, "_sockets", look)
+        assert NOBODY in loopback.owners(by, to)
+        assert accepted
+
+
 @pytest.mark.parametrize("family", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
 def test_our_own_listeners_are_known_at_each_address(family: str) -> None:
     kind = socket.AF_INET6 if ":" in family else socket.AF_INET

@@ -17,6 +17,7 @@ TLS needs none of this: its certificate is the proof.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import hmac
 import ipaddress
@@ -130,11 +131,15 @@ class Question:
 def question(url: str, token: str, sock: socket.socket) -> Question | None:
     """What to ask over a new connection before the token; None where nothing is to be asked.
 
-    Reads this network namespace's table of sockets, which may take milliseconds.
+    Reads this network namespace's table of sockets, which may take milliseconds. Raises
+    UnreachableError if the connection has ended already.
     """
     if urlsplit(url).scheme != "http" or not token:
         return None
-    peer, local = sock.getpeername(), sock.getsockname()
+    try:
+        peer, local = sock.getpeername(), sock.getsockname()
+    except OSError as error:
+        raise UnreachableError(f"{url}: the connection was closed at once; try again") from error
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     to, by = (plain_ip(peer[0]), int(peer[1])), (plain_ip(local[0]), int(local[1]))
@@ -152,9 +157,10 @@ def owners(local: Address, peer: Address) -> set[int]:
     That is whoever has accepted it, and all that listen there: the kernel knows no user of a
     connection that waits to be accepted, and shows root's.
     """
-    accepted = {uid for here, there, _, uid in _sockets() if (here, there) == (peer, local)}
-    # Looked at second: a listener that has accepted and closed meanwhile is in the first.
-    return accepted | listeners(*peer)
+    # Looked at first: one that accepts and stops listening meanwhile is among these already. The
+    # other way round it would be in neither, as its connection was root's before.
+    found = listeners(*peer)
+    return found | {uid for here, there, _, uid in _sockets() if (here, there) == (peer, local)}
 
 
 def way_to(host: str, port: int) -> str:
@@ -172,7 +178,9 @@ def way_to(host: str, port: int) -> str:
     if not is_private or not stat.S_ISSOCK(found.st_mode) or len(bytes(path)) > MAX_PATH_BYTES:
         return ""
     with socket.socket(socket.AF_UNIX) as probe:
-        if probe.connect_ex(str(path)) == 0:
+        # A server that is stopped, with a full backlog, would have a blocking call wait for ever.
+        probe.setblocking(False)
+        if probe.connect_ex(str(path)) in (0, errno.EAGAIN):
             return f"unix:{path}"
     # Left over: of a server that has died, or whose port another program has now.
     uids = listeners(plain_ip(host), port)
@@ -220,11 +228,10 @@ def trace_of(url: str, token: str) -> Callable[[str, dict[str, Any]], Awaitable[
             return
         stream: TraceStream = info["return_value"]
         sock = stream.get_extra_info("socket")
-        asked = await asyncio.to_thread(question, url, token, sock)
-        if asked is None:
-            return
         try:
-            asked.check(*await _asked_over(stream, asked))
+            asked = await asyncio.to_thread(question, url, token, sock)
+            if asked is not None:
+                asked.check(*await _asked_over(stream, asked))
         except BaseException:
             # The pool has not taken it yet, and would not close it.
             await stream.aclose()

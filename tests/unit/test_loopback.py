@@ -1,0 +1,43 @@
+"""Looking at who listens at a loopback address neither waits nor fails, whatever is there."""
+
+import errno
+import socket
+import struct
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from paramd.errors import UnreachableError
+from paramd.security import loopback
+from paramd.state_files import beside_port, sockets_dir
+
+
+def test_a_server_that_is_stopped_with_a_full_backlog_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path))
+    sockets_dir()
+    path = str(beside_port(4711))
+    with socket.socket(socket.AF_UNIX) as server, ExitStack() as stack:
+        server.bind(path)
+        server.listen(0)
+        code = 0
+        while not code:
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            code = client.connect_ex(path)
+        assert code == errno.EAGAIN
+        assert loopback.way_to("127.0.0.1", 4711) == f"unix:{path}"
+
+
+def test_a_connection_that_was_closed_at_once_is_an_outage() -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        connection = stack.enter_context(socket.create_connection(server.getsockname()))
+        accepted, _ = server.accept()
+        # A reset, after which the connection has no peer.
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        with pytest.raises(UnreachableError, match="was closed at once"):
+            loopback.question("http://127.0.0.1:1", "token", connection)

@@ -300,10 +300,14 @@ class ControlLink:
         with self._up:
             self.url, self.control_address = ready["url"], ready["grpc_address"]
             waiting, self._when_up = self._when_up, []
-        for act in waiting:
-            act()
         self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
         self.exports = ready["exports"]
+        for act in waiting:
+            try:
+                act()
+            except Exception:
+                # The process is up: one that counts as failed would be waited for until its end.
+                log.exception("paramd: what waited for the control plane failed")
         return descriptors.pidfd(process.pid)
 
     def _spawn(self, log_path: Path, *, resumes: bool) -> subprocess.Popen[bytes]:
@@ -367,14 +371,19 @@ class Tracking:
     _settings: AttachSettings
     _directory: Path
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """A control plane that comes up late has them opened on a thread of its own."""
+    _closed: bool = False
 
     def open(self) -> None:
-        """Start the processes; a failed start costs its tracker, not the training."""
-        for kind in self._settings.trackers:
-            try:
-                self._processes[kind] = self._start(kind)
-            except (OSError, ParamdError) as error:
-                log.warning("paramd: nothing is logged to %s: %s", kind, error)
+        """Start the processes; a failed start costs its tracker, not the training. Does nothing
+        once closed."""
+        with self._lock:
+            for kind in () if self._closed else self._settings.trackers:
+                try:
+                    self._processes[kind] = self._start(kind)
+                except (OSError, ParamdError) as error:
+                    log.warning("paramd: nothing is logged to %s: %s", kind, error)
 
     def _start(self, kind: str) -> subprocess.Popen[bytes]:
         arguments = ["track", "--to", kind, "--job", self._job]
@@ -387,6 +396,8 @@ class Tracking:
 
     def close(self) -> None:
         """Let the trackers write their data, and end the processes. Idempotent."""
+        with self._lock:
+            self._closed = True
         for process in self._processes.values():
             process.send_signal(signal.SIGTERM)
         for kind, process in self._processes.items():

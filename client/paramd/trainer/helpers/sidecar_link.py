@@ -65,7 +65,8 @@ class Patience:
         self._who = who
         self._first_s = first_s
         self._factor = FIRST_PATIENCE
-        self._begun_s = 0.0
+        # Of a process that the link before this one has started, too.
+        self._begun_s = time.monotonic()
 
     @property
     def wait_s(self) -> float:

@@ -1,0 +1,65 @@
+"""The trainer's end of its control plane, as far as it needs none."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramd.helpers import end
+from paramd.trainer.helpers import control_link
+from paramd.trainer.helpers.control_link import ControlLink, Tracking
+from paramd.trainer.helpers.sidecar_link import Identity, Patience
+from paramd.trainer.settings import AttachSettings
+
+READY = {"url": "http://127.0.0.1:1", "grpc_address": "", "listen": "", "grpc_listen": "", "exports": []}  # noqa: E501 # fmt: skip
+
+
+def test_a_process_of_the_link_before_is_waited_for_as_long_as_a_new_one() -> None:
+    patience = Patience("the sidecar of rank 0", 20.0)
+    assert patience.wait_s < 21.0
+    assert patience.may_stay()
+
+
+def test_trackers_that_were_closed_are_not_started_by_a_late_control_plane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(control_link, "spawn", lambda *args, **_: started.append(args))
+    tracking = Tracking("j", AttachSettings(log="tensorboard"), tmp_path)
+    tracking.close()
+    tracking.open()
+    assert not started
+
+
+def test_a_control_plane_that_is_up_counts_as_started_whatever_waited_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"import sys; print({json.dumps(json.dumps(READY))}, flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    monkeypatch.setattr(control_link, "spawn", lambda *_, **__: process)
+    identity = Identity(
+        job="j", incarnation=1, rank=0, world_size=1, public_key=b"", rank_ticket="",
+        private_key=b"k",
+    )  # fmt: skip
+    link = ControlLink(identity, AttachSettings(), directory=tmp_path, token="t")
+    seen: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("I/O operation on closed file")
+
+    link.when_up(fail)
+    link.when_up(lambda: seen.append(link.url))
+    try:
+        os.close(link._start())
+        assert seen == [READY["url"]]
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        end(process, grace_s=5.0)
+        link.close()

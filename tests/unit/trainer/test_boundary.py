@@ -764,6 +764,22 @@ def test_memory_that_the_script_shares_is_searched_for_when_somebody_reads(make:
     assert bench.page[Word.STRAY_COUNT] == 0
 
 
+def test_memory_that_the_script_shares_is_searched_for_where_all_ranks_stay(make: Make) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    kept: list[torch.Tensor] = []
+    for _ in range(MOST_SEARCHES + 2):
+        bench.train(optimizer, 1)
+        _clamped(bench, optimizer)
+        kept = [parameter.data for parameter in bench.model.parameters()]
+        bench.model(torch.ones(2, WIDTH))
+    assert kept
+    assert bench.home.check()
+    bench.boundary.stay(lambda: False)
+    assert bench.settled
+    assert not bench.home.check()
+
+
 def test_what_still_uses_the_old_memory_keeps_its_values(make: Make) -> None:
     bench = make()
     optimizer = _sgd(bench)

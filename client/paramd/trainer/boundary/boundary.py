@@ -890,6 +890,8 @@ class Boundary:
             or words[Word.READY] > words[Word.AGREED]
             or words[Word.EXPECTED_NS] > time.monotonic_ns()
             or words[Word.HELD]
+            # All ranks stay here for what this state is asked for.
+            or self._acting.stays is not None
         )
 
     def _say(self, why: str, *, unserved: int = 1) -> None:

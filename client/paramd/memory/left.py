@@ -253,7 +253,8 @@ def _number(text: str) -> int | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        # A process's name may be cut in the middle of a character.
+        return path.read_text(errors="replace")
     except OSError:
         return ""
 

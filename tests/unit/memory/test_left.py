@@ -116,7 +116,10 @@ def test_without_meminfo_nothing_is_known(tmp_path: Path) -> None:
 
 def test_private_memory_and_the_kernels_victims_are_read(tmp_path: Path) -> None:
     (tmp_path / "proc/7").mkdir(parents=True)
-    (tmp_path / "proc/7/status").write_text("VmRSS:\t 99 kB\nRssAnon:\t 12 kB\n")
+    (tmp_path / "proc/7/status").write_bytes(
+        # A name of 15 bytes, cut within its last letter.
+        "Name:\tAusführungsgrö".encode()[:-1] + b"\nVmRSS:\t 99 kB\nRssAnon:\t 12 kB\n"
+    )
     (tmp_path / "proc/vmstat").write_text("pgfault 5\noom_kill 3\n")
     assert private_bytes(7, tmp_path) == 12 << 10
     assert private_bytes(8, tmp_path) is None

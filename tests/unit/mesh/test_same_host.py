@@ -112,6 +112,23 @@ def test_memory_of_somebody_else_is_not_taken(tmp_path: Path, other: dict[str, o
         SharedSnapshot.open(peer, TICKET, "s")
 
 
+@pytest.mark.parametrize(
+    "other", [{"state": [3, 0]}, {"boundary_token": None}, {"size_bytes": None}]
+)
+def test_an_answer_that_says_too_little_is_no_answer_and_keeps_no_memory(
+    tmp_path: Path, other: dict[str, object]
+) -> None:
+    maps = Maps()
+    maps.said |= other
+    before = len(os.listdir("/proc/self/fd"))
+    with (
+        sidecar(tmp_path, maps) as peer,
+        pytest.raises(UnreachableError, match="its answer names no state"),
+    ):
+        SharedSnapshot.open(peer, TICKET, "s")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_sidecar_that_hangs_or_hangs_up_is_unreachable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

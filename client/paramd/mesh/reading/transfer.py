@@ -189,10 +189,10 @@ class SharedSnapshot:
                 label = str(answer["state"][4])
                 state = StateName(incarnation, history, step, edits, label)
                 token = int(answer["boundary_token"])
-            except (LookupError, TypeError, ValueError) as error:
+                size_bytes = int(answer["size_bytes"])
+            except (LookupError, TypeError, ValueError, OverflowError) as error:
                 os.close(descriptor)
                 raise UnreachableError(f"rank {peer.rank}: its answer names no state") from error
-            size_bytes = int(answer["size_bytes"])
             return cls(connection, descriptor, size_bytes, snapshot_id, state, token)
         except BaseException:
             connection.close()

@@ -18,7 +18,7 @@ def test_a_server_that_is_stopped_with_a_full_backlog_is_there(
 ) -> None:
     monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path))
     sockets_dir()
-    path = str(beside_port(4711))
+    path = str(beside_port("127.0.0.1", 4711))
     with socket.socket(socket.AF_UNIX) as server, ExitStack() as stack:
         server.bind(path)
         server.listen(0)

@@ -31,10 +31,12 @@ from paramd.memory.edit_program import parse_program, program_bytes, write_progr
 from paramd.memory.optimizer_state import parse_table
 from paramd.mesh.exports.calls import loaded
 from paramd.mesh.reading import stream as reading
-from paramd.security import tickets
+from paramd.security import loopback, tickets
 from paramd.state import StateName
+from paramd.trainer.resume import codec as kept_codec
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
 from paramd.wire import Chunk, data_chunk, parse_chunk
+from paramd_service.control.metrics import passed_on
 from paramd_service.sidecar.edits.entry import body_at, records_of
 from paramd_service.sidecar.owner import parse_attach, parse_mesh
 from paramd_service.sidecar.rpc.edits import _part
@@ -302,9 +304,42 @@ def table(data: bytes) -> None:
         parse_table(data)
 
 
+def metrics(data: bytes) -> None:
+    """A sidecar's metrics, as a control plane passes them on: its own series alone."""
+    found = passed_on.own_series(text_of(data), job="job", rank=1)
+    assert len(found) <= passed_on.MAX_BYTES
+    for line in found.splitlines():
+        assert line.isprintable()
+        if not line.startswith("# "):
+            assert re.match(r'paramd_sidecar_[a-z_]+\{job="job",rank="1"', line)
+            assert line.count("job=") == 1
+    # Once more changes nothing.
+    assert passed_on.own_series(found, job="job", rank=1) == found
+
+
+def proof(data: bytes) -> None:
+    """The answer of whoever listens where a token is about to be sent."""
+    peer = (loopback.plain_ip("127.0.0.1"), 8470)
+    asked = loopback.Question("http://127.0.0.1:8470", "token", peer, peer, frozenset(), "0" * 32)
+    with suppress(ValueError):
+        answer = loopback.answer_of(data)
+        if answer is not None:
+            with suppress(loopback.StrangerError):
+                asked.check(*answer)
+                digest = loopback.token_digest("token")
+                assert loopback.proof_of(digest, "0" * 32, "127.0.0.1", 8470).encode() in data
+
+
+def kept_state(data: bytes) -> None:
+    """A record of a training's state, as the host that kept it gives it back."""
+    with suppress(UsageError):
+        kept_codec.decode(data)
+
+
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "manifest": manifest, "filter": filter_, "glob": glob, "selection": selection,
     "layout": layout_codec, "handover": handover_message, "chunk": chunk, "stream": stream,
     "stream_framing": stream_framing, "safetensors": safetensors, "ticket": ticket,
-    "program": program, "table": table,
+    "program": program, "table": table, "metrics": metrics, "proof": proof,
+    "kept_state": kept_state,
 }  # fmt: skip

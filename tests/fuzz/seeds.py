@@ -6,6 +6,9 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+import torch
+
 from paramd import streams
 from paramd.errors import DeniedError
 from paramd.layout import codec
@@ -14,9 +17,12 @@ from paramd.layout.exports.safetensors import TensorSpec, encode_header
 from paramd.layout.merge import LocalLayout
 from paramd.layout.types import Box, Layout
 from paramd.memory.edit_program import NO_DATA, Record, program_bytes, write_program
+from paramd.security import loopback
 from paramd.security.tickets import Role
+from paramd.trainer.resume import codec as kept_codec
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk
+from paramd_service.sidecar.rpc.service import render
 from tests.edit_ops import edit_op
 from tests.fuzz.parsers import LAYOUT, SECRET, SIGNER
 from tests.integration.fake_trainer import TrainerSettings, attach_message
@@ -153,6 +159,30 @@ def _table() -> list[bytes]:
     return [struct.pack("=q", len(one)) + one for one in packed]
 
 
+def _metrics() -> list[bytes]:
+    told = render([("step", "Steps", 7), ("stands_total", "X", {"edit": 1.5})], job="job", rank=1)
+    return [told.encode(), told.replace('job="job"', 'job="other"').encode()]
+
+
+def _proof() -> list[bytes]:
+    digest = loopback.token_digest("token")
+    bodies = [
+        json.dumps({"proof": loopback.proof_of(digest, "0" * 32, "127.0.0.1", 8470)}),
+        json.dumps({"proof": "0" * 64}),
+    ]
+    return [
+        f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode() for body in bodies
+    ]
+
+
+def _kept_state() -> list[bytes]:
+    values: list[object] = [
+        {"a": [1, (2.5, None)], 3: b"x"},
+        {"t": torch.arange(3, dtype=torch.float32), "n": np.arange(4).reshape(2, 2)},
+    ]
+    return [kept_codec.encode(value) for value in values]
+
+
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "manifest": _manifest,
     "filter": lambda: [text.encode() for text in TERMS],
@@ -170,4 +200,7 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "ticket": _ticket,
     "program": _program,
     "table": _table,
+    "metrics": _metrics,
+    "proof": _proof,
+    "kept_state": _kept_state,
 }

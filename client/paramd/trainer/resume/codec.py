@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 import sys
 from array import array
@@ -39,6 +40,8 @@ _MAKE_DICT: dict[str, Callable[[Any], Any]] = {
     "ordered": OrderedDict,
     "counter": lambda pairs: Counter(dict(pairs)),
 }
+_DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
+"""As `numpy.dtype.str` has it, of the kinds that are kept."""
 _KEYS = (str, int, float, bool, type(None))
 MOST_DEPTH = 100
 
@@ -153,6 +156,9 @@ def _decoded(found: Any, blobs: memoryview) -> Any:
         return _at(blobs, *value)
     if kind == "numpy":
         dtype, shape, begin, size = value
+        # numpy takes whole expressions for a dtype, and fails in ways of its own.
+        if not _DTYPE.fullmatch(dtype):
+            raise ValueError(f"dtype {dtype!r}")
         array = np.frombuffer(_at(blobs, begin, size), np.dtype(dtype)).copy()
         return array[0] if shape is None else array.reshape(shape)
     if kind == "tensor":

@@ -3,7 +3,8 @@
 import errno
 import socket
 import struct
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,26 @@ def test_a_connection_that_was_closed_at_once_is_an_outage() -> None:
         accepted.close()
         with pytest.raises(UnreachableError, match="was closed at once"):
             loopback.question("http://127.0.0.1:1", "token", connection)
+
+
+def test_an_answer_that_comes_byte_by_byte_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loopback, "PROOF_S", 0.3)
+    at = (loopback.plain_ip("127.0.0.1"), 1)
+    asked = loopback.Question("http://127.0.0.1:1", "token", at, at, frozenset({7}), "0" * 32)
+    monkeypatch.setattr(loopback, "question", lambda *_: asked)
+    near, far = socket.socketpair()
+    ended = threading.Event()
+
+    def drip() -> None:
+        with suppress(OSError):
+            while not ended.wait(0.02):
+                far.send(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        with near, far, pytest.raises(loopback.StrangerError, match="belongs to uid 7 now"):
+            loopback.ask_over(near, asked.url, asked.token)
+    finally:
+        ended.set()
+        thread.join()

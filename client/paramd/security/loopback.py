@@ -28,6 +28,7 @@ import secrets
 import socket
 import stat
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,12 +297,17 @@ def ask_over(sock: socket.socket, url: str, token: str) -> None:
     asked = question(url, token, sock)
     if asked is None:
         return
-    before_s = sock.gettimeout()
+    before_s, until_s = sock.gettimeout(), time.monotonic() + PROOF_S
     sock.settimeout(PROOF_S)
     try:
         sock.sendall(asked.head())
         taken = b""
         while (answer := answer_of(taken)) is None:
+            # Of all of it: a stranger may send a byte at a time.
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            sock.settimeout(left_s)
             part = sock.recv(MAX_ANSWER_BYTES)
             if not part:
                 raise EOFError

@@ -12,9 +12,10 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
-from paramd.errors import AbortedError, ConflictError, TornError
+from paramd.errors import AbortedError, ConflictError, ExhaustedError, TornError
 from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import Word, is_stray, label_of, unserved_reason
 from paramd.memory.gate import State, resting_state, state_of
@@ -32,6 +33,7 @@ from paramd_service.sidecar.snapshots.bases import Bases
 from paramd_service.sidecar.snapshots.moments import Moments, is_moments, is_table
 from paramd_service.sidecar.snapshots.standing import StandingLabel
 from paramd_service.sidecar.snapshots.store import (
+    Block,
     BlockMaker,
     Fill,
     Key,
@@ -444,11 +446,20 @@ class Pins:
         """Allocate the snapshot's memory if needed; always drop one holder."""
         try:
             if snapshot.block is None and snapshot.size_bytes:
-                snapshot.block = await self._loop.run_in_executor(
-                    self._executor, self._blocks.make, snapshot.size_bytes, self._attached.device
-                )
+                snapshot.block = await self._allocated(snapshot.size_bytes)
         finally:
             self.store.drop(snapshot)
+
+    async def _allocated(self, size_bytes: int) -> Block:
+        """Memory for a snapshot, if need be in place of what is only kept for the next reader."""
+        make = partial(self._blocks.make, size_bytes, self._attached.device)
+        try:
+            return await self._loop.run_in_executor(self._executor, make)
+        except ExhaustedError:
+            if not self.store.give_back():
+                raise
+        # On the thread that frees it, after that.
+        return await self._loop.run_in_executor(self._executor, make)
 
     def _why_not_copied(self, filling: _Filling, timeout_s: float) -> str:
         job, page = filling.job, self._attached.page

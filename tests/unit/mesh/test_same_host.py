@@ -126,7 +126,7 @@ def test_an_answer_that_says_too_little_is_no_answer_and_keeps_no_memory(
         pytest.raises(UnreachableError, match="its answer names no state"),
     ):
         SharedSnapshot.open(peer, TICKET, "s")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_sidecar_that_hangs_or_hangs_up_is_unreachable(

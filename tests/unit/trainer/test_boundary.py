@@ -668,6 +668,27 @@ def test_why_parameters_are_not_served_is_said_and_taken_back(make: Make) -> Non
     assert not bench.rests
 
 
+def test_a_step_with_a_closure_goes_on_after_a_layer_was_pruned(make: Make) -> None:
+    bench = make()
+    optimizer = torch.optim.LBFGS(bench.model.parameters(), lr=0.1, max_iter=1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = bench.model(torch.ones(2, WIDTH)).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(PROBATION + 2):
+        optimizer.step(closure)
+    before = bench.boundary.step
+    # The module gives its weight up for one of another name.
+    prune.identity(bench.model[0], "weight")
+    for _ in range(2):
+        optimizer.step(closure)
+    assert bench.boundary.step == before + 2
+    assert "'0.weight' was float32" in unserved_reason(bench.page)
+
+
 def test_a_model_is_served_again_at_the_next_boundary_once_its_pruning_is_removed(
     make: Make,
 ) -> None:

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from paramd.trainer.boundary.gradients import GradientCapture
     from paramd.trainer.home.mirrored import MirroredHome
     from paramd.trainer.home.owned import ParameterStorage
+    from paramd.trainer.home.watch import Contents
     from paramd.trainer.resume.keeper import Keeper
     from paramd.trainer.resume.rewinding import Rewinder
 
@@ -617,9 +618,7 @@ class Boundary:
         if not (self._standing.open or self._standing.void):
             # A step that was suspended has had its span counted.
             self._look_for_strays(counts=not entry.evaluated)
-            if entry.evaluates and contents is not None:
-                # All of it: whether the step has changed anything is asked right away.
-                contents.remember()
+            if entry.evaluates and contents is not None and self._remembered(contents):
                 at_rest: Literal["resting", ""] = "resting" if words[Word.REST] else ""
                 entry.was = at_rest if words[_SEQ] & 1 else "settled"
         # SEQ is still even here unless strict, so parameter copies keep running meanwhile.
@@ -627,6 +626,17 @@ class Boundary:
             self._consume(owner, entry)
         self._gate.begin_update()
         self._iteration = self._backwards
+
+    def _remembered(self, contents: Contents) -> bool:
+        """Record all of the contents: whether a step has changed anything is asked right away."""
+        try:
+            contents.remember()
+        except Exception:
+            # A module has given a parameter up, so this state is not served, and no reader has it.
+            log.debug("paramd: the parameters cannot be recorded", exc_info=True)
+            contents.forget()
+            return False
+        return True
 
     def _consume(self, owner: object, entry: _Entry) -> None:
         """The owner reads gradients next: have them captured."""

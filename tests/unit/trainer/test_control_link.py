@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paramd.errors import UnreachableError
 from paramd.helpers import end
 from paramd.trainer.helpers import control_link
 from paramd.trainer.helpers.control_link import ControlLink, Tracking
@@ -35,19 +36,31 @@ def test_trackers_that_were_closed_are_not_started_by_a_late_control_plane(
     assert not started
 
 
-def test_a_control_plane_that_is_up_counts_as_started_whatever_waited_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = f"import sys; print({json.dumps(json.dumps(READY))}, flush=True); sys.stdin.read()"
-    process = subprocess.Popen(
-        [sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    monkeypatch.setattr(control_link, "spawn", lambda *_, **__: process)
+def link_to(
+    process: subprocess.Popen[bytes], folder: Path, patch: pytest.MonkeyPatch
+) -> ControlLink:
+    """A link whose control plane is this process."""
+    patch.setattr(control_link, "spawn", lambda *_, **__: process)
     identity = Identity(
         job="j", incarnation=1, rank=0, world_size=1, public_key=b"", rank_ticket="",
         private_key=b"k",
     )  # fmt: skip
-    link = ControlLink(identity, AttachSettings(), directory=tmp_path, token="t")
+    return ControlLink(identity, AttachSettings(), directory=folder, token="t")
+
+
+def saying(text: str) -> subprocess.Popen[bytes]:
+    """A process that prints a line, and lives."""
+    script = f"import sys; print({text!r}, flush=True); sys.stdin.read()"
+    return subprocess.Popen(
+        [sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+
+def test_a_control_plane_that_is_up_counts_as_started_whatever_waited_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = saying(json.dumps(READY))
+    link = link_to(process, tmp_path, monkeypatch)
     seen: list[str] = []
 
     def fail() -> None:
@@ -62,4 +75,20 @@ def test_a_control_plane_that_is_up_counts_as_started_whatever_waited_for_it(
         assert process.stdin is not None
         process.stdin.close()
         end(process, grace_s=5.0)
+        link.close()
+
+
+def test_a_process_that_says_something_else_is_ended_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = saying("this host is maintained on Mondays")
+    link = link_to(process, tmp_path, monkeypatch)
+    try:
+        with pytest.raises(UnreachableError, match="maintained on Mondays"):
+            link._start()
+        assert process.poll() is not None
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        end(process, grace_s=0.0)
         link.close()

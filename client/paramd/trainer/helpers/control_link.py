@@ -293,10 +293,14 @@ class ControlLink:
         self._starting = None
         with process.stdout as output:
             line = output.readline()
-        if not line:
+        try:
+            ready = json.loads(line)
+        except ValueError:
+            # Also where something else prints as Python starts: its successor waits for its end.
             end(process, grace_s=0.0)
-            raise UnreachableError(f"the control plane did not start; see {log_path}")
-        ready = json.loads(line)
+            raise UnreachableError(
+                f"the control plane did not start (it said {line[:80]!r}); see {log_path}"
+            ) from None
         with self._up:
             self.url, self.control_address = ready["url"], ready["grpc_address"]
             waiting, self._when_up = self._when_up, []

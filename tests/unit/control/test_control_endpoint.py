@@ -78,6 +78,18 @@ def test_a_newer_incarnation_takes_the_endpoint_over_and_an_older_one_cannot() -
         announced(1)
 
 
+def test_a_next_incarnation_that_cannot_be_announced_leaves_the_last_ones_announcement() -> None:
+    job = Bootstrap(job="run", incarnation=1, world_size=1, private_key=bytes(32), token="t" * 32)
+    with closing(Claim(ControlConfig(job="run", listen_near="127.0.0.1:0"), job)) as claim:
+        claim.announce(job)
+        kept = claim.endpoint
+        announced(3)
+        with pytest.raises(ConflictError):
+            claim.announce_next(job.succeeded(2))
+        assert kept is not None
+        assert claim.endpoint == kept
+
+
 def test_the_successor_is_a_living_process_of_no_older_incarnation() -> None:
     mine, start = announced(2), places.process_start(os.getppid())
     theirs = {"url": "u", "token": "t", "job": "run", "grpc_address": "g"}

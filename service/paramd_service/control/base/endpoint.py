@@ -106,17 +106,20 @@ class Claim:
     def announce(self, bootstrap: Bootstrap) -> None:
         """Announce the addresses to the job's programs. Idempotent. Raises as `announce`."""
         if self.endpoint is None:
-            where = self.whereabouts()
-            self.endpoint = announce(bootstrap, where.url, where.grpc_address, with_ca=self.of_job)
-            if not bootstrap.ended:
-                with suppress(OSError):
-                    replace(_port_file(bootstrap), f"{self.http.port}\n")
+            self._announce(bootstrap)
 
     def announce_next(self, bootstrap: Bootstrap) -> None:
-        """Announce the next incarnation at the same addresses. Raises as `announce`."""
+        """Announce the next incarnation at the same addresses. Raises as `announce`; the last
+        one's announcement then stays, by which this process knows when to end."""
         if self.endpoint is not None and self.endpoint.incarnation < bootstrap.incarnation:
-            self.endpoint = None
-            self.announce(bootstrap)
+            self._announce(bootstrap)
+
+    def _announce(self, bootstrap: Bootstrap) -> None:
+        where = self.whereabouts()
+        self.endpoint = announce(bootstrap, where.url, where.grpc_address, with_ca=self.of_job)
+        if not bootstrap.ended:
+            with suppress(OSError):
+                replace(_port_file(bootstrap), f"{self.http.port}\n")
 
     def give_grpc(self) -> Address:
         """Release gRPC's port, for gRPC to bind it right away."""

@@ -425,10 +425,10 @@ PLAIN = {
     "high", "k", "buffers", "histogram", "steps", "lines", "log_lines", "lease_s", "timeout_s",
     "ttl_s", "role", "note", "data", "dry_run", "if_step", "reset_moments", "allow_nonfinite",
     "dtype", "every_steps", "format", "include", "keep_every", "keep_last", "max_shard_size",
-    "tied", "verify", "incarnation_floor", "world_size", "if-none-match",
+    "tied", "verify", "merge", "replace", "incarnation_floor", "world_size", "if-none-match",
     # Of the job of the path: its tensors, ranks, steps and groups.
     "filter", "patterns", "name_map", "ops", "rank", "rank_hosts", "replica", "step", "group",
-    "optimizer", "values",
+    "optimizer", "values", "adapter", "weights_from", "succeeds",
 }  # fmt: skip
 _TENSORS = {
     "get_param", "get_heatmap", "get_histogram", "get_spectrum", "get_values", "list_params",

@@ -233,7 +233,10 @@ class HostRoom:
         # Not durable: figures of a host that went down say nothing.
         temporary = self._path.with_suffix(f"{SUFFIX}-new")
         with suppress(OSError):
-            temporary.write_text(json.dumps(asdict(self._own)))
+            # Nobody else's, whatever the umask: how much a training holds is not for everyone.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
+                file.write(json.dumps(asdict(self._own)))
             os.replace(temporary, self._path)
             self._written, self._shown_s = self._own, self._clock_s()
 

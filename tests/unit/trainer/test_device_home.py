@@ -138,10 +138,11 @@ def test_state_that_finds_no_sidecar_waits_for_one_and_grows(inside: Inside, sta
     for _ in range(2):
         with pytest.raises(UnreachableError):
             home.settle()
-    used = home.used_bytes
+    # On the device: state in host memory moves once that has a place.
+    used = home.used_bytes[1]
     state.answers = True
     assert home.settle()
-    assert home.used_bytes == used
+    assert home.used_bytes[1] == used
     before = copy.deepcopy(optimizer.state_dict()["state"])
     # More than the first allocation has room for.
     weight = inside.model[0].weight

@@ -65,3 +65,13 @@ def test_an_answer_that_comes_byte_by_byte_ends_in_time(monkeypatch: pytest.Monk
     finally:
         ended.set()
         thread.join()
+
+
+@pytest.mark.parametrize(
+    "proof", ['"\\ud800"', '"\u00e4"', "1", "null", '""', '"' + "0" * 64 + '"']
+)
+def test_what_is_no_proof_is_refused_whatever_it_is(proof: str) -> None:
+    peer = (loopback.plain_ip("127.0.0.1"), 8470)
+    asked = loopback.Question("http://127.0.0.1:8470", "token", peer, peer, frozenset(), "0" * 32)
+    with pytest.raises(loopback.StrangerError):
+        asked.check(b"HTTP/1.1 200 OK", b'{"proof": ' + proof.encode() + b"}")

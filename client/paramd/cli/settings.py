@@ -122,7 +122,7 @@ def load(flags: Flags, *, stdin: TextIO) -> Settings:
     if context is not None:
         flags, files = _with_context(context, flags, files)
     named = {key: os.environ.get(f"PARAMD_{key.upper()}") for key in ENVIRONMENT_KEYS}
-    # A setting is taken from the first of these that has it.
+    # Earlier sources take precedence.
     sources = [{key: value for key, value in named.items() if value}, *files]
     merged: dict[str, str] = {}
     for source in sources:

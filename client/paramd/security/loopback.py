@@ -116,7 +116,10 @@ class Question:
             found = json.loads(body)["proof"] if head.split(b" ", 2)[1] == b"200" else ""
         except (ValueError, KeyError, TypeError, IndexError, RecursionError):
             found = ""
-        if not isinstance(found, str) or not hmac.compare_digest(found.encode(), wanted.encode()):
+        # JSON may hold any text, lone surrogates too; `compare_digest` takes ASCII alone.
+        if not isinstance(found, str) or not found.isascii():
+            raise self.refusal()
+        if not hmac.compare_digest(found, wanted):
             raise self.refusal()
 
     def refusal(self) -> StrangerError:

@@ -254,8 +254,8 @@ class ControlLink:
         )
 
     def goes_on(self, identity: Identity) -> None:
-        """Be the next incarnation's. A process that did not answer `take_next` learns of it by the
-        first rank that joins; one that is started from now on is told."""
+        """Be the next incarnation's. A process that did not answer `take_next` learns of it from
+        the first rank that joins; one started from now on is told at its start."""
         self._identity = identity
 
     def when_up(self, act: Callable[[], None]) -> None:

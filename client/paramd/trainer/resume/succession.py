@@ -507,7 +507,7 @@ def _checked(record: dict[str, Any], table: Any) -> dict[str, Any]:
     """The table, if it and the record have what resuming needs. Raises UsageError.
 
     A record whose digest is right can still be another program's, or made up by the host that kept
-    it. So what would fail later is looked at here, where another state can still be chosen.
+    it. What would fail later is therefore checked here, while another state can still be chosen.
     """
     with legible():
         bool(table["on_device"])

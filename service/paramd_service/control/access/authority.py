@@ -281,7 +281,7 @@ class Tokens:
     ) -> None:
         """`own_token` is the process owner's, with role admin; it is never stored. `on_revoked` is
         called for each token revoked here, before `revoke` returns."""
-        self._own_digest = _digest(own_token)
+        self._own_digest = loopback.token_digest(own_token)
         self._store = store
         self._recorded = recorded
         self._on_revoked = on_revoked
@@ -301,11 +301,11 @@ class Tokens:
             return None
         if not holds_token(offered) and not self._is_own(offered):
             return None
-        return await self.principal_of_digest(_digest(offered))
+        return await self.principal_of_digest(loopback.token_digest(offered))
 
     def digest(self, token: str) -> str:
         """Digest that a session keeps instead of its token."""
-        return _digest(token)
+        return loopback.token_digest(token)
 
     async def principal_of_digest(self, digest: str) -> Principal | None:
         """Like `principal`, from the digest of a token seen before."""
@@ -354,7 +354,7 @@ class Tokens:
         token, now_s = new_token(), self._clock()
         row = TokenRow(
             name=name,
-            digest=_digest(token),
+            digest=loopback.token_digest(token),
             role=str(role),
             created_s=now_s,
             expires_s=now_s + ttl_s,
@@ -383,7 +383,7 @@ class Tokens:
         return row
 
     def _is_own(self, offered: str) -> bool:
-        return hmac.compare_digest(_digest(offered), self._own_digest)
+        return hmac.compare_digest(loopback.token_digest(offered), self._own_digest)
 
     async def _row(self, digest: str) -> TokenRow | None:
         now_s = time.monotonic()
@@ -411,7 +411,3 @@ def _principal(row: TokenRow, now_s: float) -> Principal | None:
         return Principal(row.name, UserRole(row.role), token_id(row), row.expires_s, row.jobs)
     except ValueError:
         return None  # a role of a newer version: its permissions are unknown here
-
-
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()

@@ -155,11 +155,20 @@ demo: $(DEMO) ## train a small GPT on 2 ranks and look into it
 fast: $(TESTS) ## tests that need neither processes of ours nor a network
 	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 
+# What failed beside other tests runs once more by itself, and has to pass then. Which they were is told,
+# as each is a race or a patience that is too short.
+define alone
+status=0; $(BIN)/pytest -q $(1) || status=$$?; \
+[ $$status = 1 ] || exit $$status; \
+echo "failed beside other tests (above); once more, by themselves:"; \
+$(BIN)/pytest -q --last-failed --last-failed-no-failures none -o timeout=300 $(2)
+endef
+
 test: system $(TESTS) page $(if $(NPM),web-test) ## what paramd does by itself, with real processes
-	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(ALL_TESTS)
+	@$(call alone,-n 4 --dist loadfile --no-loadscope-reorder $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(ALL_TESTS),$(ALL_TESTS))
 
 integrations: system $(INTEGRATIONS) page ## frameworks, Slurm, Kubernetes, containers, engines, the page: make integrations [SCENES=FILES]
-	$(BIN)/pytest -q -n 3 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(SCENES)
+	@$(call alone,-n 3 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(SCENES),$(SCENES))
 
 test-gpu: $(TESTS) ## tests that need a CUDA device; skipped, with a reason, where there is none
 	$(BIN)/pytest -q tests/gpu

@@ -1,5 +1,5 @@
 """What each folder of tests costs, and may cost: writes the table in README.md, with the seconds
-last measured, and fails a run in which a file takes more seconds than it has.
+last measured, and says which file took more seconds than it has.
 
     make test && python -m tests.costs
 
@@ -56,8 +56,6 @@ class Durations:
         cache = getattr(self._config, "cache", None)
         if cache is None or hasattr(self._config, "workerinput") or exitstatus not in (0, 1):
             return
-        if self._too_slow():
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if not is_partial(self._config):
             rounded = {file: round(took_s, 2) for file, took_s in self._seconds.items()}
             cache.set(KEY, {**cache.get(KEY, {}), **rounded})

@@ -1,4 +1,4 @@
-"""Tests have a budget of seconds, and a run that takes more than it has fails."""
+"""Tests have a budget of seconds, and a file with a budget of its own exists."""
 
 from tests import costs
 from tests.launch import ROOT

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
@@ -129,6 +129,10 @@ class Spare:
     def short(self) -> bool:
         """Whether what nobody holds should be given back now."""
         return self.spare_bytes < 0 or self.stalled_percent >= STALLED_PERCENT
+
+    def reaching(self, idle_bytes: int) -> Spare:
+        """The same once memory that nobody uses, of that size, is freed."""
+        return replace(self, spare_bytes=self.spare_bytes + idle_bytes)
 
     def allows(self, size_bytes: int) -> bool:
         if not size_bytes:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from paramd.errors import AbortedError, ConflictError, ExhaustedError, TornError
+from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import Word, is_stray, label_of, unserved_reason
 from paramd.memory.gate import State, resting_state, state_of
@@ -33,7 +33,6 @@ from paramd_service.sidecar.snapshots.bases import Bases
 from paramd_service.sidecar.snapshots.moments import Moments, is_moments, is_table
 from paramd_service.sidecar.snapshots.standing import StandingLabel
 from paramd_service.sidecar.snapshots.store import (
-    Block,
     BlockMaker,
     Fill,
     Key,
@@ -281,12 +280,21 @@ class Pins:
             delay_s = max(0.0, due_ns / 1e9 - self._loop.time())
             self._sweep_timer = self._loop.call_later(min(delay_s, 3600.0), self.sweep)
 
-    def give_back(self) -> None:
-        """Free what nobody holds: memory was kept for the next reader, follower or edit."""
-        self.bases.give_back()
-        self.store.give_back()
-        self.gradient_pins.gradients.give_back()
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes kept for the next reader or follower, which nobody holds."""
+        gradients_bytes = self.gradient_pins.gradients.idle_bytes
+        if not self.store.gives_idle:
+            return gradients_bytes
+        return self.store.kept_bytes + self.bases.idle_bytes + gradients_bytes
+
+    def take_idle(self) -> list[Callable[[], object]]:
+        """Take away what nobody holds; return what frees it, on any thread."""
+        self.bases.drop_all()
+        freeing: list[Callable[[], object]] = [block.close for block in self.store.take_idle()]
+        freeing += self.gradient_pins.gradients.take_idle()
         self.sweep()
+        return freeing
 
     async def close(self) -> None:
         """End all leases and the copying thread."""
@@ -446,20 +454,10 @@ class Pins:
         """Allocate the snapshot's memory if needed; always drop one holder."""
         try:
             if snapshot.block is None and snapshot.size_bytes:
-                snapshot.block = await self._allocated(snapshot.size_bytes)
+                make = partial(self._blocks.make, snapshot.size_bytes, self._attached.device)
+                snapshot.block = await self._loop.run_in_executor(self._executor, make)
         finally:
             self.store.drop(snapshot)
-
-    async def _allocated(self, size_bytes: int) -> Block:
-        """Memory for a snapshot, if need be in place of what is only kept for the next reader."""
-        make = partial(self._blocks.make, size_bytes, self._attached.device)
-        try:
-            return await self._loop.run_in_executor(self._executor, make)
-        except ExhaustedError:
-            if not self.store.give_back():
-                raise
-        # On the thread that frees it, after that.
-        return await self._loop.run_in_executor(self._executor, make)
 
     def _why_not_copied(self, filling: _Filling, timeout_s: float) -> str:
         job, page = filling.job, self._attached.page

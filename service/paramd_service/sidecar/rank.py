@@ -562,10 +562,22 @@ class RankSidecar:
     def _copies_budget_bytes(self) -> int | None:
         """What this rank's own standing snapshots leave of the budget, and of memory."""
         budget = self.config.standing_budget_bytes
-        room_bytes = self.copies.size_bytes + max(self.room.spare().spare_bytes, 0)
+        room_bytes = self.copies.size_bytes + max(self.room.reachable().spare_bytes, 0)
         if budget is None:
             return room_bytes
         return min(max(budget - self.standing.wanted_bytes, 0), room_bytes)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that `take_idle` would take, but for a little."""
+        pins_bytes = self._pins.idle_bytes if self._pins is not None else 0
+        return pins_bytes + (self._edits.memory.idle_bytes if self._edits is not None else 0)
+
+    def take_idle(self) -> list[Callable[[], object]]:
+        """Take memory away that is only kept for the next reader, follower, edit or gradient frame;
+        return what frees it, on any thread."""
+        freeing = self._pins.take_idle() if self._pins is not None else []
+        return freeing + (self._edits.memory.take_idle() if self._edits is not None else [])
 
     async def stands(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for a standing snapshot of the current history."""
@@ -648,6 +660,7 @@ class RankSidecar:
         self._ended.clear()
         self.end = None
         self._pins = make_pins(self, attached)
+        self.room.free_idle_with(asyncio.get_running_loop(), self.take_idle)
         self._insight = TrainerInsight(attached)
         self._insight.start()
         asyncio.get_running_loop().add_reader(attached.pidfd, self._trainer_ended)

@@ -1,9 +1,13 @@
 """Memory beside the training: one place where every reservation of a sidecar asks.
 
 The sidecars of a job's ranks on one host share figures through a small file each, beside their
-sockets: what their trainers are about to take, what they were just granted, and their standing
-snapshots. Nobody waits for anybody: a rank writes its own file, then reads the others'. Two ranks
-that ask at the same time may both be refused, but never both be granted the same memory.
+sockets: what their trainers are about to take, what they were just granted, their idle memory, and
+their standing snapshots. A rank writes its own file, then reads the others'. Two ranks that ask at
+the same time may both be refused, but never both be granted the same memory.
+
+Idle memory is what is kept for the next reader, follower, edit or gradient frame, and what nobody
+holds. It gives way to any request, whatever its purpose: before a refusal, this rank frees its own.
+If that is too little and other ranks show enough of theirs, they are asked for it, for `ASK_S`.
 
 The lowest rank whose sidecar lives decides for all how many standing snapshots each keeps.
 """
@@ -14,7 +18,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -33,6 +39,7 @@ from paramd.memory.left import (
     spare_of,
     standing_count,
 )
+from paramd_service.aio import post
 
 MOST_STANDING = 2
 """Standing snapshots of a rank, when there is memory for them."""
@@ -42,6 +49,12 @@ SHOWN_BYTES = 8 << 20
 
 SHOW_S = 10.0
 """Longest time between two writes of a rank's figures, in seconds: older ones are of the past."""
+
+PART_S = 2.0
+"""Longest wait for the event loop to part with idle memory, in seconds."""
+ASK_S = 2.5
+"""Longest wait for other ranks to free idle memory, in seconds: they look once a second."""
+ASK_POLL_S = 0.02
 
 SUFFIX = ".memory"
 
@@ -61,6 +74,10 @@ class Figures:
     """What its trainer's first steps will still take for good."""
     claimed_bytes: int = 0
     """Granted, and being allocated."""
+    idle_bytes: int = 0
+    """What it frees when another rank asks for memory."""
+    asked_s: float = 0.0
+    """When it last asked other ranks for their idle memory (monotonic clock of the host)."""
     standing_bytes: int = 0
     """Size of one of its standing snapshots; 0: it makes none."""
     held_bytes: int = 0
@@ -75,10 +92,15 @@ class Figures:
     """When it found that the kernel had ended its predecessor for memory; 0: it has not."""
 
 
+Freeing = Callable[[], object]
+"""Frees memory that was taken from where it was kept; on any thread, which it may block."""
+
+
 class HostRoom:
     """Grants a rank's sidecar memory, with regard to all ranks of its job on this host.
 
-    Thread-safe; no method waits for another process.
+    Thread-safe. `claimed` may wait for the event loop and for other ranks, for a few seconds; no
+    other method waits.
     """
 
     def __init__(
@@ -100,6 +122,7 @@ class HostRoom:
         self._own = Figures(rank=rank)
         self._written: Figures | None = None
         self._shown_s = 0.0
+        self._keeper: tuple[AbstractEventLoop, Callable[[], Sequence[Freeing]]] | None = None
         self.predecessor_killed = False
         """The kernel ended this rank's last sidecar, because memory had run out."""
 
@@ -120,17 +143,45 @@ class HostRoom:
 
     @contextmanager
     def claimed(self, purpose: Purpose, size_bytes: int) -> Iterator[None]:
-        """Have the bytes count as taken within the block, in which they are allocated. Raises
-        ExhaustedError when the reserve would not stay free."""
-        # Before looking: whoever looks later sees it.
-        self._claim(size_bytes)
+        """Have the bytes count as taken within the block, in which they are allocated. Idle memory
+        is freed for them. Raises ExhaustedError when the reserve would not stay free."""
+        refused = self._tried(size_bytes)
+        if refused is not None and self._free_idle():
+            refused = self._tried(size_bytes)
+        if refused is not None:
+            refused = self._tried_with_others(size_bytes, refused)
+        if refused is not None:
+            raise ExhaustedError(refusal(purpose, size_bytes, refused))
         try:
-            spare = self.spare(besides_bytes=size_bytes)
-            if not spare.allows(size_bytes):
-                raise ExhaustedError(refusal(purpose, size_bytes, spare))
             yield
         finally:
             self._claim(-size_bytes)
+
+    def free_idle_with(
+        self, loop: AbstractEventLoop, take: Callable[[], Sequence[Freeing]]
+    ) -> None:
+        """Have this rank's idle memory give way to requests. `take`, on the event loop, takes it
+        from where it is kept, and returns what frees it, on any thread."""
+        self._keeper = loop, take
+
+    def show_idle(self, size_bytes: int) -> None:
+        """Note how much idle memory this rank has."""
+        with self._lock:
+            far = abs(size_bytes - self._own.idle_bytes) > SHOWN_BYTES
+            self._own = replace(self._own, idle_bytes=size_bytes)
+            if far:
+                self._show()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether another rank waits for idle memory."""
+        asked_s = max((one.asked_s for one in self._others()), default=0.0)
+        return 0 <= self._clock_s() - asked_s < ASK_S
+
+    def reachable(self) -> Spare:
+        """As `spare`, once the idle memory of all ranks is freed."""
+        idle_bytes = self._own.idle_bytes + sum(one.idle_bytes for one in self._others())
+        return self.spare().reaching(idle_bytes)
 
     def spare(self, *, besides_bytes: int = 0) -> Spare:
         """What may be granted now. `besides_bytes`: claims of this rank that do not count."""
@@ -193,10 +244,12 @@ class HostRoom:
         if own.count > 0 and any(one.killed_s > own.since_s for one in ranks):
             count = own.count - 1
         else:
+            spare = self.spare()
             count = standing_count(
                 own.count if own.count >= 0 else None,
                 lasted_s=now_s - own.since_s,
-                spare=self.spare(),
+                # When memory is short, idle memory is being freed anyway, and may not suffice.
+                spare=spare if spare.short else self.reachable(),
                 # Ranks that have not said yet are taken to be as large as the largest.
                 ranks=[
                     Wanted(one.standing_bytes if one.standing_bytes else largest, one.held_bytes)
@@ -213,10 +266,72 @@ class HostRoom:
     def close(self) -> None:
         """Take the figures away: this sidecar leaves by itself. Those of a successor, which has
         begun already, stay."""
+        self._keeper = None
         with self._lock, suppress(OSError):
             there = _figures(self._path)
             if there is None or (there.pid, there.start) == (self._own.pid, self._own.start):
                 self._path.unlink(missing_ok=True)
+
+    def _tried(self, size_bytes: int) -> Spare | None:
+        """Claim the bytes if they fit; else return the figures."""
+        # Before looking: whoever looks later sees it.
+        self._claim(size_bytes)
+        try:
+            spare = self.spare(besides_bytes=size_bytes)
+        except BaseException:
+            self._claim(-size_bytes)
+            raise
+        if spare.allows(size_bytes):
+            return None
+        self._claim(-size_bytes)
+        return spare
+
+    def _tried_with_others(self, size_bytes: int, refused: Spare) -> Spare | None:
+        """As `_tried`, while other ranks free idle memory, if they have enough."""
+        # Small requests are made where nobody may wait for seconds.
+        until_s = time.monotonic() + (ASK_S if size_bytes > SHOWN_BYTES else 0.0)
+        while time.monotonic() < until_s:
+            others_bytes = sum(one.idle_bytes for one in self._others())
+            # A rank whose memory is short frees it anyway, and its thread is needed for that.
+            if refused.short or not refused.reaching(others_bytes).allows(size_bytes):
+                break
+            with self._lock:
+                self._own = replace(self._own, asked_s=self._clock_s())
+                self._show()
+            time.sleep(ASK_POLL_S)
+            again = self._tried(size_bytes)
+            if again is None:
+                return None
+            refused = again
+        return refused
+
+    def _free_idle(self) -> bool:
+        """Free this rank's idle memory; return whether there was any."""
+        keeper = self._keeper
+        if keeper is None:
+            return False
+        loop, take = keeper
+        taken: Future[Sequence[Freeing]] = Future()
+
+        def on_loop() -> None:
+            if taken.set_running_or_notify_cancel():
+                try:
+                    taken.set_result(take())
+                except Exception as error:
+                    taken.set_exception(error)
+
+        post(loop, on_loop)
+        try:
+            # Bounded: while the sidecar ends, its loop may wait for this thread.
+            freeing = taken.result(PART_S)
+        except TimeoutError:
+            if taken.cancel():
+                return False
+            freeing = taken.result()
+        for free in freeing:
+            free()
+        self.show_idle(0)
+        return bool(freeing)
 
     def _claim(self, size_bytes: int) -> None:
         with self._lock:

@@ -2,7 +2,8 @@
 
 Each look notes what the trainer is about to take, and compares what is left with the reserve. When
 memory is short, what nobody holds is freed at once: memory kept for the next reader, idle pages of
-edits and gradients, states kept for followers, the heap's free pages. Standing snapshots and copies
+edits and gradients, states kept for followers, the heap's free pages. The same but for the heap is
+freed when another rank of the host asks for it (room.py). Standing snapshots and copies
 of other ranks follow the decision for the whole host (room.py): one fewer, then none.
 
 Looks come the sooner the less is left. The kernel's pressure events (PSI), where they are to be
@@ -16,7 +17,7 @@ import ctypes
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from paramd.memory.control_page import Word
 from paramd.memory.left import Growth, Spare, private_bytes
 from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.room import MOST_STANDING
+from paramd_service.sidecar.room import MOST_STANDING, Freeing
 
 LOOK_LEAST_S, LOOK_MOST_S = 0.1, 1.0
 """Seconds between two looks, when little is left and when much is."""
@@ -84,9 +85,10 @@ class Shortage:
         self._note_growth()
         room, rank = self._rank.room, self._rank
         spare = room.spare()
-        if spare.short:
+        if spare.short or room.is_asked:
             self._give_back(spare)
         self._short = spare.short
+        room.show_idle(rank.idle_bytes)
         count = room.decide()
         # Without a trainer nothing grows here, and its states may be all that is left of it.
         if count is not None and rank.trainer_lives and rank.standing.wanted_bytes:
@@ -116,14 +118,13 @@ class Shortage:
 
     def _give_back(self, spare: Spare) -> None:
         rank = self._rank
-        if not self._short:
+        freeing = rank.take_idle()
+        if spare.short and not self._short:
             rank.log("memory-short", figures=spare.text)
-        if rank.has_pins:
-            rank.pins.give_back()
-        if rank.has_edits:
-            rank.edits.memory.give_back()
-        if not self._short:
-            rank.executor.submit(_trim)
+            freeing.append(_trim)
+        if freeing:
+            # Not on the thread that allocates: it may be waiting for other ranks to do the same.
+            asyncio.get_running_loop().run_in_executor(None, _free_all, freeing)
 
     def _text(self, spare: Spare, count: int | None) -> str:
         """What the rank's status says about memory; empty when there is nothing to say."""
@@ -176,6 +177,11 @@ class Pressure:
         if self._event >= 0:
             os.close(self._event)
             self._event = -1
+
+
+def _free_all(freeing: Sequence[Freeing]) -> None:
+    for free in freeing:
+        free()
 
 
 def _trim() -> None:

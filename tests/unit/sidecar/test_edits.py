@@ -21,9 +21,10 @@ from paramd.memory.control_page import Word
 from paramd.memory.descriptors import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate
-from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
+from paramd_service.sidecar.edits.memory import HEAD_BYTES
 from paramd_service.sidecar.edits.receive import is_finite
 from paramd_service.sidecar.owner import Ownership
+from paramd_service.sidecar.ranges import Ranges
 from tests.edit_ops import edit_op
 from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1
 from tests.unit.layout.test_plan import KINDS

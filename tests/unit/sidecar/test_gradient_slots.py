@@ -1,19 +1,21 @@
 """Slots of one sidecar with a trainer played by the test: what is asked for, served and missed."""
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from paramd.errors import AbortedError, ConflictError, ParamdError
+from paramd.errors import AbortedError, ConflictError, ExhaustedError, ParamdError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word, in_time
-from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
+from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse, reserved_bytes
 from paramd.memory.gradient_program import (
     ARM_WORDS,
     NoFrame,
@@ -40,6 +42,7 @@ class Training:
         page = create_memory("page", PAGE_BYTES)
         slots = create_sparse("slots", gradients_bytes(ARENA_BYTES))
         self._descriptors = [page, slots]
+        self.slots = slots
         self.page = ControlPage(page)
         self._memory = SparseMemory(slots)
         self._slots = [
@@ -50,6 +53,7 @@ class Training:
             request=SimpleNamespace(arena_bytes=ARENA_BYTES),
             shared=SimpleNamespace(gradients=slots),
         )
+        self._attached = attached
         self.gradients = Gradients(attached, executor=executor, idle_memory_s=idle_memory_s)
         nothing = cast(Any, None)
         self.pins = GradientPins(
@@ -65,6 +69,10 @@ class Training:
         self.page.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
+
+    def successor(self, executor: ThreadPoolExecutor) -> Gradients:
+        """Those of a sidecar that takes over."""
+        return Gradients(self._attached, executor=executor, idle_memory_s=60.0)
 
     async def armed(self, step: int) -> Slot:
         """The slot that is armed for an update, as soon as it is."""
@@ -228,7 +236,7 @@ async def test_a_frame_of_a_program_that_is_gone_is_missed(training: Training) -
     assert program is not None
     asked.cancel()
     await asyncio.wait([asked])
-    training.gradients._memory.release()
+    training.gradients._memory.release([0, 1])
     again = training.reduce(5)
     slot = await training.armed(5)
     slot.write_notes(Notes(5, program[0], 1.0, 0.0, (), digest=digest_of_spans(program[1])))
@@ -274,3 +282,37 @@ async def test_a_fault_of_ours_while_a_frame_is_read_fails_its_requests(
         with pytest.raises(ParamdError, match="ValueError"):
             await asked
     assert [training.page[word] for word in ARM_WORDS] == [0, 0]
+
+
+async def test_what_a_dead_sidecar_left_in_the_slots_is_given_back_after_one_update() -> None:
+    with ThreadPoolExecutor(1) as executor:
+        training = Training(executor)
+        asked = training.reduce(5)
+        await training.armed(5)
+        # It dies, and its successor finds the slot as the trainer may be filling it.
+        successor = training.successor(executor)
+        assert [training.page[word] for word in ARM_WORDS] == [0, 0]
+        assert not successor.take_idle()
+        assert reserved_bytes(training.slots) >= ARENA_BYTES
+        training.page[Word.GRADIENTS_STEP] = 5
+        async with asyncio.timeout(60):
+            while reserved_bytes(training.slots):
+                await asyncio.sleep(0.01)
+        asked.cancel()
+        await successor.close()
+        await training.close()
+
+
+async def test_a_refusal_by_the_kernel_leaves_the_pages_that_are_in_use(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = training.gradients._memory
+    memory.reserve(0, ((0, 8192),))
+    memory.room(0, 0, 8192)[:] = b"\1" * 8192
+    # No limit of this process makes the kernel refuse, so the call is stood in for.
+    refuse = OSError(errno.ENOMEM, "Cannot allocate memory")
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=refuse))
+    with pytest.raises(ExhaustedError, match="Cannot allocate memory"):
+        memory.reserve(0, ((4096, ARENA_BYTES),))
+    assert memory.holds(0, ((0, 8192),))
+    assert bytes(memory.room(0, 0, 8192)) == b"\1" * 8192

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,15 +15,7 @@ import pytest
 from paramd.errors import ExhaustedError
 from paramd.memory.left import LOWER_S, Limit, Memory, Purpose, killed_count
 from paramd_service.sidecar import room as module
-from paramd_service.sidecar.copying.capture import Capture
-from paramd_service.sidecar.copying.copier import Copier
-from paramd_service.sidecar.faults import Faults
-from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.room import MOST_STANDING, HostRoom
-from paramd_service.sidecar.snapshots.bases import Bases
-from paramd_service.sidecar.snapshots.store import BlockMaker, Key, SnapshotStore
-from tests.unit.sidecar.test_device_state import attached_to
 
 MIB = 1 << 20
 
@@ -221,48 +212,49 @@ def test_figures_of_a_successor_outlive_the_sidecar_that_hands_over(
     assert os.listdir(tmp_path) == ["rank-0.memory"]
 
 
-async def test_memory_kept_for_the_next_reader_gives_way_to_one_that_wants_more(
-    tmp_path: Path,
+def test_another_rank_frees_its_idle_memory_when_that_helps(
+    host: Host, opened: Callable[[int], HostRoom]
 ) -> None:
-    attached = attached_to(None, 4096)
-    with ThreadPoolExecutor(1) as thread:
-        # 30 MiB above the reserve, but for what the first reader's snapshot takes.
-        room = HostRoom(
-            tmp_path / "rank-0.sock",
-            0,
-            reserve_bytes=100 * MIB,
-            memory=lambda: Memory((Limit("the host", 2000 * MIB, 130 * MIB - store.kept_bytes),)),
-        )
-        blocks = BlockMaker(thread, room=room)
-        store = SnapshotStore(
-            budget_bytes=1 << 30, blocks=blocks, clock_ns=time.monotonic_ns, idle_memory_s=60.0
-        )
-        copier = Copier(
-            Capture(attached.page, clock_ns=time.monotonic_ns),
-            attached.shared.wake,
-            Log(fields={}),
-        )
-        pins = Pins(
-            attached,
-            store=store,
-            copier=copier,
-            blocks=blocks,
-            executor=thread,
-            faults=Faults(""),
-            bases=Bases(store, budget_bytes=0, clock_ns=time.monotonic_ns),
-        )
-        copier.start()
+    one, other = opened(0), opened(1)
+    host.left_bytes = 300 * MIB
+    other.show_idle(500 * MIB)
+    done = threading.Event()
 
-        async def read(mebibytes: int) -> None:
-            key = Key(1, ((0, mebibytes * MIB),))
-            lease = await pins.prepare(key, with_buffers=False, lease_s=60.0)
-            store.release(lease.snapshot_id)
+    def keep_watch() -> None:
+        while not done.is_set():
+            if other.is_asked:
+                host.left_bytes += 500 * MIB
+                other.show_idle(0)
+                return
+            time.sleep(0.001)
 
-        await read(20)
-        assert store.kept_bytes == 20 * MIB
-        await read(26)
-        assert store.kept_bytes == 26 * MIB
-        with pytest.raises(ExhaustedError, match="a snapshot for a reader needs"):
-            await read(31)
-        await pins.close()
-    attached.close()
+    watch = threading.Thread(target=keep_watch)
+    watch.start()
+    try:
+        with one.claimed(Purpose.MARK, 600 * MIB):
+            pass
+    finally:
+        done.set()
+        watch.join()
+    # What it has since is too little, so nobody waits for it.
+    other.show_idle(90 * MIB)
+    host.now_s += 60
+    with (
+        pytest.raises(ExhaustedError, match="a mark needs"),
+        one.claimed(Purpose.MARK, 800 * MIB),
+    ):
+        pass
+    assert not other.is_asked
+
+
+def test_standing_snapshots_count_on_idle_memory_unless_memory_is_short(
+    host: Host, opened: Callable[[int], HostRoom]
+) -> None:
+    one, other = opened(0), opened(1)
+    one.show_idle(500 * MIB)
+    other.show_idle(300 * MIB)
+    host.left_bytes = 200 * MIB
+    assert one.reachable().spare_bytes == 900 * MIB
+    assert one.standing_count(200 * MIB, 0) == MOST_STANDING
+    host.left_bytes, host.now_s = 90 * MIB, host.now_s + LOWER_S
+    assert one.decide() == 1

@@ -40,11 +40,12 @@ from paramd_service.sidecar.edits.entry import (
     records_of,
     write_undo,
 )
-from paramd_service.sidecar.edits.memory import EditMemory, Range
+from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.edits.receive import DataRange, Intake, NonfiniteError, Part
 from paramd_service.sidecar.edits.table import EditBook, UndoBook
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.owner import Ownership
+from paramd_service.sidecar.ranges import Range
 
 Answer = TypeVar("Answer")
 

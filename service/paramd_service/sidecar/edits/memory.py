@@ -13,7 +13,6 @@ All methods run on the event loop; pages are populated and released on the execu
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -23,61 +22,10 @@ from functools import partial
 from paramd.errors import ExhaustedError
 from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.left import HEADROOM, Purpose, Room
-from paramd_service.aio import uncancelled
-
-Range = tuple[int, int]
+from paramd_service.aio import post, uncancelled
+from paramd_service.sidecar.ranges import Range, Ranges
 
 HEAD_BYTES = 256 << 10
-
-
-class Ranges:
-    """A set of numbers as sorted ranges that neither overlap nor touch."""
-
-    def __init__(self, *ranges: Range) -> None:
-        self._ranges: list[Range] = []
-        for begin, end in ranges:
-            self.add(begin, end)
-
-    def __iter__(self) -> Iterator[Range]:
-        return iter(tuple(self._ranges))
-
-    @property
-    def size(self) -> int:
-        """Count of numbers in the set."""
-        return sum(end - begin for begin, end in self._ranges)
-
-    def add(self, begin: int, end: int) -> None:
-        if begin >= end:
-            return
-        first = bisect_left(self._ranges, begin, key=lambda one: one[1])
-        last = first
-        while last < len(self._ranges) and self._ranges[last][0] <= end:
-            begin, end = min(begin, self._ranges[last][0]), max(end, self._ranges[last][1])
-            last += 1
-        self._ranges[first:last] = [(begin, end)]
-
-    def remove(self, begin: int, end: int) -> None:
-        """Remove [begin, end), as far as it is in the set."""
-        left = []
-        for low, high in self._ranges:
-            left += [(low, min(high, begin)), (max(low, end), high)]
-        self._ranges = [(low, high) for low, high in left if low < high]
-
-    def within(self, begin: int, end: int) -> list[Range]:
-        """The parts of [begin, end) that are in the set."""
-        parts = [(max(low, begin), min(high, end)) for low, high in self._ranges]
-        return [(low, high) for low, high in parts if low < high]
-
-    def missing(self, begin: int, end: int) -> list[Range]:
-        """The parts of [begin, end) that are not in the set."""
-        rest = Ranges((begin, end))
-        for low, high in self.within(begin, end):
-            rest.remove(low, high)
-        return list(rest)
-
-    def first_fit(self, size: int) -> int | None:
-        """Begin of the first range of at least `size`; None if there is none."""
-        return next((low for low, high in self._ranges if high - low >= size), None)
 
 
 class EditMemory:
@@ -102,6 +50,8 @@ class EditMemory:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._work: set[asyncio.Future[None]] = set()
+        self._giving: set[asyncio.Future[None]] = set()
+        """Ranges whose pages are being released, and which are free again then."""
         self.on_hole: Callable[[], None] = lambda: None
         """Called before pages are released: existing page tables may become stale."""
 
@@ -126,7 +76,7 @@ class EditMemory:
 
     async def warm_up(self) -> None:
         """Release unused pages that an earlier sidecar left, and populate the pool."""
-        self._give_back(Ranges((self._pool_end, self.sparse.size_bytes)))
+        self._release_on_executor(Ranges((self._pool_end, self.sparse.size_bytes)))
         # Edits work without the pool, only slower.
         with suppress(ExhaustedError):
             for begin, end in self._resident.missing(0, self._pool_end):
@@ -142,6 +92,9 @@ class EditMemory:
         ExhaustedError if this memory has no room, or the machine has no pages left."""
         size_bytes = pages(max(size_bytes, 1))
         begin = self._free.first_fit(size_bytes)
+        while begin is None and self._giving:
+            await asyncio.wait(self._giving)
+            begin = self._free.first_fit(size_bytes)
         if begin is None:
             raise ExhaustedError(
                 f"no {size_bytes:,} contiguous bytes are free for an edit "
@@ -165,19 +118,20 @@ class EditMemory:
             self._timer.cancel()
         self._timer = self._loop.call_later(self._idle_s, self._idle)
 
-    def give_back(self) -> None:
-        """Release idle pages now, those of the pool too: small edits then take fresh ones."""
+    def take_idle(self) -> list[Callable[[], object]]:
+        """Take all idle pages away, those of the pool too: small edits then take fresh ones. Return
+        what releases them, on any thread; their ranges are free again after that."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._give_back(self._resident, from_byte=HEAD_BYTES)
+        return self._parted(self._resident, HEAD_BYTES)
 
     async def close(self) -> None:
         """Unmap; the pages remain the trainer's."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._work:
-            await asyncio.wait(self._work)
+        if self._work or self._giving:
+            await asyncio.wait(self._work | self._giving)
         self.sparse.close()
 
     async def _populate(self, begin: int, end: int, *, needed: bool = False) -> None:
@@ -196,22 +150,38 @@ class EditMemory:
 
     def _idle(self) -> None:
         self._timer = None
-        self._give_back(self._resident)
+        self._release_on_executor(self._resident)
 
-    def _give_back(self, resident: Ranges, *, from_byte: int | None = None) -> None:
-        begin = from_byte if from_byte is not None else self._pool_end
-        parts = resident.within(begin, self.sparse.size_bytes)
+    def _release_on_executor(self, resident: Ranges) -> None:
+        for release in self._parted(resident, self._pool_end):
+            self._loop.run_in_executor(self._executor, release)
+
+    def _parted(self, resident: Ranges, from_byte: int) -> list[Callable[[], object]]:
+        """Take the idle pages from that byte on away; return what releases them."""
+        parts = resident.within(from_byte, self.sparse.size_bytes)
+        releases: list[Callable[[], object]] = []
         for begin, end in [idle for part in parts for idle in self._free.within(*part)]:
             # Not free during the hole punch, which would wipe the next owner's bytes.
             self._free.remove(begin, end)
             self._resident.remove(begin, end)
             self.on_hole()
-            work = self._loop.run_in_executor(self._executor, self.sparse.release, begin, end)
-            self._work.add(work)
-            work.add_done_callback(partial(self._given, (begin, end)))
+            done = self._loop.create_future()
+            self._giving.add(done)
+            done.add_done_callback(partial(self._given, (begin, end)))
+            releases.append(partial(self._release, (begin, end), done))
+        return releases
+
+    def _release(self, part: Range, done: asyncio.Future[None]) -> None:
+        """Release the pages of a range. On any thread."""
+        try:
+            self.sparse.release(*part)
+        except OSError as error:
+            post(self._loop, done.set_exception, error)
+        else:
+            post(self._loop, done.set_result, None)
 
     def _given(self, part: Range, done: asyncio.Future[None]) -> None:
-        self._work.discard(done)
+        self._giving.discard(done)
         # If punching the hole failed, the pages still exist.
         if not done.cancelled() and done.exception() is not None:
             self._resident.add(*part)

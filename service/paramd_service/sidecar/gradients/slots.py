@@ -35,7 +35,7 @@ from typing import Any
 
 from paramd.errors import AbortedError, ConflictError, ExhaustedError, ParamdError
 from paramd.memory.control_page import Word, Words, history_of, in_time, step_of, unserved_reason
-from paramd.memory.descriptors import PAGE, SparseMemory
+from paramd.memory.descriptors import PAGE, SparseMemory, reserved_bytes
 from paramd.memory.gradient_program import (
     MAX_SPANS,
     NoFrame,
@@ -50,6 +50,7 @@ from paramd.memory.handover import GRADIENT_SLOTS
 from paramd.memory.left import HEADROOM, Purpose, Room
 from paramd_service.aio import post, uncancelled
 from paramd_service.sidecar.owner import AttachedMemory
+from paramd_service.sidecar.ranges import Ranges
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -69,11 +70,22 @@ class SlotMemory:
         self._held: list[Spans] = [()] * GRADIENT_SLOTS
         self._tails = [False] * GRADIENT_SLOTS
         self._programs: list[tuple[Spans, int] | None] = [None] * GRADIENT_SLOTS
+        self.inherited = reserved_bytes(descriptor) > 0
+        """An earlier sidecar has left pages in some room, which nobody reads any more."""
 
     @property
     def reserved(self) -> bool:
         """Whether any room has pages."""
-        return any(self._tails)
+        return any(self._tails) or self.inherited
+
+    def held_bytes(self, rooms: Sequence[int]) -> int:
+        """Bytes of these rooms that have pages; what an earlier sidecar left only if all are asked
+        for."""
+        if self.inherited and len(rooms) == GRADIENT_SLOTS:
+            return reserved_bytes(self._memory.descriptor)
+        held = [end - begin for index in rooms for begin, end in self._held[index]]
+        slots = [self.slots[index] for index in rooms if self._tails[index]]
+        return sum(held) + sum(slot.end_bytes - slot.tail_begin_bytes for slot in slots)
 
     def holds(self, index: int, spans: Spans) -> bool:
         """Whether all spans of a room have pages."""
@@ -87,9 +99,11 @@ class SlotMemory:
             self._memory.populate(slot.tail_begin_bytes, slot.end_bytes)
             self._tails[index] = True
         for span in page_spans(spans):
-            if not covers(self._held[index], (span,)):
-                self._memory.populate(slot.begin_bytes + span[0], slot.begin_bytes + span[1])
-                self._held[index] = united([*self._held[index], span])
+            # Not what is there: a refusal gives the whole range back, and the trainer would write
+            # into the hole.
+            for begin, end in Ranges(*self._held[index]).missing(*span):
+                self._memory.populate(slot.begin_bytes + begin, slot.begin_bytes + end)
+                self._held[index] = united([*self._held[index], (begin, end)])
 
     def program(self, index: int, spans: Spans) -> int:
         """Write the program unless it was written already; return its version."""
@@ -108,17 +122,19 @@ class SlotMemory:
         """Address of a room in this process."""
         return self._memory.address + self.slots[index].begin_bytes
 
-    def release(self) -> None:
-        """Release all pages; no slot may be armed."""
-        self._held = [()] * GRADIENT_SLOTS
-        self._tails = [False] * GRADIENT_SLOTS
-        self._programs = [None] * GRADIENT_SLOTS
-        with suppress(OSError):
-            self._memory.release(0, self._memory.size_bytes)
+    def release(self, rooms: Sequence[int]) -> None:
+        """Release all pages of these rooms, which may not be armed."""
+        for index in rooms:
+            slot = self.slots[index]
+            self._held[index], self._tails[index], self._programs[index] = (), False, None
+            with suppress(OSError):
+                self._memory.release(slot.begin_bytes, slot.end_bytes)
+        if len(rooms) == GRADIENT_SLOTS:
+            self.inherited = False
 
     def close(self) -> None:
         """Release all pages and unmap."""
-        self.release()
+        self.release(range(GRADIENT_SLOTS))
         for slot in self.slots:
             slot.close()
         self._memory.close()
@@ -233,6 +249,8 @@ class LosslessReaders:
 
 MAX_ASKS = 1024
 """Most pending requests; each is small, but not free."""
+AGAIN_S = 1.0
+"""Seconds until idle memory, which the trainer may still have been filling, is tried again."""
 LOOK_S = 0.1
 """Polling interval while a request waits and no wake comes."""
 
@@ -286,6 +304,9 @@ class Gradients:
         # An earlier sidecar's requests have died with it.
         for word in (Word.ARM_SLOT0, Word.ARM_SLOT1, Word.LOSSLESS_EVERY):
             self._words[word] = 0
+        self._filled_until: list[tuple[int, int] | None] = [None] * GRADIENT_SLOTS
+        """By slot: the last update and the rollbacks when it was disarmed without being filled. As
+        long as they are the same, the trainer may be filling it."""
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="paramd-gradients", initializer=_be_nice
         )
@@ -294,9 +315,14 @@ class Gradients:
         self._releasing: Future[None] | None = None
         """Releases memory; arming cancels the release, or waits for it."""
         self._in_slot: list[Frame | None] = [None] * GRADIENT_SLOTS
+        self._reserving = [0] * GRADIENT_SLOTS
+        """By slot: how many reservations of its memory are running."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
+        if self._memory.inherited:
+            self._filled_until = [self._now()] * GRADIENT_SLOTS
+            self._idle_timer = self._loop.call_later(AGAIN_S, self._idle)
         self.lossless = LosslessReaders(self._words)
         self._why_over: ParamdError | None = None
         self.captured_count = 0
@@ -442,16 +468,56 @@ class Gradients:
         elif self._idle_timer is None and self._memory.reserved:
             self._idle_timer = self._loop.call_later(self._idle_s, self._idle)
 
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of slots that no frame needs."""
+        return self._memory.held_bytes(self._free_rooms())
+
+    def take_idle(self) -> list[Callable[[], object]]:
+        """Take away the memory of slots that no frame needs; return what releases it, on any
+        thread. Arming waits for it, or cancels it if it has not begun."""
+        rooms = self._free_rooms()
+        over = self._releasing is None or self._releasing.done()
+        if not over or not self._memory.held_bytes(rooms):
+            return []
+        self._releasing = released = Future[None]()
+
+        def release() -> None:
+            if released.set_running_or_notify_cancel():
+                try:
+                    self._memory.release(rooms)
+                finally:
+                    released.set_result(None)
+
+        return [release]
+
     def _idle(self) -> None:
         self._idle_timer = None
-        if not self._frames and (self._releasing is None or self._releasing.done()):
-            self._releasing = self._executor.submit(self._memory.release)
+        if self._frames:
+            return
+        for release in self.take_idle():
+            self._executor.submit(release)
+        if self._memory.reserved and len(self._free_rooms()) < GRADIENT_SLOTS:
+            self._idle_timer = self._loop.call_later(AGAIN_S, self._idle)
 
-    def give_back(self) -> None:
-        """Release the slots' memory now if no frame needs it."""
-        if self._idle_timer is not None and not self._frames:
-            self._idle_timer.cancel()
-            self._idle()
+    def _now(self) -> tuple[int, int]:
+        """The last update before which the trainer looked for armed slots, and the rollbacks."""
+        return self._words[Word.GRADIENTS_STEP], self._words[Word.REWOUND]
+
+    def _free_rooms(self) -> list[int]:
+        """Slots that no frame has, and that neither this process nor the trainer fills with pages.
+
+        The trainer would fill pages that were just released: memory that nobody asked for, and that
+        may not be there.
+        """
+        for index, until in enumerate(self._filled_until):
+            if until is not None and (until != self._now() or self._why_over is not None):
+                self._filled_until[index] = None
+        return [
+            index
+            for index, frame in enumerate(self._in_slot)
+            if frame is None and self._filled_until[index] is None and not self._reserving[index]
+        ]
 
     async def _not_releasing(self) -> None:
         """Cancel a release of memory that has not begun, or wait for its end."""
@@ -476,9 +542,7 @@ class Gradients:
                         f"more than {MAX_SPANS:,} spans are requested of one update"
                     )
                 if not self._memory.holds(index, spans):
-                    await self._loop.run_in_executor(
-                        self._executor, self._memory.reserve, index, spans
-                    )
+                    await self._reserve(index, spans)
             except ParamdError as error:
                 if self._in_slot[index] is frame:
                     self._fail(frame, error)
@@ -492,6 +556,15 @@ class Gradients:
             # Last: the trainer reads the program once it finds its step here.
             self._words[slot.arm_word] = frame.moment
             self._look()
+
+    async def _reserve(self, index: int, spans: Spans) -> None:
+        # Counted: the frame may end meanwhile, and what is half there must not be released.
+        self._reserving[index] += 1
+        try:
+            reserve = partial(self._memory.reserve, index, spans)
+            await self._loop.run_in_executor(self._executor, reserve)
+        finally:
+            self._reserving[index] -= 1
 
     async def _serve(self, frame: Frame, slot: Slot) -> None:
         notes = replace(slot.read_notes(), history=history_of(frame.moment))
@@ -536,6 +609,9 @@ class Gradients:
             word = self._memory.slots[frame.slot].arm_word
             if self._words[word] == frame.moment:
                 self._words[word] = 0
+                if frame.state is not State.SERVING and not self._begun(frame.step):
+                    # In this order: an update that begins after this finds the slot disarmed.
+                    self._filled_until[frame.slot] = self._now()
 
     def _start(self, frame: Frame, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -18,9 +18,9 @@ from paramd.wire import Chunk, parse_chunk
 from paramd_service.admission import check_parts
 from paramd_service.aio import uncancelled
 from paramd_service.sidecar.edits.entry import Entry, Phase
-from paramd_service.sidecar.edits.memory import Range, Ranges
 from paramd_service.sidecar.edits.receive import copy_of
 from paramd_service.sidecar.owner import Ownership
+from paramd_service.sidecar.ranges import Range, Ranges
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import auth, messages
 from paramd_service.sidecar.rpc.auth import Call, CallTable

@@ -55,6 +55,12 @@ class Bases:
     def size_bytes(self) -> int:
         return sum(pages(snapshot.size_bytes) for snapshot, _ in self._kept.values())
 
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of bases that nobody holds besides."""
+        kept = (snapshot for snapshot, _ in self._kept.values())
+        return sum(pages(snapshot.size_bytes) for snapshot in kept if snapshot.holders == 1)
+
     def find(self, state: State) -> Snapshot | None:
         """The base of that state, with one more hold; None: it was dropped, or never kept."""
         found = self._kept.pop(state, None)
@@ -90,7 +96,7 @@ class Bases:
             self._forget(state)
         return min((used_ns + idle_ns for _, used_ns in self._kept.values()), default=None)
 
-    def give_back(self) -> None:
+    def drop_all(self) -> None:
         """Drop all bases: their followers get whole states next."""
         for state in list(self._kept):
             self._forget(state)
@@ -98,8 +104,7 @@ class Bases:
     def close(self) -> None:
         """Drop all bases, and keep no more."""
         self._closed = True
-        for state in list(self._kept):
-            self._forget(state)
+        self.drop_all()
 
     def _forget(self, state: State) -> None:
         snapshot, _ = self._kept.pop(state)

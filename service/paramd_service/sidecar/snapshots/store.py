@@ -499,15 +499,18 @@ class SnapshotStore:
         due += [entry.since_ns + self._idle_ns for entry in self._kept]
         return min(due, default=None)
 
-    def give_back(self) -> int:
-        """Free all memory kept for reuse, which nobody holds; return how many bytes. None once the
-        trainer has ended: it may be the last copy."""
-        if self._kept_for_ever:
-            return 0
-        given_bytes = self.kept_bytes
-        for entry in list(self._kept):
-            self._discard(entry)
-        return given_bytes
+    @property
+    def gives_idle(self) -> bool:
+        """Whether kept memory may be freed: once the trainer has ended, it may be the last copy."""
+        return not self._kept_for_ever
+
+    def take_idle(self) -> list[Block]:
+        """Take all memory away that is kept for reuse; the caller closes it, on any thread."""
+        if not self.gives_idle:
+            return []
+        taken = [entry.block for entry in self._kept]
+        self._kept.clear()
+        return taken
 
     def keep_for_ever(self) -> None:
         """Never free kept memory: the trainer has ended, and it may be the last copy."""

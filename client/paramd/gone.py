@@ -142,8 +142,8 @@ _MEANT: Mapping[str, str] = {
 
 def check(door: Door, name: str, shown: str) -> None:
     """Raise GoneError, with the name as `shown`, for a name of an earlier release, or a guess."""
-    for guesses, meant in _MEANT.items() if door == "python" else ():
-        if name in guesses.split():
+    for guesses, meant in _MEANT.items():
+        if door == "python" and name in guesses.split():
             raise GoneError(f"there is no {shown}: use {meant}")
     for row in GONE:
         if (row.door, row.name) == (door, name):
@@ -183,7 +183,9 @@ def variables(environment: Mapping[str, str]) -> list[str]:
 def operation(method: str, path: str) -> Gone | None:
     """The row of a request to REST."""
     asked = f"{method} {path.removeprefix(API)}"
-    for row in GONE if path.startswith(API) else ():
+    if not path.startswith(API):
+        return None
+    for row in GONE:
         shape = re.escape(row.name).replace(r"\{\}", "[^/]+")
         if row.door == "rest" and re.fullmatch(shape, asked):
             return row

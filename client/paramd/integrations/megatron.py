@@ -168,7 +168,8 @@ class _Partitions:
 
     def refresh(self) -> None:
         distributed = self._module.ddp_config.use_distributed_optimizer
-        for group in self._module.bucket_groups if distributed else ():
+        groups = self._module.bucket_groups if distributed else ()
+        for group in groups:
             if group.param_gather_handle is not None:
                 # Waits for the gather under way, which would write older values over the copies.
                 group.start_param_sync(force_sync=True)

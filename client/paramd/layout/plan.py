@@ -296,7 +296,9 @@ class Replica:
         self.world_size = layout.world_size
         self._places: dict[int, int] = {}
         """By the number of holders, for tensors of which the rank has no part."""
-        for tensor in layout.tensors if rank else ():
+        if rank == 0:
+            return
+        for tensor in layout.tensors:
             place, count = self._place(holders_of(tensor.pieces))
             if place is not None:
                 self._places.setdefault(count, place)
@@ -360,12 +362,13 @@ def cheapest(layout: Layout, plan: Callable[[Replica], Plan], costs: Costs | Non
     """The plan of the replica that costs least. Raises UnreachableError: as `plan_read`."""
     found = plan(Replica(layout))
     least = _cost(found, costs)
-    for rank in range(1, layout.world_size) if least else ():
-        other = plan(Replica(layout, rank))
-        if (cost := _cost(other, costs)) < least:
-            found, least = other, cost
+    for rank in range(1, layout.world_size):
         if not least:
             break
+        other = plan(Replica(layout, rank))
+        cost = _cost(other, costs)
+        if cost < least:
+            found, least = other, cost
     if math.isinf(least):
         gone = [read.rank for read in found.ranks if math.isinf((costs or {}).get(read.rank, 0))]
         raise UnreachableError(

@@ -551,7 +551,8 @@ class Selection(Sequence[SelectedTensor]):
 def each_pattern(patterns: Iterable[Pattern]) -> list[str]:
     """Patterns one by one, from wherever they are lists. Raises UsageError for what is no text."""
     found: list[str] = []
-    for one in [patterns] if isinstance(patterns, str) else patterns:
+    given = [patterns] if isinstance(patterns, str) else patterns
+    for one in given:
         if isinstance(one, list | tuple | set | frozenset):
             found += each_pattern(one)
         elif isinstance(one, str):

@@ -274,8 +274,9 @@ class ControlPlane:
             publish=self._events.publish,
             has_ended=self._revocations.has_ended,
         )
-        for noted in (jobs.on_begin, jobs.on_end) if self._past is None else ():
-            noted.append(lambda mesh: self._incarnations.note(mesh.job, mesh.record()))
+        if self._past is None:
+            for noted in (jobs.on_begin, jobs.on_end):
+                noted.append(lambda mesh: self._incarnations.note(mesh.job, mesh.record()))
         if mine is not None:
             jobs.on_begin.append(self._goes_on)
         jobs.on_begin.append(records.incarnation_began)

@@ -39,8 +39,9 @@ def main(arguments: Sequence[str]) -> int:
         formatter = logs.configure(level=_level(os.environ.get("PARAMD_LOG_LEVEL", "INFO")))
         config = ControlConfig.from_arguments(arguments)
         # An embedded one has its trainer's environment, and the trainer has warned.
-        for left in gone.variables(os.environ) if not config.job else ():
-            log.warning("%s", left)
+        if not config.job:
+            for warning in gone.variables(os.environ):
+                log.warning("%s", warning)
         bootstrap = read_bootstrap(sys.stdin.buffer, job=config.job) if config.job else None
         if bootstrap is not None:
             formatter.hide(bootstrap.token, bootstrap.private_key.hex())

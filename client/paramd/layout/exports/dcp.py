@@ -288,7 +288,8 @@ def _append_states(
 def chunk_boxes(piece: Piece, shape: tuple[int, ...], dtype: str) -> Iterator[Box]:
     """Split a piece into boxes of at most `MAX_CHUNK_BYTES` each."""
     region = piece.region
-    for box in [region] if isinstance(region, Box) else boxes_of_interval(region, shape):
+    boxes = [region] if isinstance(region, Box) else boxes_of_interval(region, shape)
+    for box in boxes:
         yield from cut_box(box, item_bytes(dtype), MAX_CHUNK_BYTES)
 
 

@@ -102,7 +102,8 @@ class NameMap:
         used: set[str] = set()
         renamed: dict[str, str] = {}
         for name in names:
-            for rule in [exact[name]] if name in exact else patterns:
+            rules = [exact[name]] if name in exact else patterns
+            for rule in rules:
                 target = rule.rename(name)
                 if target is not None:
                     used.add(rule.source)

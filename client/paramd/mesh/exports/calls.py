@@ -545,8 +545,10 @@ def joined_parts(
     """
     shapes = {one.fqn: one.shape for one in layout.tensors}
     found = dict(tensors)
-    for fqn, of in parts.items():
-        for part in of if fqn in shapes else ():
+    for fqn, parts_of_tensor in parts.items():
+        if fqn not in shapes:
+            continue
+        for part in parts_of_tensor:
             value = tensors.get(part["name"])
             if value is None:
                 raise NotFoundError(f"the export has no {part['name']!r}, a part of {fqn!r}")

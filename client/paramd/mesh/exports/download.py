@@ -421,7 +421,9 @@ async def _renewed(sidecars: Sidecars, pinned: Pinned) -> None:
 
 def _released(sidecars: Sidecars, pinned: Pinned | None) -> None:
     """What was pinned would stand in the way of what is pinned next."""
-    for pin in (*pinned.pins.values(), *pinned.beside.values()) if pinned is not None else ():
+    if pinned is None:
+        return
+    for pin in (*pinned.pins.values(), *pinned.beside.values()):
         sidecars.release(pin)
 
 

@@ -108,8 +108,9 @@ def attach(
         stages.close()
         raise
     attachment._again = Refreshing(model, accelerator, extra_state)
-    for left in gone.variables(os.environ) if attachment.rank == 0 else ():
-        logging.getLogger("paramd").warning("paramd: %s", left)
-    if settings.trackers and attachment.rank == 0:
-        attachment._track(settings)
+    if attachment.rank == 0:
+        for warning in gone.variables(os.environ):
+            logging.getLogger("paramd").warning("paramd: %s", warning)
+        if settings.trackers:
+            attachment._track(settings)
     return attachment

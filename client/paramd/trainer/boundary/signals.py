@@ -184,7 +184,8 @@ class Signals:
         first = register_optimizer_step_pre_hook(self._before)
         self._first_id = first.id
         self._remove += [first.remove, register_optimizer_step_post_hook(self._after).remove]
-        for module in callable_roots(model) if model is not None else ():
+        roots = callable_roots(model) if model is not None else ()
+        for module in roots:
             # Prepended: FSDP's own pre-hook gathers parameters, and edits must precede it.
             before = module.register_forward_pre_hook(_Forward(module, self), prepend=True)
             after = module.register_forward_hook(_Output(module, self))
@@ -233,7 +234,8 @@ class Signals:
         Sharded parameters (FSDP) have no such node.
         """
         model = self._model()
-        for parameter in model.parameters() if model is not None else ():
+        parameters = model.parameters() if model is not None else ()
+        for parameter in parameters:
             plain = type(parameter) is nn.Parameter and parameter.device.type == "cpu"
             if plain and parameter.requires_grad and parameter.is_leaf:
                 # A parameter does not keep its own node alive, so we do.

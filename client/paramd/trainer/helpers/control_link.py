@@ -383,7 +383,9 @@ class Tracking:
         """Start the processes; a failed start costs its tracker, not the training. Does nothing
         once closed."""
         with self._lock:
-            for kind in () if self._closed else self._settings.trackers:
+            if self._closed:
+                return
+            for kind in self._settings.trackers:
                 try:
                     self._processes[kind] = self._start(kind)
                 except (OSError, ParamdError) as error:

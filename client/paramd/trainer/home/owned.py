@@ -369,11 +369,13 @@ class ParameterStorage:
             else:
                 return []
         targets = self._alone(left, known)
+        if not targets:
+            return []
         with torch.no_grad():
-            for shard, param in left if targets else ():
+            for shard, param in left:
                 shard.tensor.copy_(param)
         moving.repoint(targets)
-        return [shard.fqn for shard, _ in left] if targets else []
+        return [shard.fqn for shard, _ in left]
 
     def _alone(
         self, left: Sequence[tuple[LocalShard, torch.Tensor]], known: Counter[int]
@@ -391,7 +393,8 @@ class ParameterStorage:
             return []
         users = Counter(param.untyped_storage()._cdata for param, _ in targets)
         shared = {key for key, count in users.items() if moving.use_count(key) > count + 1}
-        for tensor in self.states() if shared else ():
+        states = self.states() if shared else ()
+        for tensor in states:
             key = tensor.untyped_storage()._cdata
             if key not in shared:
                 continue

@@ -108,8 +108,8 @@ def _check(fqn: str, spec: DTensorSpec) -> None:
                 f"parameter {fqn!r} has placement {placement}; expected Shard or Replicate: "
                 "redistribute it before paramd.attach"
             )
-    order = getattr(spec, "shard_order", None)
-    for entry in order if order is not None else ():
+    order = getattr(spec, "shard_order", None) or ()
+    for entry in order:
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
             raise ConflictError(
                 f"parameter {fqn!r} shards dim {entry.tensor_dim} over mesh axes "

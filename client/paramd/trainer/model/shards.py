@@ -79,8 +79,9 @@ def _entries_of(
             yield kind, name, plain.entry(Slot(module._parameters, name), kind)
     for name, entry in managed.items():
         yield kind, name, entry
-    for slot in plain.localized_slots(module) if localized else ():
-        yield kind, slot.key, plain.entry(slot, kind)
+    if localized:
+        for slot in plain.localized_slots(module):
+            yield kind, slot.key, plain.entry(slot, kind)
     kind = TensorKind.BUFFER
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:

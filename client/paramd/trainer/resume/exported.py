@@ -358,7 +358,8 @@ class Exported:
         """Copy a region of a stored tensor to its place in `memory`, from `begin_bytes` on."""
         dtype: torch.dtype = getattr(torch, stored.dtype)
         region, at = piece.region, begin_bytes
-        for box in [region] if isinstance(region, Box) else boxes_of_interval(region, stored.shape):
+        boxes = [region] if isinstance(region, Box) else boxes_of_interval(region, stored.shape)
+        for box in boxes:
             strides = piece.strides if piece.strides is not None else row_major(box.sizes)
             storage = memory.untyped_storage()
             target = placed(dtype, storage, int(memory.storage_offset()) + at, box.sizes, strides)

@@ -341,8 +341,10 @@ class OptimizerHome:
                         f"optimizer {number} ({type(optimizer).__name__}) has state that belongs "
                         "to none of its parameters"
                     )
+                if not isinstance(state, dict):
+                    continue
                 index, param = known if known is not None else (-1, None)
-                for key, value in state.items() if isinstance(state, dict) else ():
+                for key, value in state.items():
                     yield (number, index, key), value, param
 
     def _move(self, place: Place, value: torch.Tensor, param: torch.Tensor) -> _Move | None:

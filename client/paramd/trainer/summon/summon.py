@@ -172,7 +172,8 @@ class Call:
         if not self._arguments.writeback:
             return found
         try:
-            for holding in self._holdings if self._params else ():
+            holdings = self._holdings if self._params else ()
+            for holding in holdings:
                 value = self._value(holding)
                 found[holding.names[0]] = value
                 if self._arguments.with_grads:

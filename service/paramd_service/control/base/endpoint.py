@@ -157,7 +157,8 @@ def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
 def open_listener(wanted: Address, *, exact: bool = False) -> tuple[Listener, Address]:
     """A listening socket on the wanted port or, unless `exact`, the next free one. Raises as
     `bind_grpc`; ConflictError: the exact port is in use."""
-    for port in [wanted.port] if exact else _candidates(wanted.port):
+    ports = [wanted.port] if exact else _candidates(wanted.port)
+    for port in ports:
         listener = _try_listen(Address(wanted.host, port))
         if listener is not None:
             return listener, Address(wanted.host, listener.getsockname()[1])

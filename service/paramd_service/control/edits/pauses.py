@@ -70,7 +70,8 @@ class Pause:
         """The pause as a rank reports it now; its last report if it does not answer."""
         view = self.mesh.registry.view()
         state, step = common_pb2.RankState(), -1
-        for report in view.joined[:1]:
+        if view.joined:
+            report = view.joined[0]
             state, step = report.state, report.step
             try:
                 request = sidecar_pb2.GetStateRequest()

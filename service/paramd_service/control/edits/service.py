@@ -271,7 +271,9 @@ class EditService:
         """Why an applied edit can no longer be undone, asking a rank; empty if it can."""
         if reason := self.why_no_undo(row):
             return reason
-        for report in self.mesh.registry.view().joined[:1]:
+        joined = self.mesh.registry.view().joined
+        if joined:
+            report = joined[0]
             with suppress(ParamdError):
                 request = pb.GetEditRequest(edit_id=row.id)
                 found = await self.mesh.calls.ask(report.rank, report.address, request)

@@ -184,7 +184,8 @@ class OwnChannels(Channels):
         """As `Channels.open`; `request` may be a list of messages."""
         reads = self._handed() if self._reads else ""
         told = Told(f"/paramd.v1.SidecarService/{method}", asked_by.get(), reads)
-        for message in request if isinstance(request, list) else [request]:
+        messages = request if isinstance(request, list) else [request]
+        for message in messages:
             told.add(message.SerializeToString())
         order = self._signer.mint(
             job=self._mine.job,

@@ -306,9 +306,11 @@ class StatsSource:
 
         async def look(sidecars: Sidecars) -> Rows | None:
             now, _ = await Pinner(sidecars).try_now(dict.fromkeys(found.ranks, ()), SEEN_S)
-            for pin in now.pins.values() if now is not None else ():
+            if now is None:
+                return None
+            for pin in now.pins.values():
                 sidecars.release(pin)
-            return found if now and (now.state, now.unsettled) == found.state else None
+            return found if (now.state, now.unsettled) == found.state else None
 
         with self._queries.one(CALLER.get()), suppress(ParamdError):
             asked_by.set(CALLER.get() or "")

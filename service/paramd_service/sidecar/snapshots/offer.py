@@ -86,7 +86,9 @@ class Copies:
 
     def opened(self, rank: int, lineage: int, step: int) -> int:
         """A new descriptor of a whole copy's memory, read-only. Raises NotFoundError."""
-        for copy in self._ranks[rank].copies if rank in self._ranks else ():
+        kept = self._ranks.get(rank)
+        copies = kept.copies if kept is not None else []
+        for copy in copies:
             label, block = copy.label, copy.block
             found = label is not None and (label.lineage, label.step) == (lineage, step)
             if found and copy.whole and block is not None:

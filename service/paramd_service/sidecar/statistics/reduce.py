@@ -351,8 +351,10 @@ def reduce_runs(
     found = Answers(sum(len(one.tensors) for one in runs))
     for (dtype, *_), (numbers, begins, numels) in zip(runs, placed, strict=True):
         single = np.ones(len(numbers), bool)
-        for rows in _alike(numels) if edges is None and before is None else ():
-            if not stop:
+        if edges is None and before is None:
+            for rows in _alike(numels):
+                if stop:
+                    break
                 some = numbers[rows], begins[rows], int(numels[rows[0]])
                 single[rows] = _reduce_rows(data, dtype, *some, found, with_exponents)
         for at in np.flatnonzero(single):

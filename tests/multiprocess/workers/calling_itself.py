@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paramd
-from paramd.errors import ConflictError, DeadlineError
+from paramd.errors import ConflictError, DeadlineError, ExhaustedError
 
 JOB = "itself"
 AT_ONCE_S = 20.0
@@ -49,6 +50,22 @@ def ask(folder: Path) -> None:
         # Applied as training goes on.
         edit = mesh.edit("0.bias", fill=3.0, wait=False)
         (folder / "edit").write_text(edit.id)
+
+
+def cannot_begin(attachment: paramd.Attachment) -> None:
+    """An export that rank 0 alone cannot begin: all ranks are told at once."""
+    if attachment.rank == 0:
+        # No thread can have a stack of that size.
+        threading.stack_size(1 << 46)
+    began_s, said = time.monotonic(), "it was exported"
+    try:
+        attachment.export("out/never")
+    except ExhaustedError as error:
+        said = str(error)
+    finally:
+        threading.stack_size(0)
+    assert "rank 0 cannot start a thread" in said, said
+    assert time.monotonic() - began_s < AT_ONCE_S
 
 
 def main() -> None:
@@ -108,6 +125,7 @@ def main() -> None:
         pass
     else:
         raise AssertionError("it was in time")
+    cannot_begin(attachment)
     train(2)
     attachment.detach()
     dist.destroy_process_group()

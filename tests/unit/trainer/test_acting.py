@@ -59,7 +59,7 @@ def acting(
     launch: Callable[..., None] = lambda request, **_: None,
     agreed: bool = False,
     copied: list[str] | None = None,
-    computes: bool = False,
+    computes: Callable[[], bool] = lambda: False,
 ) -> BoundaryHandler:
     """A rank whose rounds agree on nothing, or on what it promised; a hold ends after some."""
     left = [rounds_left]
@@ -84,7 +84,7 @@ def acting(
     )
     home: Any = SimpleNamespace(
         copy_buffers=partial(copied.append, "buffers"),
-        computes=lambda: computes,
+        computes=computes,
         gather_again=lambda: copied.append("gathered"),
     )
     return BoundaryHandler(
@@ -157,7 +157,7 @@ def test_what_a_rank_will_not_promise_it_refuses(
     """Else the others would wait for it; what it may promise at a later boundary it does not."""
     page[Word.READY], page[Word.ACTION] = 3, action
     page[Word.HELD] = HoldState.HELD if held else HoldState.RUNNING
-    acting(page, editor, alone=False, rounds_left=2, computes=computes).at_boundary(at_home)
+    acting(page, editor, alone=False, rounds_left=2, computes=lambda: computes).at_boundary(at_home)
     assert page[Word.PROMISED] == 0
     assert page[Word.REFUSED] == (3 if refusal is not None else 0)
     if refusal is not None:
@@ -169,7 +169,7 @@ def test_an_edit_whose_boundaries_all_lie_within_a_forward_of_fsdp_is_refused(
 ) -> None:
     """It would be waited for until the training ends."""
     page[Word.READY], page[Word.ACTION] = 3, EDIT
-    handler = acting(page, Asked(), alone=False, computes=True)
+    handler = acting(page, Asked(), alone=False, computes=lambda: True)
     for _ in range(MOST_MISSED - 1):
         handler.at_boundary(True)
     assert page[Word.REFUSED] == 0
@@ -186,6 +186,56 @@ def test_what_fsdp_left_gathered_is_gathered_again_after_an_edit_on_every_rank(
     heard = Round(Request(3, 5, EDIT, 0), True)
     handler._hear(heard, at_home)
     assert found == ["gathered"]
+
+
+class Applying(Asked):
+    """An editor that promises whatever it is asked for, and notes what it applies."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def accept(self, request: Request, *, now: bool) -> bool:
+        super().accept(request, now=now)
+        return True
+
+    def apply(self, request: Request, gate: TrainerGate) -> None:
+        self.found.append(f"edit {request.number}")
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_edit_agreed_on_within_a_forward_of_fsdp_is_applied_after_it(
+    page: ControlPage, ends: bool
+) -> None:
+    """Promised at one boundary, it is agreed on at the next: that forward has gathered before."""
+    found: list[str] = []
+    computes = [False]
+    editor = Applying(found)
+    handler = acting(page, editor, alone=False, copied=found, computes=lambda: computes[0])
+    page[Word.READY], page[Word.TOKEN], page[Word.ACTION] = 3, 5, EDIT
+    handler.at_boundary(True)
+    assert page[Word.PROMISED] == 3
+    computes[0] = True
+    handler._hear(Round(Request(3, 5, EDIT, 0), True), True)
+    assert (page[Word.AGREED], page[Word.EDIT_AGREED], page[Word.PROMISED]) == (3, 3, 0)
+    # Others are promised meanwhile: a pause at this boundary can be ended. Another edit waits.
+    page[Word.READY] = 4
+    handler.at_boundary(True)
+    assert page[Word.PROMISED] == 0
+    page[Word.READY], page[Word.ACTION] = 5, RESUME
+    handler.at_boundary(True)
+    assert page[Word.PROMISED] == 5
+    handler.leave()
+    assert found == [], "it computes still"
+    computes[0] = False
+    if ends:
+        # The process ends: no forward follows, and the other ranks may be gone.
+        handler.leave()
+        assert found == ["edit 3"]
+    else:
+        handler.at_boundary(True)
+        handler.at_boundary(True)
+        assert found == ["edit 3", "gathered"]
 
 
 @pytest.mark.parametrize(("wanted", "copied"), [(2, []), (3, ["buffers", "moments"]), (4, [])])

@@ -212,6 +212,21 @@ def ready(words: Any, number: int, token: int = 7) -> None:
     reaching.arm(Boundary(number, [], False, lambda _: None, token=token, action=EDIT))
 
 
+def test_an_edit_that_is_agreed_on_and_postponed_has_no_outcome_until_it_is_applied() -> None:
+    """Others are agreed on in the meantime: the end of a pause, for example."""
+    words, outcomes = [0] * 512, []
+    reaching = PageRequests(words, lambda *_: None, lambda _: None)
+    reaching.arm(Boundary(4, [], False, outcomes.append, token=7, action=EDIT))
+    words[Word.EDIT_AGREED] = 4
+    words[Word.AGREED] = 5
+    reaching.serve(True)
+    assert outcomes == []
+    assert fate_of(words, 4, ended=False) == pb.BOUNDARY_FATE_AGREED
+    words[Word.EDIT_APPLIED], words[Word.EDIT_STEP] = 4, 12
+    reaching.serve(True)
+    assert [(one.step, one.reason) for one in outcomes] == [(12, "")]
+
+
 def test_a_request_taken_back_at_any_moment_is_promised_or_certainly_not() -> None:
     ends = set()
     for moment in range(12):

@@ -1,6 +1,7 @@
 """A frame has the gradients that the optimizer consumed, whoever computed them and when."""
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, SimpleNamespace
@@ -13,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paramd.memory.control_page import Word, in_time
 from paramd.memory.gradient_program import NoFrame, NoGradient, Notes, Slot, read_no_frame
-from paramd.trainer.boundary.boundary import PROBATION
+from paramd.trainer.boundary.boundary import MOST_SEARCHES, PROBATION
 from paramd.trainer.boundary.gradients import GradientCapture
 from tests.unit.trainer.test_boundary import WIDTH, Bench
 from tests.unit.trainer.test_boundary import Container as Stepping
@@ -484,6 +485,33 @@ def test_gradients_of_replaced_parameters_are_those_of_the_new_ones(make: Make, 
     assert not any(one() is not None for one in left), "nobody keeps the old ones"
 
 
+def test_parameters_that_are_not_in_their_place_yet_have_gradients(make: Make) -> None:
+    bench = make()
+    window = nn.Module()
+    # The last ones are not brought back: nobody reads parameters, and that takes a search.
+    for _ in range(MOST_SEARCHES + 2):
+        for module in bench.model:
+            for name, old in module._parameters.items():
+                module._parameters[name] = nn.Parameter(old.detach().clone())
+        Closure(bench)()
+        bench.boundary.begin(window)
+        bench.boundary.end(window)
+        assert same(bench.frame(), bench.consumed())
+    assert bench.home.check(), "the case has become another one"
+
+
+def test_a_parameter_that_was_replaced_by_another_shape_has_no_gradient(make: Make) -> None:
+    bench = make()
+    window = nn.Module()
+    bench.model[0].weight = nn.Parameter(torch.ones(2 * WIDTH, WIDTH)[::2])
+    Closure(bench)()
+    bench.boundary.begin(window)
+    bench.boundary.end(window)
+    frame = bench.frame()
+    assert frame.pop("0.weight") is NoGradient.UNSUPPORTED
+    assert all(isinstance(found, torch.Tensor) for found in frame.values())
+
+
 def test_a_parameter_that_only_the_model_has_replaced_has_no_gradient(make: Make) -> None:
     bench = make()
     optimizer = torch.optim.SGD(bench.model.parameters(), lr=0.01)
@@ -508,6 +536,21 @@ def test_scaled_gradients_of_a_closure_say_their_scale(make: Make) -> None:
     scaler.update()
     assert same(bench.frame(), computed.computed[1])
     assert bench.notes.scale == 8.0
+
+
+def test_notes_that_cannot_be_written_do_not_end_the_step(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A record with a traceback would keep the slot's memory until the next test.
+    caplog.set_level(logging.CRITICAL, "paramd")
+    bench = make()
+    optimizer = torch.optim.SGD(bench.model.parameters(), lr=0.01)
+    Closure(bench)()
+    nothing_to_write: Any = None
+    bench.capture.clipped(nothing_to_write)
+    optimizer.step()
+    assert bench.no_frame() is NoFrame.FAILED
+    assert bench.boundary.step == 1
 
 
 def test_a_slot_armed_too_late_is_answered_at_once(make: Make) -> None:

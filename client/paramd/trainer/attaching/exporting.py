@@ -18,6 +18,7 @@ from typing import Any
 from paramd.errors import (
     ConflictError,
     DeadlineError,
+    ExhaustedError,
     ParamdError,
     UnreachableError,
     codes_of,
@@ -68,7 +69,11 @@ def export(
     grace_s: float,
 ) -> MadeExport:
     """Collective. Raises as `Attachment.export`, on all ranks the same."""
-    why, place = look()
+    try:
+        why, place = look()
+    except Exception as error:
+        # Told, not raised: the other ranks wait for this one's answer.
+        why, place = f"could not prepare the export: {error}", None
     for rank, found in enumerate(exchange.gather({"why": why})):
         if found["why"]:
             raise ConflictError(f"export: rank {rank} {found['why']}")
@@ -100,7 +105,11 @@ class _Asking:
             name="paramd-export",
             daemon=True,
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            # Not raised here: the other ranks are on their way to this boundary.
+            self._answer = _told(ExhaustedError(f"export: rank 0 cannot start a thread: {error}"))
 
     @property
     def runs(self) -> bool:
@@ -108,7 +117,8 @@ class _Asking:
 
     def ended(self, timeout_s: float) -> dict[str, Any]:
         """The answer for all ranks; an error if there is none in time."""
-        self._thread.join(timeout_s)
+        if self.runs:
+            self._thread.join(timeout_s)
         if self._answer:
             return self._answer
         return _told(DeadlineError("the export did not end in time; its outcome is not known"))

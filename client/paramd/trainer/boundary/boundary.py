@@ -563,6 +563,7 @@ class Boundary:
         self._forgotten = True
         if contents.digest() == self._words[Word.REST_DIGEST] and self._verified():
             self._gate.settle(self._done, self._iteration, proven=True)
+            self._acting.leave()
 
     def _drop_dead(self, owner: object) -> None:
         """Drop entries of owners that are gone after an error, and this one's of dead threads."""

@@ -51,7 +51,7 @@ from paramd.memory.handover import GRADIENT_SLOTS
 from paramd.trainer.boundary.signals import backward_id, members
 from paramd.trainer.home.mirrored import finish_copies
 from paramd.trainer.home.moving import address, extent
-from paramd.trainer.model.dtensor import is_dtensor, leaf_of, split
+from paramd.trainer.model.dtensor import describe, is_dtensor, leaf_of, split
 from paramd.trainer.model.flatten import wait_for_gradient
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.plain import has_plain_memory
@@ -139,10 +139,10 @@ def find_sources(pieces: Pieces, spans: Spans, owner: object) -> tuple[list[Sour
             local, spec = split(param)
             sources[id(param)] = Source(param, local.detach(), spec)
         source = sources[id(param)]
-        if not _lies_in(shard.tensor, source.local):
+        offset = _offset(shard, source)
+        if offset is None:
             notes.append(Note(begin, NoGradient.UNSUPPORTED))
             continue
-        offset = (address(shard.tensor) - address(source.local)) // shard.tensor.itemsize
         source.parts.extend(Part(shard, begin, offset, low, high) for low, high in wanted)
     for source in sources.values():
         source.close()
@@ -169,10 +169,24 @@ def _shared_begins(pieces: Pieces) -> set[int]:
     return found
 
 
-def _lies_in(piece: torch.Tensor, local: torch.Tensor) -> bool:
-    """Whether a parameter has its piece's memory: one that was replaced gets it at a boundary."""
+def _offset(shard: LocalShard, source: Source) -> int | None:
+    """The piece's first element in its parameter's local memory; None: this cannot be told.
+
+    A parameter that was replaced gets its place in the arena at a later boundary. Until then its
+    own memory says where its elements are, if the piece is all that this rank has of it.
+    """
+    piece, local = shard.tensor, source.local
     inner, outer = extent(piece), extent(local)
-    return outer.begin <= inner.begin and inner.end <= outer.end
+    if outer.begin <= inner.begin and inner.end <= outer.end:
+        return (address(piece) - address(local)) // piece.itemsize
+    placement = "replicated" if source.spec is None else describe(source.spec)
+    alike = (piece.dtype, piece.shape, piece.stride(), shard.placement) == (
+        local.dtype,
+        local.shape,
+        local.stride(),
+        placement,
+    )
+    return 0 if alike else None
 
 
 def _pointer(param: torch.Tensor) -> int:
@@ -576,7 +590,12 @@ class GradientCapture:
             frame.why = NoFrame.TOO_MANY
             return False
         notes = tuple(frame.notes.values())
-        slot.write_notes(replace(frame.told, clip_factor=self._factor(), notes=notes))
+        try:
+            slot.write_notes(replace(frame.told, clip_factor=self._factor(), notes=notes))
+        except Exception:
+            # Within the optimizer's step, which must not end for what readers are told.
+            self._fail(frame)
+            return False
         return True
 
     def _factor(self) -> float:

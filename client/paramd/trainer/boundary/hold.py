@@ -187,6 +187,8 @@ class BoundaryHandler:
         self._iteration = 0
         self._missing = self._missed = 0
         """An edit that boundaries within FSDP's computation could not take, and their number."""
+        self._postponed: tuple[Request, int] | None = None
+        """An edit that was agreed on at such a boundary, and how many requests were until then."""
         self.stays: Callable[[], bool] | None = None
         """Whether to stay at this boundary; None: do not."""
         self._words[Word.AGREEMENT_STATE] = AGREEMENT_WORKS
@@ -197,6 +199,8 @@ class BoundaryHandler:
         the others must not wait for it. `iteration`: backward passes this rank has seen; equal on
         all ranks in lock-step."""
         self._iteration = iteration
+        if self._postponed is not None and not self._home.computes():
+            self._make_up_for_it(at_home)
         agreement, words = self._agreement, self._words
         stays = self.stays is not None or words[_HELD]
         if agreement is None or (
@@ -216,7 +220,13 @@ class BoundaryHandler:
 
     def forget(self) -> None:
         """Go inert in a forked child: words and rounds belong to the parent."""
-        self._agreement = None
+        self._agreement = self._postponed = None
+
+    def leave(self) -> None:
+        """Process exit, at a boundary: no forward follows, so nothing is gathered again."""
+        if self._postponed is not None and not self._home.computes():
+            (request, count), self._postponed = self._postponed, None
+            self._carry_out(request, count, lambda: self._editor.apply(request, self._gate))
 
     def close(self) -> None:
         """Finish the round in flight; no boundary follows."""
@@ -320,6 +330,9 @@ class BoundaryHandler:
 
     def _accept(self, request: Request, now: bool) -> bool:
         if request.action == EDIT:
+            if self._postponed is not None:
+                # One at a time, in the order of their numbers.
+                return False
             # FSDP works on gathered parameters: an edit of the shards would not reach them. Wait.
             if self._home.computes():
                 self._missed = self._missed + 1 if request.number == self._missing else 1
@@ -369,9 +382,29 @@ class BoundaryHandler:
         self._hold.update(heard)
         if request is None:
             return False
-        begin_ns = time.monotonic_ns()
+        if request.action == EDIT and self._home.computes():
+            # It was promised at the boundary before. A forward that has begun would compute partly
+            # with the old values: all ranks, which are in the same forward, wait for its end.
+            self._postponed = request, self._agreed_count
+        else:
+            self._carry_out(request, self._agreed_count, lambda: self._do(request, at_home))
+        return True
+
+    def _make_up_for_it(self, at_home: bool) -> None:
+        """Apply the edit that was postponed, at the first boundary outside of FSDP's computation.
+
+        Its step is this boundary's. Also once the ranks no longer agree: they did on this.
+        """
+        assert self._postponed is not None
+        (request, count), self._postponed = self._postponed, None
+        self._carry_out(request, count, lambda: self._do(request, at_home))
+        self._answer(True)
+
+    def _carry_out(self, request: Request, count: int, do: Callable[[], None]) -> None:
+        """Act on an agreed request, the one of this `count`, and note its time. Never raises."""
+        words, begin_ns = self._words, time.monotonic_ns()
         try:
-            self._do(request, at_home)
+            do()
         except Exception:
             # Swallowed: the other ranks wait for this one in the next round.
             log.exception("paramd: boundary request %d failed on this rank", request.number)
@@ -380,8 +413,7 @@ class BoundaryHandler:
             why = Stand.EDIT if request.action == EDIT else Stand.STATE
             note_stand(self._page, why, time.monotonic_ns() - begin_ns)
         if words[Word.EDIT_FAILED] == request.number:
-            note_failed(words, self._agreed_count, request.number)
-        return True
+            note_failed(words, count, request.number)
 
     def _wants(self, word: Word, request: Request) -> bool:
         """Whether this request needs it; the word may still name one that was withdrawn."""

@@ -173,6 +173,9 @@ class PageRequests:
             return Outcome(-1, _why_refused(words))
         if agreed == number:
             return self._done(boundary, announced)
+        if boundary.action == EDIT and words[Word.EDIT_AGREED] == number:
+            # Postponed, while others are agreed on: it is applied once FSDP computes no more.
+            return self._edited(number)
         if apart := apart_reason(words):
             self.take_back(number)
             return Outcome(-1, apart)

@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help system setup web page manual links packages versions web-test web-types screenshot demo fast test integrations test-gpu test-long verify fix \
-	security bench soak sequences campaigns fuzz mutants mutation-score protos surface clean
+	security bench soak sequences campaigns verdicts fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
 MODULES := $(WEB)/node_modules/.installed
@@ -221,6 +221,10 @@ OVER_ALL = $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' tests/in
 
 campaigns: $(INTEGRATIONS) ## the tests that `make test` takes a sample of, over all their cases
 	PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=300 $(OVER_ALL)
+	$(BIN)/python -m benchmarks verdicts
+
+verdicts: $(INTEGRATIONS) ## does the first line tell the truth, of healthy and sick trainings: make verdicts [CASES=NAMES]
+	$(BIN)/python -m benchmarks verdicts $(if $(CASES),--cases $(CASES))
 
 fuzz: $(FUZZ_TOOLS) ## parsers and servers: make fuzz [FUZZ_SECONDS=60 | FUZZ_RUNS=n, each] [FUZZ=TARGETS]
 	$(BIN)/python -m tests.fuzz $(FUZZ) \

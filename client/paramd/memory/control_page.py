@@ -390,6 +390,21 @@ def is_stray(words: Words, seq: int) -> bool:
     return seq > 0 and (seq in kept or seq < min(kept))
 
 
+def note_apart(words: Words, iterations: tuple[int, int]) -> None:
+    """Trainer's side: record the lowest and the highest iteration of a round.
+
+    A sidecar may read between the two writes. What it reads then is a low above the high, which
+    says nothing, as long as the ranks are in lock-step before and after.
+    """
+    lowest, highest = iterations
+    if lowest >= words[Word.APART_LOW]:
+        words[Word.APART_LOW] = lowest
+        words[Word.APART_HIGH] = highest
+    else:
+        words[Word.APART_HIGH] = highest
+        words[Word.APART_LOW] = lowest
+
+
 class Past(Enum):
     """The fate of a request below the last one agreed."""
 

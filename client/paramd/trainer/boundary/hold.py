@@ -26,6 +26,7 @@ from paramd.memory.control_page import (
     Word,
     Words,
     note_agreed,
+    note_apart,
     note_failed,
     note_stand,
     write_text,
@@ -376,7 +377,7 @@ class BoundaryHandler:
             words[Word.AGREED] = request.number
         # PROMISED after AGREED: a sidecar that finds no promise left reads its fate in AGREED.
         words[Word.ROUND_ITERATION] = heard.iteration
-        words[Word.APART_LOW], words[Word.APART_HIGH] = heard.iterations
+        note_apart(words, heard.iterations)
         words[Word.PROMISED] = 0
         words[Word.ROUNDS_COLLECTED] += 1
         self._hold.update(heard)

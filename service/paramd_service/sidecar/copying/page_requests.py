@@ -209,7 +209,8 @@ class PageRequests:
 def apart_reason(words: Words) -> str:
     """Why the ranks cannot agree although all respond; empty if they are in lock-step."""
     lowest, highest = words[Word.APART_LOW], words[Word.APART_HIGH]
-    if lowest == highest:
+    # Above: read between the trainer's two writes (`note_apart`).
+    if lowest >= highest:
         return ""
     return (
         f"the ranks are not at the same step of training: this one is in iteration "

@@ -1,0 +1,109 @@
+"""Several cases at once, each a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.report import RESULTS, Report, goals_table
+from benchmarks.verdicts import OF_CI, cases
+from benchmarks.verdicts.one import AGENT_GRACE_S
+from benchmarks.verdicts.table import Judged, judged, report
+
+FOLDER = RESULTS / "verdicts"
+"""Folders of the cases of the last campaign: outputs, outcome, and the recorded series."""
+
+_STARTS_EVERY_S = 2.0
+"""Between two starts, or imports of torch on all cores would be the first load of all cases."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if a case failed, was wrong, late or missed; 0 otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks verdicts", description=__doc__)
+    parser.add_argument("--cases", default="", help="names with commas, healthy, sick or ci")
+    parser.add_argument("--minutes", type=float, default=3.0, help="of each case, at least")
+    parser.add_argument("--parallel", type=int, default=4, help="cases at once")
+    options = parser.parse_args(arguments)
+    names = chosen(options.cases)
+    unknown = [name for name in names if name not in cases()]
+    if unknown:
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(cases())}")
+    done = campaign(names, minutes=options.minutes, parallel=options.parallel)
+    done.save()
+    print(done.markdown())
+    print(goals_table([done]).markdown())
+    return 0 if all(one["state"] in ("quiet", "right") for one in _found(done)) else 1
+
+
+def _found(done: Report) -> list[dict[str, str]]:
+    found = done.numbers["cases"]
+    assert isinstance(found, list)
+    return found
+
+
+def chosen(text: str) -> list[str]:
+    """Names of the cases that a text such as "ci" or "calm,killed" means; all when it is empty."""
+    if text in ("healthy", "sick"):
+        return [name for name, one in cases().items() if (one.expected is None) == (text[0] == "h")]
+    if text == "ci":
+        return list(OF_CI)
+    return [name.strip() for name in text.split(",")] if text else list(cases())
+
+
+def campaign(names: Sequence[str], *, minutes: float, parallel: int) -> Report:
+    """Run cases, `parallel` at a time, and judge them."""
+    waiting, found = list(names), dict[str, Judged]()
+    running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+    try:
+        while waiting or running:
+            if waiting and len(running) < parallel:
+                name = waiting.pop(0)
+                running[name] = _start(name, minutes), _patience_s(name, minutes)
+                time.sleep(_STARTS_EVERY_S)
+            for name, (process, until_s) in list(running.items()):
+                if process.poll() is not None or time.monotonic() > until_s:
+                    del running[name]
+                    process.terminate()
+                    process.wait()
+                    found[name] = judged(cases()[name], _outcome(name))
+                    print(f"{name}: {found[name].state} {found[name].why}", file=sys.stderr)
+            time.sleep(0.2)
+    finally:
+        for process, _ in running.values():
+            process.terminate()
+            process.wait()
+    return report([found[name] for name in names], minutes=minutes)
+
+
+def _patience_s(name: str, minutes: float) -> float:
+    times = 1 if cases()[name].expected is None else 5
+    return time.monotonic() + 60 * minutes * times + 120 + AGENT_GRACE_S
+
+
+def _start(name: str, minutes: float) -> subprocess.Popen[bytes]:
+    folder = _folder(name)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with (folder / "case.log").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.verdicts.one", name, str(folder), str(minutes)],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        )  # fmt: skip
+
+
+def _folder(name: str) -> Path:
+    return FOLDER / name
+
+
+def _outcome(name: str) -> dict[str, object] | None:
+    path = _folder(name) / "outcome.json"
+    if not path.exists():
+        return None
+    told: dict[str, object] = json.loads(path.read_text())
+    return told

@@ -196,14 +196,18 @@ class Session:
     def check_beside(self) -> None:
         """Raises DefectError: what runs beside the operations has found something."""
 
+    def check_alive(self) -> None:
+        """Raises DefectError: ranks have ended by themselves."""
+        dead = [r.rank for r in self.ranks if r.process.poll() is not None]
+        if dead:
+            raise DefectError(f"ranks {dead} ended by themselves\n{self.ranks.outputs()}")
+
     def attached(self) -> tuple[int, int, str]:
         """Waits for the next incarnation that rank 0 tells of: its number, step, and how."""
         pattern = r"attached incarnation (\d+) step (\d+) (\w+ .*)\n"
 
         def told() -> list[Any]:
-            dead = [r.rank for r in self.ranks if r.process.poll() is not None]
-            if dead:
-                raise DefectError(f"ranks {dead} ended by themselves\n{self.ranks.outputs()}")
+            self.check_alive()
             return re.findall(pattern, self.ranks[0].stdout)[self.attachments :]
 
         wait_for(told, "the training attaches", START_S)
@@ -282,9 +286,7 @@ class Session:
             try:
                 self.mesh = paramd.connect(job=JOB, timeout=CALL_S)
             except ParamdError:
-                dead = [r.rank for r in self.ranks if r.process.poll() is not None]
-                if dead:
-                    raise DefectError(f"ranks {dead} ended\n{self.ranks.outputs()}") from None
+                self.check_alive()
                 return False
             return True
 
@@ -376,12 +378,14 @@ class Session:
             except fit as error:
                 raise NotNowError(f"{type(error).__name__}: {str(error)[:90]}") from error
             except RETRYABLE as error:
+                self.check_alive()
                 if not disturbed:
                     raise DefectError(f"{what}: refused without a fault: {error!r}") from error
                 if time.monotonic() > until_s:
                     raise DefectError(f"{what}: not mended in time: {error!r}") from error
                 time.sleep(0.2)
             except (ParamdError, ValueError, LookupError, TypeError) as error:
+                self.check_alive()
                 if (unmended is not None and time.monotonic() > until_s) or not disturbed:
                     raise DefectError(f"{what}: refused: {error!r}") from error
                 unmended = error

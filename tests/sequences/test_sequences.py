@@ -16,11 +16,11 @@ LOOP_MINUTES = 60 if takes_all() else 0.6
 """Of all loops that are taken."""
 SOON = [
     name for name, loop in LOOPS.items()
-    if not (loop.package or loop.late_s or name in ("assigned-update", "stages"))
+    if not (loop.package or loop.late_s or name == "assigned-update")
 ]  # fmt: skip
-"""Loops that need no package, and no minute until they are served. Not those of which an answer
-is known to say less than it might (the first gradients of parameters that were replaced by an
-update written by hand), or whose ranks do not all begin."""
+"""Loops that need no package, and no minute until they are served. Not the one of which an answer
+is known to say less than it might: the first gradients of parameters that were replaced by an
+update written by hand."""
 TOGETHER = KINDS if takes_all() else [",".join(KINDS)]
 """Kinds that share a process, and what it imports, take turns."""
 TURNS = "3" if takes_all() else "1"

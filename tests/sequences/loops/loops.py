@@ -389,8 +389,9 @@ def staged(script: Script) -> None:
     if "schedule" not in script.more:
         rank, size = dist.get_rank(), dist.get_world_size()
         stage = PipelineStage(script.model, rank, size, torch.device("cpu"))
+        # Of products: the gradient of a sum alone is expanded, and torch receives none of that.
         script.more["schedule"] = ScheduleGPipe(
-            stage, 2, loss_fn=lambda output, _: output.sum(), scale_grads=False
+            stage, 2, loss_fn=lambda output, target: (output * target).sum(), scale_grads=False
         )
     schedule = script.more["schedule"]
     batch = torch.rand(4, 1)

@@ -59,7 +59,8 @@ class Recorder:
 
     def parameters_changed(self) -> None:
         """The module has other parameters than before."""
-        named = self._net.named_parameters()
+        # A stage begins with the tied one.
+        named = self._net.named_parameters(remove_duplicate=False)
         self.named = {name: value for name, value in named if name not in TIED}
         # Those that were are known on: what reads their gradients reads wrong ones.
         self._names |= {id(value): name for name, value in self.named.items()}

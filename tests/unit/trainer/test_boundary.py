@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -641,6 +643,64 @@ def test_a_backward_through_several_attached_modules_is_counted_once(
             x.sum().backward()
         optimizer.step()
     assert bench.boundary.iteration() == 6
+
+
+class Through(nn.Module):
+    """A stage of a pipeline, of several modules that are attached."""
+
+    def __init__(self, parts: nn.ModuleList) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_step_of_a_schedule_is_one_backward_whatever_a_rank_has_of_it(
+    make: Make, stages: int, parts: int
+) -> None:
+    """Ranks whose stages differ would else never be at one iteration."""
+    shares = [nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(parts)) for _ in range(stages)]
+    bench = make(nn.ModuleList(shares))
+    made = [
+        pipelining.PipelineStage(Through(share), number, stages, torch.device("cpu"))
+        for number, share in enumerate(shares)
+    ]
+    loss = nn.functional.mse_loss
+    schedule: Any = (
+        pipelining.ScheduleGPipe(made[0], 2, loss_fn=loss)
+        if stages == 1
+        else pipelining.ScheduleInterleaved1F1B(made, 2, loss_fn=loss)  # type: ignore[arg-type]
+    )
+    optimizer, batch = _sgd(bench), torch.ones(4, WIDTH)
+    counts = []
+    for _ in range(4):
+        schedule.step(batch, target=batch)
+        counts.append(bench.boundary.iteration())
+        optimizer.step()
+        optimizer.zero_grad()
+        if stages == 1:
+            # That of several stages runs backwards in it, which fail.
+            with torch.no_grad():
+                schedule.eval(batch, target=batch)
+    # The first shows that stages run them.
+    assert counts == [0, 1, 2, 3]
+    assert bench.boundary.step == 4
+    bench.signals.close()
+    assert not any("clear_runtime_states" in vars(stage) for stage in made)
 
 
 def test_the_end_of_the_process_settles_what_was_not_changed_since(make: Make) -> None:

@@ -20,12 +20,7 @@ anything else: their update begins when the closure has returned. Others, LBFGS 
 change parameters first: their update begins at once, and is suspended while the closure runs for
 the first time, if nothing has changed until then.
 
-Pipelines (torch.distributed.pipelining): a later stage's forward begins when the earlier one has
-sent its output. A rank that waits at a boundary in its forward would wait for ranks that wait for
-its output. So the boundary is where the schedule begins a step, on all ranks before anything is
-sent: there it has each of its stages clear the last step's state. A step counts as one backward,
-whatever its number of stages: some ranks have extra backwards, by which the schedule learns the
-shapes of gradients.
+Pipelines: the boundary is where a schedule begins a step, and a step is one backward (stages.py).
 
 Optimizers that step within the backward, as soon as a gradient exists: all steps within one
 backward make one update. The update begins with the first of them and ends with the backward, so
@@ -40,7 +35,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import threading
 import weakref
 from collections import deque
@@ -59,8 +53,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from paramd.trainer.boundary.stack import frames
+from paramd.trainer.boundary.stages import Stages
 from paramd.trainer.model.dtensor import split
-from paramd.trainer.model.local_shard import loaded_class
 
 if TYPE_CHECKING:
     from paramd.trainer.boundary.boundary import Boundary
@@ -78,8 +73,6 @@ MAX_OUTPUTS = 8
 
 LATEST_PASSES = 16
 """Backward passes remembered as counted: those of all threads that run at once."""
-
-STAGES = "torch.distributed.pipelining.stage"
 
 FILLING = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
 """Module and name of torch's own function that takes a step to fill an optimizer's state."""
@@ -169,8 +162,7 @@ class Signals:
         self._leaf: Any = None
         self._in_backward: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have stepped within a backward."""
-        self._staged: set[int] = set()
-        """Roots that stages of a pipeline run, by id: the schedule's steps are their boundaries."""
+        self._stages = Stages(listener)
         self._counted: deque[int] = deque(maxlen=LATEST_PASSES)
         self._filling: torch.optim.Optimizer | None = None
         """The optimizer whose present step only fills its state."""
@@ -193,13 +185,9 @@ class Signals:
 
     def forward(self, module: nn.Module) -> None:
         """A forward of a root begins that may be differentiated."""
-        if id(module) in self._staged:
-            return
-        stage = running_stage(module)
-        if stage is not None:
-            self._staged.add(id(module))
-            self._remove.append(follow_stage(stage, self._listener))
-        self._listener.forward(trains=module.training)
+        # The steps of its schedule are boundaries instead.
+        if not self._stages.forward(module):
+            self._listener.forward(trains=module.training)
 
     def backward(self, module: nn.Module, within: int) -> None:
         """The backward of one of its forwards has begun.
@@ -208,7 +196,7 @@ class Signals:
         the forward again there, and runs a separate backward for it.
         """
         self._silent = 0
-        if id(module) not in self._staged:
+        if not self._stages.run(module):
             self._count(within if within != -1 else backward_id())
 
     def _count(self, number: int) -> None:
@@ -223,6 +211,7 @@ class Signals:
             remove()
         for last in self._last.values():
             last.remove()
+        self._stages.close()
         self._remove.clear()
         self._last.clear()
         self._leaf = None
@@ -593,53 +582,6 @@ def _tensors(output: Any, depth: int = 3) -> list[torch.Tensor]:
         if len(found) >= MAX_OUTPUTS:
             break
     return found[:MAX_OUTPUTS]
-
-
-def frames(thread: int | None = None) -> Iterator[FrameType]:
-    """The Python stack of a thread, innermost first; None: of this one."""
-    frame: FrameType | None
-    if thread is None or thread == threading.get_ident():
-        frame = sys._getframe(1)
-    else:
-        frame = sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def running_stage(module: nn.Module) -> Any:
-    """The stage whose forward of `module` runs on this thread now; None if none does."""
-    stages: Any = loaded_class(STAGES, "_PipelineStageBase")
-    if stages is None:
-        return None
-    for frame in frames():
-        if frame.f_globals.get("__name__") == STAGES:
-            stage = frame.f_locals.get("self")
-            if isinstance(stage, stages) and any(m is module for m in stage.submod.modules()):
-                return stage
-    return None
-
-
-def follow_stage(stage: Any, listener: Boundary) -> Callable[[], None]:
-    """Notify `listener` of each training step that a schedule begins with this stage; return the
-    function that ends this.
-    """
-    clear = stage.clear_runtime_states
-
-    def clear_runtime_states() -> None:
-        clear()
-        # A schedule's eval() has no backward.
-        if stage.has_backward and torch.is_grad_enabled():
-            listener.forward(trains=True)
-            listener.backward()
-
-    stage.clear_runtime_states = clear_runtime_states
-
-    def end() -> None:
-        if vars(stage).get("clear_runtime_states") is clear_runtime_states:
-            del stage.clear_runtime_states
-
-    return end
 
 
 class BackwardUpdate:

@@ -14,6 +14,7 @@ from torch import nn
 
 import paramd
 from paramd.errors import ConflictError, DeadlineError, ExhaustedError
+from paramd.trainer.attaching.attachment import Attachment
 
 JOB = "itself"
 AT_ONCE_S = 20.0
@@ -52,7 +53,7 @@ def ask(folder: Path) -> None:
         (folder / "edit").write_text(edit.id)
 
 
-def cannot_begin(attachment: paramd.Attachment) -> None:
+def cannot_begin(attachment: Attachment) -> None:
     """An export that rank 0 alone cannot begin: all ranks are told at once."""
     if attachment.rank == 0:
         # No thread can have a stack of that size.

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from paramd import state_files
+from paramd.answers import parsed_json
+from paramd.bounds import SMALL_FILE
 from paramd.errors import UsageError
 
 _UNITS_S: Final = {"": 1, "ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -110,7 +112,7 @@ class SteadyClock:
             with state_files.opened(path) as descriptor:
                 if os.fstat(descriptor).st_uid != os.geteuid():
                     raise PermissionError(f"{path} was not written by paramd; remove it")
-                found = json.loads(os.read(descriptor, _MAX_BYTES))
+                found = parsed_json(os.read(descriptor, _MAX_BYTES), SMALL_FILE)
             boot = str(found["boot"])
             names = ("looked_s", "offset_s", "other_s", "other_since_s")
             looked_s, offset_s, other_s, since_s = (float(found[name]) for name in names)

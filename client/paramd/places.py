@@ -32,6 +32,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from paramd.answers import parsed_json, read_file
+from paramd.bounds import ENDPOINT, SMALL_FILE
 from paramd.documents import Document, read_document
 from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.state_files import check_job_name as check_job_name
@@ -45,7 +47,7 @@ from paramd.state_files import state_dir as state_dir
 ENDPOINT_FILE = "endpoint.json"
 INCARNATION_FILE = "incarnation"
 """The counter of a job's incarnations: it must never go back."""
-MAX_ENDPOINT_BYTES = 64 << 10
+MAX_ENDPOINT_BYTES = ENDPOINT.most_bytes
 REMOTE_S = 1.0
 """Longest wait, in seconds, for a control plane on another host (of a shared state dir)."""
 
@@ -286,7 +288,7 @@ def incarnations(job: str) -> list[IncarnationRecord]:
     directory = state_dir() / check_job_name(job)
     with suppress(OSError), (directory / HISTORY_FILE).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_HISTORY_BYTES))
-        for line in file.read().splitlines():
+        for line in file.read(MAX_HISTORY_BYTES).splitlines():
             _take_in(found, line)
     ordered = [found[incarnation] for incarnation in sorted(found)]
     for place, later in enumerate(ordered[1:]):
@@ -310,7 +312,7 @@ def _take_in(found: dict[int, IncarnationRecord], line: bytes) -> None:
 
 def _counted(path: Path) -> int:
     try:
-        text = path.read_text()
+        text = read_file(path, SMALL_FILE).decode(errors="replace")
     except FileNotFoundError:
         return 0
     if not re.fullmatch(r"[0-9]{1,18}\n?", text):
@@ -336,8 +338,8 @@ def _load(path: Path) -> Endpoint | None:
 
 def _parse(text: bytes, job: str) -> Endpoint | None:
     try:
-        endpoint = Endpoint(**json.loads(text))
-    except (ValueError, TypeError, RecursionError):
+        endpoint = Endpoint(**parsed_json(text, ENDPOINT))
+    except (ValueError, TypeError):
         return None
     texts = (
         endpoint.url, endpoint.token, endpoint.grpc_address,

@@ -29,15 +29,14 @@ from contextlib import (
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import grpc
 import grpc.aio
-from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
+from paramd.answers import has_over
 from paramd.clock import now_s
 from paramd.errors import DeniedError, ExhaustedError, ParamdError, UsageError, codes_of
 from paramd.security.tickets import OF_RANKS, Claims
@@ -433,47 +432,8 @@ a message of 4 MiB would become 160."""
 
 def check_parts(kind: Any, data: bytes) -> None:
     """Raise UsageError if a request of this descriptor has too many fields, before it is parsed."""
-    if len(data) > 2 * MAX_PARTS and _count_parts(kind, data, MAX_PARTS) < 0:
+    if has_over(kind, data, MAX_PARTS):
         raise UsageError(f"the request has more than {MAX_PARTS:,} parts; ask in several calls")
-
-
-def _count_parts(kind: Descriptor, data: bytes, left: int) -> int:
-    """`left`, less the fields of a message and of its parts that can have many; negative if it has
-    more. A malformed message ends the count: its parser refuses it."""
-    at, fields = 0, kind.fields_by_number
-    try:
-        while at < len(data) and left >= 0:
-            left -= 1
-            tag, at = _varint(data, at)
-            wire = tag & 7
-            if wire != 2:
-                # A group's fields count as the message's own.
-                at = _varint(data, at)[1] if wire == 0 else at + {1: 8, 3: 0, 4: 0, 5: 4}[wire]
-                continue
-            size, at = _varint(data, at)
-            inner = fields[tag >> 3].message_type if tag >> 3 in fields else None
-            if inner is not None and _can_have_many(inner):
-                left = _count_parts(inner, data[at : at + size], left)
-            at += size
-    except (IndexError, KeyError):
-        pass
-    return left
-
-
-@lru_cache(maxsize=256)
-def _can_have_many(kind: Descriptor) -> bool:
-    return any(one.is_repeated and one.cpp_type >= one.CPPTYPE_STRING for one in kind.fields)
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends. Raises IndexError at the end of the data, KeyError if longer."""
-    value = shift = 0
-    while (byte := data[at]) > 127:
-        if shift > 63:
-            raise KeyError(shift)
-        value |= (byte & 127) << shift
-        shift, at = shift + 7, at + 1
-    return value | byte << shift, at + 1
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ by the standard library's HTTP client alone, since importing ours takes half of 
 from __future__ import annotations
 
 import io
-import json
 import os
 import threading
 import time
@@ -19,7 +18,8 @@ from urllib.parse import quote, urlsplit
 
 import typer
 
-from paramd import places
+from paramd import bounds, places
+from paramd.answers import parsed_json
 from paramd.cli import settings
 from paramd.errors import ParamdError
 from paramd.layout.select import literal
@@ -28,11 +28,11 @@ from paramd.security.loopback import ask_over
 if TYPE_CHECKING:
     import http.client
 
-WHOLE_S = 0.95
+WHOLE_S = bounds.COMPLETION.within_s
 """From the start of the process, which the shell waits for."""
 LEAST_S = 0.5
 """Left for asking when the start alone took long, on a busy machine."""
-MAX_ANSWER_BYTES = 4 << 20
+MAX_ANSWER_BYTES = bounds.COMPLETION.most_bytes
 MAX_SHOWN = 200
 SHORT_ID = 8
 
@@ -208,7 +208,7 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
         answer = connection.getresponse()
         if answer.status != http.client.OK:
             raise ParamdError(f"{url} answered {answer.status}")
-        return json.loads(answer.read(MAX_ANSWER_BYTES))
+        return parsed_json(answer.read(MAX_ANSWER_BYTES), bounds.COMPLETION)
     finally:
         connection.close()
 

@@ -27,6 +27,8 @@ from urllib.parse import urlsplit
 from typer import Argument, Option
 
 from paramd import helpers
+from paramd.answers import parsed_json, said
+from paramd.bounds import REMOTE_ENDPOINT, OverBoundError
 from paramd.cli import completion
 from paramd.cli.options import PANEL
 from paramd.cli.shell import say
@@ -37,7 +39,6 @@ START_S = 30.0
 
 POLL_S = 0.1
 END_S = 5.0
-MAX_ENDPOINT_CHARS = 64 << 10
 
 
 def connect(
@@ -164,29 +165,27 @@ def _endpoint(ssh: list[str], host: str, remote: list[str], job: str | None) -> 
 
     command = [*remote, "connect", "--show", *(["--job", job] if job is not None else [])]
     try:
-        done = subprocess.run(
-            [*ssh, host, shlex.join(command)],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=START_S,
-            check=False,
-        )
+        returncode, told = said([*ssh, host, shlex.join(command)], REMOTE_ENDPOINT)
     except FileNotFoundError:
         raise UsageError(f"{ssh[0]} is not installed; name another one with --ssh") from None
-    except subprocess.TimeoutExpired:
-        raise UnreachableError(f"{host} did not answer within {START_S:.0f} s over SSH") from None
-    if done.returncode == 255:
+    except TimeoutError:
+        raise UnreachableError(
+            f"{host} did not answer within {REMOTE_ENDPOINT.within_s:.0f} s over SSH"
+        ) from None
+    except OverBoundError as error:
+        raise UsageError(f"paramd on {host} did not print an endpoint: {error}") from None
+    if returncode == 255:
         raise UnreachableError(f"SSH does not reach {host}; try: {ssh[0]} {host} true")
-    if done.returncode == 127:
+    if returncode == 127:
         raise UsageError(
             f"{remote[0]!r} is not found on {host}; give its path there with --remote, such as "
             "--remote '~/venv/bin/paramd'"
         )
-    if done.returncode != 0:
+    if returncode != 0:
         raise UnreachableError(f"paramd on {host} shows no job, see its message above")
     try:
         # The last line: a login shell may print a greeting before it.
-        found = Endpoint(**json.loads(done.stdout[-MAX_ENDPOINT_CHARS:].splitlines()[-1]))
+        found = Endpoint(**parsed_json(told.splitlines()[-1], REMOTE_ENDPOINT))
         check_job_name(found.job)
     except (ValueError, TypeError, IndexError):
         raise UsageError(

@@ -23,6 +23,8 @@ from urllib.parse import urlsplit
 import typer
 
 from paramd import places
+from paramd.answers import asked_once
+from paramd.bounds import HEALTH, OverBoundError
 from paramd.cli.options import Target, with_output
 from paramd.cli.output import Column, seconds
 from paramd.cli.shell import explain, say
@@ -386,13 +388,14 @@ def _remote_clock(host: str, url: str, tls: ClientTls) -> Finding:
 
     before_s = time.time()
     try:
-        answer = httpx2.get(
+        answer = asked_once(
+            "GET",
             url.rstrip("/") + "/healthz",
+            HEALTH,
+            timeout_s=TIMEOUT_S,
             verify=https_context(url, tls),
-            timeout=TIMEOUT_S,
-            trust_env=False,
         )
-    except httpx2.HTTPError as error:
+    except (httpx2.HTTPError, TimeoutError, OverBoundError) as error:
         raise OSError(f"{url} does not respond ({error})") from error
     return clock_finding(host, answer.headers.get("date"), (before_s + time.time()) / 2)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from paramd.answers import parsed_json
+from paramd.bounds import NAME_MAP
 from paramd.cli import completion
 from paramd.cli.edit import show_edit
 from paramd.cli.options import (
@@ -285,7 +286,8 @@ def included(kinds: Sequence[str] | None) -> list[str]:
 def read_name_map(path: Path) -> dict[str, str]:
     """A JSON object of names. Raises UsageError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # perhaps a pipe of the shell
+            found = parsed_json(file.read(NAME_MAP.most_bytes + 1), NAME_MAP)
     except (OSError, ValueError) as error:
         raise UsageError(f"--name-map: {path} cannot be read: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):

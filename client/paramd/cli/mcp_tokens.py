@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paramd import state_files
+from paramd.answers import read_file
+from paramd.bounds import SMALL_FILE
 from paramd.cli.options import Target
 from paramd.errors import DeniedError
 
@@ -61,7 +63,7 @@ def doors_of(target: Target, job: str, *, changes: bool) -> Doors:
 def _token(target: Target, job: str, role: str) -> tuple[str, str]:
     """(token, name): the last start's, if it is still good, else a new one for this job."""
     path = _folder() / f"{job}-{role}.token"
-    kept = path.read_text().strip() if path.exists() else ""
+    kept = read_file(path, SMALL_FILE).decode().strip() if path.exists() else ""
     if kept:
         try:
             session = target.holding(kept, job).ask("GET", "/session")

@@ -26,6 +26,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from paramd.answers import NOT_PACKED, asked
+from paramd.bounds import ENGINE_ANSWER, OverBoundError
 from paramd.errors import ConflictError, ParamdError, UnreachableError, UsageError
 from paramd.layout.exports.safetensors import TensorSpec, encode_header, file_order
 from paramd.layout.exports.settings import NameMap
@@ -43,7 +45,7 @@ Pause = Literal["wait", "abort", "keep"]
 LOAD_S = 1800.0
 """Longest time that an engine may take to load."""
 
-ANSWER_S = 10.0
+ANSWER_S = ENGINE_ANSWER.within_s
 
 FILE = "model.safetensors"
 
@@ -62,7 +64,7 @@ class Engine:
             raise UsageError(
                 f"engine: {url} would get its key (PARAMD_ENGINE_TOKEN) in the clear; use https"
             )
-        headers = {"authorization": f"Bearer {token}"} if token else {}
+        headers = NOT_PACKED | ({"authorization": f"Bearer {token}"} if token else {})
         self._url = url.rstrip("/")
         self._pause = pause
         # A connection for each call: vLLM drops the one on which it has reported a failure.
@@ -99,13 +101,20 @@ class Engine:
         timeout_s: float = ANSWER_S,
     ) -> dict[str, Any]:
         try:
-            answer = await self._client.request(
-                method, path, json=body, params=query, timeout=timeout_s
+            answer = await asked(
+                self._client,
+                method,
+                path,
+                ENGINE_ANSWER,
+                timeout_s=timeout_s,
+                json=body,
+                params=query,
             )
-            found = answer.json() if answer.content else {}
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, TimeoutError, OverBoundError) as error:
             why = str(error) or type(error).__name__
             raise UnreachableError(f"{self._url}{path} does not answer: {why}") from error
+        try:
+            found = answer.json() if answer.content else {}
         except ValueError:
             found = answer.text
         if answer.status_code != 200:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from google.protobuf.message import DecodeError
 
+from paramd import bounds
 from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.adapters import decode_adapters, encode_adapters
 from paramd.layout.merge import LocalLayout
@@ -35,12 +36,12 @@ _TRAINABLE_TO_PB = {
 _TRAINABLE_FROM_PB = {theirs: ours for ours, theirs in _TRAINABLE_TO_PB.items()}
 _RANK = struct.Struct("<q")
 
-MAX_LAYOUT_BYTES = 256 << 20
+MAX_LAYOUT_BYTES = bounds.LAYOUT_BYTES
 """Most bytes of all batches of a received layout together: a rank's description is bounded."""
-MAX_NAMES = 250_000
+MAX_NAMES = bounds.LAYOUT_NAMES
 """Names of tensors, aliases included."""
-MAX_NAME_CHARS = 4096
-MAX_NAMES_CHARS = 64 << 20
+MAX_NAME_CHARS = bounds.LAYOUT_NAME_CHARS
+MAX_NAMES_CHARS = bounds.LAYOUT_NAMES_CHARS
 """Names times the longest of them: the size of their index, in characters."""
 
 

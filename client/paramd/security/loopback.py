@@ -35,15 +35,16 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from paramd import bounds
 from paramd.errors import UnreachableError
 from paramd.state_files import beside_port
 
 PROOF_PATH = "/proof"
-PROOF_S = 5.0
+PROOF_S = bounds.PROOF.within_s
 """Time limit of the question and its answer."""
 ID_CHARS = 16
 NONCE_CHARS = 32
-MAX_ANSWER_BYTES = 16 << 10
+MAX_ANSWER_BYTES = bounds.PROOF.most_bytes
 HEAD_END = b"\r\n\r\n"
 
 MAX_PATH_BYTES = 100
@@ -278,21 +279,6 @@ def length_of(head: bytes) -> int:
     if length is None:
         raise ValueError("the answer has no length, or is too long")
     return int(length[1])
-
-
-def sync_trace_of(url: str, token: str) -> Callable[[str, dict[str, Any]], None]:
-    """As `trace_of`, for a client that blocks."""
-
-    def trace(event: str, info: dict[str, Any]) -> None:
-        if event == "connection.connect_tcp.complete":
-            stream = info["return_value"]
-            try:
-                ask_over(stream.get_extra_info("socket"), url, token)
-            except BaseException:
-                stream.close()
-                raise
-
-    return trace
 
 
 def ask_over(sock: socket.socket, url: str, token: str) -> None:

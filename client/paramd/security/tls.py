@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from paramd import bounds
 from paramd.errors import DeniedError, UnreachableError, UsageError
 from paramd.state_files import check_private
 
@@ -48,8 +49,8 @@ IF_MOVED = (
 )
 """Advice for a url that was given and does not answer."""
 
-PINNED_S = 5.0
-MAX_FILE_BYTES = 1 << 20
+PINNED_S = bounds.CA_FILE.within_s
+MAX_FILE_BYTES = bounds.CA_FILE.most_bytes
 
 _ADDRESS = re.compile(
     r"(grpcs://|mtls://)?(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}"
@@ -200,7 +201,7 @@ def open_channel(
     DeniedError for another host without TLS: the ticket would cross the network in the clear;
     UsageError if a file cannot be read, or the address is invalid.
     """
-    import grpc.aio
+    from paramd.security.channel import open_bounded
 
     check_address(address)
     if is_secure(address):
@@ -213,15 +214,15 @@ def open_channel(
         target = address.rpartition("://")[2]
         if way:
             options = (*options, ("grpc.ssl_target_name_override", host_of(address)))
-        return grpc.aio.secure_channel(way or target, tls.channel_credentials(), options=options)
+        return open_bounded(way or target, tls.channel_credentials(), options)
     if way:
-        return grpc.aio.insecure_channel(way, options=options)
+        return open_bounded(way, None, options)
     if not is_loopback(address.rpartition(":")[0]):
         raise DeniedError(
             f"{address[:200]} is on another host and has no TLS; a ticket would cross the network "
             "unencrypted. Give its server a certificate (PARAMD_TLS_CERT, PARAMD_TLS_KEY)"
         )
-    return grpc.aio.insecure_channel(address, options=options)
+    return open_bounded(address, None, options)
 
 
 def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from paramd import bounds
+from paramd.answers import parsed_json, read_descriptor
 from paramd.errors import (
     ConflictError,
     DataLossError,
@@ -43,7 +44,6 @@ NOREPLACE = 1
 EXCHANGE = 2
 """Flag of `rename`: swap source and target."""
 
-_MAX_MANIFEST_BYTES = 8 << 20
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
 """Errors that would tell a token for some jobs what lies at the keys of others."""
 
@@ -92,10 +92,10 @@ def export_in(folder: int) -> Stored:
     except OSError:
         return Stored()
     try:
-        found = json.loads(os.pread(file, _MAX_MANIFEST_BYTES, 0))
+        found = parsed_json(read_descriptor(file, bounds.MANIFEST), bounds.MANIFEST)
         names = frozenset((MANIFEST, *(str(one["name"]) for one in found["files"])))
         return Stored(str(found["export_id"]), str(found.get("job", "")), names)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Stored()
     finally:
         os.close(file)

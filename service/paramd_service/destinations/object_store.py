@@ -9,7 +9,6 @@ Credentials come from the environment of this process (AWS_ACCESS_KEY_ID and so 
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,6 +27,9 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
+from paramd import bounds
+from paramd.answers import parsed_json
+from paramd.bounds import Bound
 from paramd.errors import (
     AbortedError,
     ConflictError,
@@ -58,11 +60,8 @@ CONCURRENCY = 4
 _MAX_PARTS = 9_000
 
 RESERVATION = ".paramd-export"
-MAX_RESERVATION_BYTES = 4 << 10
-MAX_MANIFEST_BYTES = 8 << 20
 LISTED = 1000
 """Objects of a listing in memory at a time."""
-MAX_LISTED = 1_000_000
 _RETRY: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 
 
@@ -175,16 +174,16 @@ def _reservation_of(content: bytes) -> tuple[str, str]:
     return export_id, job
 
 
-def _bounded(found: Any, most_bytes: int, what: str) -> bytes:
+def _bounded(found: Any, bound: Bound, what: str) -> bytes:
     """The content of a `GetResult`, whatever size its store says that it has. Raises DataLossError:
-    it has more than `most_bytes`."""
+    it has more than its bound."""
     content = bytearray()
     for part in found.stream(min_chunk_size=1 << 16):
         content += part
-        if len(content) > most_bytes:
+        if len(content) > bound.most_bytes:
             raise DataLossError(
-                f"{what} has over {most_bytes:,} bytes, so paramd did not write it; choose another "
-                "key, or remove it"
+                f"{what} has over {bound.most_bytes:,} bytes, so paramd did not write it; "
+                "choose another key, or remove it"
             )
     return bytes(content)
 
@@ -314,21 +313,21 @@ class ObjectPlace:
         known = (".metadata", RESERVATION)
         return f"{self._prefix}/{name if name in known else check_file_name(name)}"
 
-    def _get(self, name: str, most_bytes: int, folder: str = "") -> bytes | None:
+    def _get(self, name: str, bound: Bound, folder: str = "") -> bytes | None:
         """A small object, or None without it. Raises DataLossError for one that is larger: whoever
         can write there must not take the memory of a sidecar, in a pod the trainer's."""
         path = f"{folder}/{name}" if folder else self._path(name)
         try:
-            return _bounded(obstore.get(self.store, path), most_bytes, f"{self._where}: {name}")
+            return _bounded(obstore.get(self.store, path), bound, f"{self._where}: {name}")
         except FileNotFoundError:
             return None
 
     def _manifest(self, folder: str = "") -> dict[str, Any] | None:
         """The manifest at the key, or in another folder of the bucket."""
-        content = self._get(MANIFEST, MAX_MANIFEST_BYTES, folder)
+        content = self._get(MANIFEST, bounds.MANIFEST, folder)
         try:
-            found = json.loads(content) if content is not None else None
-        except (ValueError, RecursionError):
+            found = parsed_json(content, bounds.MANIFEST) if content is not None else None
+        except ValueError:
             return None
         return found if isinstance(found, dict) else None
 
@@ -367,7 +366,7 @@ class ObjectPlace:
         raise not_seen(self._where)
 
     def _reserved_by(self) -> str | None:
-        content = self._get(RESERVATION, MAX_RESERVATION_BYTES)
+        content = self._get(RESERVATION, bounds.RESERVATION)
         return _reservation_of(content)[0] if content is not None else None
 
     def _reserve(self) -> None:
@@ -392,7 +391,7 @@ class ObjectPlace:
         try:
             found = obstore.get(self.store, path)
             tag = found.meta["e_tag"]
-            content_there = _bounded(found, MAX_RESERVATION_BYTES, f"{self._where}: {RESERVATION}")
+            content_there = _bounded(found, bounds.RESERVATION, f"{self._where}: {RESERVATION}")
             if tag is None or not covers(self.target.jobs, _reservation_of(content_there)[1]):
                 raise not_replaced(self.target)
             obstore.put(self.store, path, content, mode={"e_tag": tag})
@@ -440,10 +439,10 @@ class ObjectPlace:
         """(name, size) of each object below the key, one batch at a time in memory."""
         head = f"{self._prefix}/"
         for count, batch in enumerate(obstore.list(self.store, prefix=head, chunk_size=LISTED)):
-            if count >= MAX_LISTED // LISTED:
+            if count >= bounds.LISTED // LISTED:
                 raise DataLossError(
-                    f"{self._where} has over {MAX_LISTED:,} objects, more than any export; choose "
-                    "another key"
+                    f"{self._where} has over {bounds.LISTED:,} objects, more than any export; "
+                    "choose another key"
                 )
             for item in batch:
                 yield str(item["path"]).removeprefix(head), int(item["size"])

@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from paramd import state_files
+from paramd.answers import parsed_json, read_file
+from paramd.bounds import FIGURES
 from paramd.errors import ExhaustedError
 from paramd.memory.left import (
     Demand,
@@ -389,8 +391,8 @@ class HostRoom:
 def _figures(path: Path) -> Figures | None:
     """A rank's figures; None if they cannot be read or are of another version."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        found = parsed_json(read_file(path, FIGURES), FIGURES)
+    except (OSError, ValueError):
         return None
     names = {one.name for one in fields(Figures)}
     if not isinstance(found, dict) or set(found) != names or not isinstance(found["host"], str):

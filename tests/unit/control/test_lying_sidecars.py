@@ -58,7 +58,7 @@ async def test_a_rank_that_always_has_more_is_asked_so_often_and_no_more() -> No
         return pb.GetLoggedResponse(count=2**60, entries=[entry])
 
     _, asked = await rounds(more)
-    assert asked == list(range(3 * numbers.MAX_BATCHES))
+    assert asked == list(range(3 * numbers.LOGGED_ANSWERS))
 
 
 async def test_entries_that_are_numbered_otherwise_are_not_taken() -> None:
@@ -89,7 +89,7 @@ async def test_names_and_values_are_bounded() -> None:
 
     watcher, _ = await rounds(many)
     names = {sample.series[0] for sample in watcher.samples}  # type: ignore[index]
-    assert len(names) == numbers.MAX_NAMES
+    assert len(names) == numbers.LOGGED_NAMES
 
 
 OWN = 'paramd_sidecar_step{job="team-a-run",rank="1"} 7\n'

@@ -1,11 +1,17 @@
 """Who keeps whose copies, and from where a lost rank gets its own back."""
 
 import json
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paramd.memory import handover
 from paramd.trainer.resume.choice import HeldCopy, Mark, RankOffer, choose
-from paramd.trainer.resume.copies import OWN, Damaged, buddies, ways, with_copies
+from paramd.trainer.resume.copies import OWN, Copies, Damaged, buddies, ways, with_copies
+from paramd.trainer.resume.succession import Succession
 
 OLD, NEW, NEWER = Mark(4, 1, 0), Mark(8, 1, 0), Mark(12, 1, 0)
 LOST = RankOffer(absent="no sidecar of an earlier incarnation is here")
@@ -90,3 +96,76 @@ def test_another_rank_may_have_the_same_copy_undamaged() -> None:
 def test_offers_with_copies_survive_the_way_between_ranks() -> None:
     offer = held(OLD, copies=(copy(3, NEW),))
     assert RankOffer.from_message(json.loads(json.dumps(offer.to_message()))) == offer
+
+
+LABEL = {
+    "lineage": 1, "before": [], "step": 8, "edits": 0,
+    "arena_bytes": 8, "optimizer_bytes": 8, "record_bytes": 8, "table_bytes": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"copies": 7},
+        {"copies": [7]},
+        {"copies": [{"rank": 1}]},
+        {"copies": [{"rank": 1, "label": {}}]},
+        {"copies": [{"rank": "x", "label": LABEL}]},
+        {"copies": [{"rank": 1, "label": LABEL | {"before": 3}}]},
+        {"copies": [{"rank": 1, "label": LABEL | {"step": None}}]},
+        {"copies": [{"rank": 1, "label": LABEL | {"arena_bytes": -(1 << 70)}}]},
+        {"copies": [{"rank": 1, "label": LABEL}], "ownership": 3},
+    ],
+)
+def test_a_sidecar_whose_copies_cannot_be_read_offers_none(
+    tmp_path: Path, told: dict[str, Any]
+) -> None:
+    path = tmp_path / "rank-0.sock"
+    listener = handover.listen(path)
+    listener.settimeout(60)
+
+    def serve() -> None:
+        with suppress(OSError, EOFError):
+            connection, _ = listener.accept()
+            with connection:
+                handover.receive(connection)
+                handover.send(connection, {"op": "copies", **told})
+
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        offer = Copies(job="job", rank=0, sockets={0: path}).look()
+    finally:
+        listener.close()
+        server.join(60)
+    assert offer.living_pid == 0
+    assert all(one.size_bytes > 0 for one in offer.copies)
+
+
+def test_a_copy_of_a_size_that_no_memory_has_is_damaged() -> None:
+    copies = Copies(job="job", rank=0, sockets={})
+    offers = [LOST, held(NEW, copies=(HeldCopy(0, NEW, 1 << 70),))]
+    assert copies.prepare(NEW, {0: 1}, offers) == [Damaged(0, 1, NEW)]
+
+
+@pytest.mark.parametrize(
+    "label", [{}, {"arena_bytes": "x"}, LABEL, LABEL | {"digest": []}, LABEL | {"before": None}]
+)
+def test_a_copy_with_a_label_that_cannot_be_read_is_damaged_and_the_next_way_is_taken(
+    tmp_path: Path, label: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    succession = Succession(
+        job="job", rank=0, world_size=2, optimizers=[], keep={}, layout_digest="",
+        socket_path=tmp_path / "rank-0.sock", hosts=["a/1", "b/1"],
+    )  # fmt: skip
+    offers = [LOST, held(OLD, NEW, copies=(HeldCopy(0, NEW, 32),))]
+    succession.decide(with_copies(offers, ()), [])
+    ways_there = ways(offers, NEW, ())
+    assert succession.ready(ways_there, offers) == []
+    # What a rank on another host sends, over the training's process group.
+    monkeypatch.setattr(Copies, "exchange", lambda *_: (label, memoryview(bytearray(32))))
+    damaged = succession.fetch(None)
+    assert damaged == [Damaged(0, 1, NEW)]
+    assert ways(offers, NEW, damaged) == {}

@@ -13,6 +13,7 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
+from paramd import bounds
 from paramd.errors import UsageError
 from paramd.layout.dtypes import item_bytes, safetensors_name
 from paramd.layout.exports.files import (
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
     from paramd.layout.exports.settings import ExportSettings
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = bounds.HEADER.most_bytes
 """Readers refuse longer headers."""
 
 METADATA_KEY = "__metadata__"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import re
 import secrets
 import shlex
@@ -20,6 +19,8 @@ from urllib.parse import urlencode
 
 from xxhash import xxh3_128_hexdigest
 
+from paramd import bounds
+from paramd.answers import parsed_json, read_file
 from paramd.documents import Document, read_document
 from paramd.errors import (
     ConflictError,
@@ -357,7 +358,7 @@ def read_assets(folder: Path) -> list[tuple[str, bytes]]:
             f"assets: {folder} holds {len(paths)} files of {size_bytes:,} bytes; at most "
             f"{MAX_ASSETS} of {MAX_ASSETS_BYTES:,} in total can be copied into an export"
         )
-    return [(path.name, path.read_bytes()) for path in paths]
+    return [(path.name, read_file(path, bounds.ASSET)) for path in paths]
 
 
 # `timeout=` as in other clients; it bounds the whole wait, not one await.
@@ -455,17 +456,28 @@ class ExportFiles:
     async def manifest(self) -> Mapping[str, Any]:
         """The export's manifest; NotFoundError without one, ParamdError if it is unreadable."""
         try:
-            found = json.loads(await self.read(MANIFEST))
+            found = parsed_json(
+                await self.read(MANIFEST, most_bytes=bounds.MANIFEST.most_bytes), bounds.MANIFEST
+            )
             if not isinstance(found, dict) or found["paramd_export"] != 1:
                 raise ValueError("another version of the manifest")
-        except (ValueError, KeyError, RecursionError) as error:
+        except (ValueError, KeyError) as error:
             raise ParamdError(
                 f"{self._destination}: its {MANIFEST} cannot be read ({error})"
             ) from error
         return found
 
-    async def read(self, name: str, moved: Callable[[int], object] = lambda size: None) -> bytes:
-        """Read a whole file; `moved` gets the size of each part. Raises ParamdError."""
+    async def read(
+        self,
+        name: str,
+        moved: Callable[[int], object] = lambda size: None,
+        *,
+        most_bytes: int,
+    ) -> bytes:
+        """Read a whole file; `moved` gets the size of each part.
+
+        Raises ParamdError; DataLossError for a file of more than `most_bytes`.
+        """
         data = bytearray()
         while True:
             asked = urlencode(
@@ -473,6 +485,10 @@ class ExportFiles:
             )
             size_bytes, part = await self._rest.read_bytes(f"{self._path}?{asked}")
             data += part
+            if max(size_bytes, len(data)) > most_bytes:
+                raise DataLossError(
+                    f"{self._destination}: {name} has more than the {most_bytes:,} bytes expected"
+                )
             moved(len(part))
             if len(data) >= size_bytes:
                 return bytes(data)
@@ -504,7 +520,7 @@ class ExportFiles:
 
         found: dict[str, torch.Tensor] = {}
         for one in files:
-            data = await self.read(str(one["name"]), more)
+            data = await self.read(str(one["name"]), more, most_bytes=int(one["size_bytes"]))
             if xxh3_128_hexdigest(data) != one["xxh3"]:
                 raise DataLossError(
                     f"{self._destination}: {one['name']} is not what was exported; its checksum "

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
+from paramd.answers import parsed_json
+from paramd.bounds import HEADER
 from paramd.documents import Shown, read_document
 from paramd.errors import (
     ConflictError,
@@ -101,7 +103,8 @@ class PartialFile:
     def header(self) -> bytes:
         """The header of an earlier attempt; empty without a whole one."""
         size_bytes = 8 + int.from_bytes(os.pread(self._file, 8, 0), "little")
-        return os.pread(self._file, size_bytes, 0) if size_bytes <= self.size_bytes else b""
+        most_bytes = min(self.size_bytes, HEADER.most_bytes)
+        return os.pread(self._file, size_bytes, 0) if size_bytes <= most_bytes else b""
 
     @property
     def size_bytes(self) -> int:
@@ -329,7 +332,7 @@ def identity(key: str, pinned: Pinned) -> str:
 def pinned_of(header: bytes) -> Pinned | None:
     """The snapshots that a partial file's header names; None without any."""
     try:
-        told = json.loads(json.loads(header[8:])[METADATA_KEY][IDENTITY])
+        told = parsed_json(parsed_json(header[8:], HEADER)[METADATA_KEY][IDENTITY], HEADER)
         pins = [_pin_of(one) for one in told["pins"]]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None

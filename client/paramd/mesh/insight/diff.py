@@ -7,7 +7,6 @@ is read tensor by tensor, so that comparing two needs the memory of a few tensor
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from paramd import bounds
+from paramd.answers import parsed_json, read_file
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.select import Names, Pattern, each_pattern
 from paramd.mesh.exports.calls import MANIFEST
@@ -156,7 +157,7 @@ def matching(found: Mapping[str, Value], patterns: Sequence[Pattern]) -> dict[st
 
 def _label(path: Path) -> str:
     try:
-        step = json.loads((path / MANIFEST).read_text())["step"]
+        step = parsed_json(read_file(path / MANIFEST, bounds.MANIFEST), bounds.MANIFEST)["step"]
     except (OSError, ValueError, KeyError, TypeError):
         return str(path)
     return f"{path} (step {step})"

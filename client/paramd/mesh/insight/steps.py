@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-import zlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from paramd.answers import unpacked
+from paramd.bounds import FACTS
 from paramd.errors import AbortedError, ConflictError, DataLossError, DeadlineError, ParamdError
 from paramd.layout.plan import ReadPlan
 from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, PinnedStep, TrainingEndedError, hold_step
@@ -22,7 +22,6 @@ from paramd.state import At
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 
-MAX_FACTS_BYTES = 256 << 20
 MAX_WAIT_S = 500.0
 """Longest wait for a step to come, in seconds, and lease of its pins: the sidecars' limit."""
 
@@ -48,11 +47,11 @@ class Facts:
     def parse(cls, data: bytes) -> Facts:
         """Raises DataLossError if it is no sidecar's report."""
         try:
-            found = json.loads(zlib.decompressobj().decompress(data, MAX_FACTS_BYTES))
+            found = unpacked(data, FACTS)
             return cls(
                 *(found[name] for name in ("threads", "classes", "groups", "keys", "params"))
             )
-        except (zlib.error, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise DataLossError(
                 f"a sidecar sent a malformed table of its optimizer state: {error}"
             ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import ssl
 import time
@@ -15,6 +14,8 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import httpx2
 
+from paramd.answers import NOT_PACKED, Answer, asked, parsed_json
+from paramd.bounds import PROBLEM, REST_ANSWER, REST_FILE_PART, Bound, OverBoundError
 from paramd.documents import Document, read_document
 from paramd.errors import (
     CODES,
@@ -162,7 +163,7 @@ class RestClient:
     def _client_of(self, url: str, token: str) -> httpx2.AsyncClient:
         return httpx2.AsyncClient(
             base_url=url + "/api/v1",
-            headers={"authorization": f"Bearer {token}"},
+            headers={"authorization": f"Bearer {token}", **NOT_PACKED},
             transport=self._transport,
             verify=self._verify(url),
             # A proxy from the environment must not see the token.
@@ -256,7 +257,7 @@ class RestClient:
         `timeout_s` overrides the client's timeout, for requests that wait on the server. Raises the
         ParamdError of the HTTP status.
         """
-        answer = await self._answer(method, path, body, timeout_s)
+        answer = await self._answer(method, path, body, timeout_s, REST_ANSWER)
         try:
             return answer.json()
         except ValueError as error:
@@ -291,7 +292,7 @@ class RestClient:
 
     async def read_bytes(self, path: str, *, timeout_s: float = 60.0) -> tuple[int, bytes]:
         """Part of an export's file: (size of the whole file, part). Raises as `send`."""
-        answer = await self._answer("GET", path, None, timeout_s)
+        answer = await self._answer("GET", path, None, timeout_s, REST_FILE_PART)
         try:
             return int(answer.headers["paramd-file-bytes"]), answer.content
         except (KeyError, ValueError) as error:
@@ -300,18 +301,27 @@ class RestClient:
             ) from error
 
     async def _answer(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
-    ) -> httpx2.Response:
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout_s: float | None,
+        bound: Bound,
+    ) -> Answer:
         limit_s = timeout_s if timeout_s is not None else self._timeout_s
         if not self._has_answered:
             limit_s = max(limit_s, STARTING_S)
         try:
-            answer = await self._sent(method, path, body, limit_s)
+            answer = await self._sent(method, path, body, limit_s, bound)
             self._has_answered = True
-        except httpx2.TimeoutException as error:
+        except (httpx2.TimeoutException, TimeoutError) as error:
             raise UnreachableError(
                 f"{self.url} did not answer in time; is the control plane stopped? "
                 f"Run: paramd doctor.{self._if_moved()}"
+            ) from error
+        except OverBoundError as error:
+            raise UnreachableError(
+                f"{self.url} does not answer as a control plane does: {error}"
             ) from error
         except httpx2.HTTPError as error:
             ca = self._tls.ca if self._tls is not None else client_tls(self.url).ca
@@ -338,12 +348,17 @@ class RestClient:
         return IF_MOVED if self._find is None else ""
 
     async def _sent(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> httpx2.Response:
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout_s: float,
+        bound: Bound,
+    ) -> Answer:
         """One response; sent again only to another address, and if the first had no effect."""
         client = self._client
         try:
-            answer = await self._request(method, path, body, timeout_s)
+            answer = await self._request(method, path, body, timeout_s, bound)
         except (httpx2.ConnectError, loopback.StrangerError):
             self.look_again()
             if self._client is client:
@@ -354,13 +369,24 @@ class RestClient:
             self.look_again()
             if self._client is client:
                 return answer
-        return await self._request(method, path, body, timeout_s)
+        return await self._request(method, path, body, timeout_s, bound)
 
     async def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> httpx2.Response:
-        return await self._client.request(
-            method, path, json=body, timeout=timeout_s, extensions=self._extensions
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout_s: float,
+        bound: Bound,
+    ) -> Answer:
+        return await asked(
+            self._client,
+            method,
+            path,
+            bound,
+            timeout_s=timeout_s,
+            json=body,
+            extensions=self._extensions,
         )
 
 
@@ -395,7 +421,7 @@ def checked_url(url: str) -> str:
 def problem_of_text(text: str) -> tuple[str, str]:
     """(message, `type` of the RFC 9457 problem document); else (its first 200 characters, "")."""
     try:
-        found = json.loads(text)
+        found = parsed_json(text, PROBLEM)
     except ValueError:
         found = None
     if not isinstance(found, Mapping):

@@ -7,13 +7,14 @@ import ssl
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+from paramd import bounds
 from paramd.security import loopback
 
 PROTOCOL = "paramd-tunnel"
 """The protocol that the connection is upgraded to: raw bytes."""
 
-MAX_HEAD_BYTES = 16 << 10
-MAX_TEXT_BYTES = 64 << 10
+MAX_HEAD_BYTES = bounds.TUNNEL_HEAD.most_bytes
+MAX_TEXT_BYTES = bounds.TUNNEL_TEXT.most_bytes
 
 
 class RefusedError(Exception):

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from paramd.answers import Answer, asked_once
+from paramd.bounds import REST_ANSWER, OverBoundError
 from paramd.errors import ConflictError, DeniedError, ParamdError, UnreachableError, UsageError
 from paramd.helpers import end, spawn
 from paramd.memory import descriptors
-from paramd.security.loopback import sync_trace_of
+from paramd.security.loopback import trace_of
 from paramd.security.tickets import key_from_hex
 from paramd.security.tls import ClientTls, Pems, bindable, https_context, is_loopback, not_accepted
 from paramd.state_files import check_private
@@ -30,7 +32,6 @@ from paramd.trainer.settings import AttachSettings
 if TYPE_CHECKING:
     import ssl
 
-    import httpx2
 
 TIMEOUT_S = 10.0
 """Longest wait for the control plane at attach, in seconds."""
@@ -111,16 +112,18 @@ def _asked(
     import httpx2  # here, because most jobs have no site
 
     try:
-        # A proxy from the environment must not see the token.
-        with httpx2.Client(timeout=TIMEOUT_S, verify=verify, trust_env=False) as client:
-            answer = client.post(
-                f"{url}/api/v1/jobs",
-                json=body,
-                headers={"authorization": f"Bearer {token}"},
-                # Whoever listens at a loopback address is known before it gets the token.
-                extensions={"trace": sync_trace_of(url, token)},
-            )
-    except httpx2.HTTPError as error:
+        answer = asked_once(
+            "POST",
+            f"{url}/api/v1/jobs",
+            REST_ANSWER,
+            timeout_s=TIMEOUT_S,
+            verify=verify,
+            json=body,
+            headers={"authorization": f"Bearer {token}"},
+            # Whoever listens at a loopback address is known before it gets the token.
+            extensions={"trace": trace_of(url, token)},
+        )
+    except (httpx2.HTTPError, TimeoutError, OverBoundError) as error:
         if why := not_accepted(error, ClientTls.from_environment().ca):
             raise UnreachableError(
                 f"{url} has a certificate that cannot be trusted: {why}"
@@ -180,7 +183,7 @@ def _registration(
     )
 
 
-def _refusal(url: str, answer: httpx2.Response) -> ParamdError:
+def _refusal(url: str, answer: Answer) -> ParamdError:
     try:
         text = str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):

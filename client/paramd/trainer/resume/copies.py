@@ -25,12 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paramd.errors import ParamdError, error_of_grpc
+from paramd.errors import ParamdError, UsageError, error_of_grpc
 from paramd.memory import handover
 from paramd.memory.continuation import digest_of
 from paramd.memory.descriptors import close_all
 from paramd.state_files import kernel_of
 from paramd.trainer.resume.choice import HeldCopy, Mark, RankOffer
+from paramd.trainer.resume.codec import legible
 
 OWN = -1
 """Marks a rank's own sidecar as the holder of a copy."""
@@ -133,7 +134,7 @@ class Copies:
         """The offers for other ranks; a sidecar that does not answer has none."""
         looked = RankOffer()
         for number in sorted(self._sockets):
-            with suppress(ParamdError, OSError, EOFError):
+            with suppress(ParamdError, OSError, EOFError), legible():
                 answer, _ = self._asked(number, {"op": "copies"})
                 looked = self._heard(number, answer, looked)
         copies = tuple(
@@ -144,9 +145,12 @@ class Copies:
 
     def _heard(self, number: int, answer: dict[str, Any], looked: RankOffer) -> RankOffer:
         for told in answer["copies"]:
-            rank, label = int(told["rank"]), told["label"]
-            if (number, rank) != (self._rank, self._rank):
-                self._labels |= {(rank, mark): (number, label) for mark in marks_of(label)}
+            # What is wrong with one copy must not hide the others.
+            with suppress(UsageError), legible():
+                rank, label = int(told["rank"]), told["label"]
+                marks, size_bytes = marks_of(label), sum(sizes_of(label))
+                if size_bytes > 0 and (number, rank) != (self._rank, self._rank):
+                    self._labels |= {(rank, mark): (number, label) for mark in marks}
         return RankOffer(
             living_pid=int(answer["pid"]) if answer["ownership"] == "OWNED" else looked.living_pid,
             incarnation=max(looked.incarnation, int(answer["incarnation"])),
@@ -168,7 +172,13 @@ class Copies:
                     self._given[rank] = label, memory
             if rank == self._rank != holder:
                 held = next(c for c in offers[holder].copies if (c.rank, c.mark) == (rank, mark))
-                self._room = memoryview(mmap.mmap(-1, max(held.size_bytes, 1)))[: held.size_bytes]
+                try:
+                    room = mmap.mmap(-1, max(held.size_bytes, 1))
+                except (OSError, ValueError, OverflowError, MemoryError):
+                    # Of a size that no memory has: whoever holds it lies, or it is damaged.
+                    damaged.append(Damaged(rank, holder, mark))
+                else:
+                    self._room = memoryview(room)[: held.size_bytes]
         return damaged
 
     def exchange(
@@ -189,7 +199,7 @@ class Copies:
                 told = bytearray(_MAX_LABEL_BYTES)
                 for part in (memoryview(told), *_parts(self._room)):
                     dist.recv(_tensor(part), src=holder, group=group)
-                got = json.loads(told), self._room
+                got = _label_of(bytes(told)), self._room
         return got
 
     def close(self) -> None:
@@ -234,6 +244,15 @@ def marks_of(label: Mapping[str, Any]) -> list[Mark]:
         Mark(int(label["step"]), int(lineage), int(label["edits"]))
         for lineage in (label["lineage"], *label["before"])
     ]
+
+
+def _label_of(told: bytes) -> dict[str, Any]:
+    """What a rank says of the copy that it gives; nothing if that cannot be read."""
+    try:
+        found = json.loads(told)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def sizes_of(label: Mapping[str, Any]) -> list[int]:

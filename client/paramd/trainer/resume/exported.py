@@ -11,7 +11,6 @@ are not in it. Exports in directories and of format safetensors are read.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +22,12 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
+from paramd import bounds
+from paramd.answers import parsed_json, read_descriptor
+from paramd.bounds import HEADER, OverBoundError
 from paramd.errors import ConflictError, DataLossError, NotFoundError, ParamdError, UsageError
 from paramd.layout.dtypes import SAFETENSORS_NAMES, item_bytes
 from paramd.layout.exports.safetensors import (
-    MAX_HEADER_BYTES,
     MODEL_FILES,
     OPTIMIZER_FILES,
     OPTIMIZER_GROUPS,
@@ -49,7 +50,6 @@ from paramd.trainer.model.dtensor import like
 
 CHUNK_BYTES = 16 << 20
 MANIFEST = "paramd-export.json"
-MAX_MANIFEST_BYTES = 64 << 20
 
 _DTYPES = {theirs: ours for ours, theirs in SAFETENSORS_NAMES.items()}
 
@@ -207,10 +207,10 @@ class Exported:
         names = (self._name(name) for name in (tensor.fqn, *tensor.aliases))
         return next((self._model[name] for name in names if name in self._model), None)
 
-    def _read_manifest(self) -> bytearray:
-        text = self._read(self._open(MANIFEST), 0, None, MANIFEST)
+    def _read_manifest(self) -> bytes:
+        text = self._whole(self._open(MANIFEST), bounds.MANIFEST, MANIFEST)
         try:
-            found = json.loads(text)
+            found = parsed_json(text, bounds.MANIFEST)
             if found["paramd_export"] != 1:
                 raise ValueError("another version of the manifest")
             self._manifest = {
@@ -296,18 +296,20 @@ class Exported:
 
     def _read_groups(self, name: str) -> list[dict[str, Any]]:
         try:
-            text = self._read(self._files[name], 0, None, name)
-            return [dict(group) for group in json.loads(text)["groups"]]
+            text = self._whole(self._files[name], bounds.OPTIMIZER_GROUPS, name)
+            return [dict(group) for group in parsed_json(text, bounds.OPTIMIZER_GROUPS)["groups"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataLossError(f"{name} cannot be read ({error!r})") from None
 
     def _header(self, name: str) -> Iterator[tuple[str, _Stored]]:
         descriptor = self._files[name]
         length = int.from_bytes(self._read(descriptor, 0, 8, name), "little")
-        if length > MAX_HEADER_BYTES:
+        if length > HEADER.most_bytes:
             raise DataLossError(f"{name} has a header of {length:,} bytes")
         try:
-            for tensor, facts in json.loads(self._read(descriptor, 8, length, name)).items():
+            for tensor, facts in parsed_json(
+                bytes(self._read(descriptor, 8, length, name)), HEADER
+            ).items():
                 if tensor != "__metadata__":
                     begin, end = facts["data_offsets"]
                     shape, dtype = tuple(map(int, facts["shape"])), _DTYPES[facts["dtype"]]
@@ -393,10 +395,16 @@ class Exported:
             target[first - box.begin[0] : last - box.begin[0]].copy_(rows[(slice(None), *inner)])
 
     @staticmethod
-    def _read(descriptor: int, begin: int, size: int | None, name: str) -> bytearray:
-        """Exactly `size` bytes; None: the whole file."""
-        if size is None:
-            size = min(os.fstat(descriptor).st_size, MAX_MANIFEST_BYTES)
+    def _whole(descriptor: int, bound: bounds.Bound, name: str) -> bytes:
+        """A whole file."""
+        try:
+            return read_descriptor(descriptor, bound)
+        except OverBoundError as error:
+            raise DataLossError(f"{name} cannot be read ({error})") from None
+
+    @staticmethod
+    def _read(descriptor: int, begin: int, size: int, name: str) -> bytearray:
+        """Exactly `size` bytes."""
         data = bytearray(size)
         view, done = memoryview(data), 0
         while done < size:

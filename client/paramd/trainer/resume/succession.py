@@ -196,13 +196,16 @@ class Succession:
         mark = self._choice.mark
         damaged = copies.Damaged(self._rank, self._ways[self._rank], mark)
         try:
-            state = next(one for one in _snapshots_in(memory, label) if one.mark == mark)
-        except (ParamdError, ValueError, StopIteration):
+            with legible():
+                states = [one for one in _snapshots_in(memory, label) if one.mark == mark]
+                refusal = self._difference(states[0], label) if states else ""
+        except ParamdError:
             return [damaged]
-        if digest_of(*state.parts) != state.digest:
+        if not states or digest_of(*states[0].parts) != states[0].digest:
             return [damaged]
-        if refusal := self._difference(state, label):
+        if refusal:
             raise ConflictError(f"resume: on rank {self._rank} {refusal}; {OVER_AN_EXPORT}")
+        state = states[0]
         self._snapshots.append(state)
         self._chosen = state
         return []

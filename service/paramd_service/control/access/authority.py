@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
+from paramd.answers import parsed_json, read_file
+from paramd.bounds import OWN_FILE
 from paramd.clock import now_s
 from paramd.errors import UsageError
 from paramd.security import loopback
@@ -90,7 +92,9 @@ class Sessions:
         alone, which open nothing. An unreadable or unwritable file only costs a sign-in."""
         self._path = path
         with suppress(OSError, ValueError, TypeError, AttributeError):
-            for name, (key, token, used_s) in json.loads(path.read_text()).items():
+            for name, (key, token, used_s) in parsed_json(
+                read_file(path, OWN_FILE), OWN_FILE
+            ).items():
                 session = _Session(bytes.fromhex(key), str(token), float(used_s))
                 self._open[bytes.fromhex(name)] = session
 

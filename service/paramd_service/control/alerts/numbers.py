@@ -15,6 +15,14 @@ from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING
 
+from paramd.bounds import (
+    LOGGED_ANSWERS,
+    LOGGED_ENTRIES,
+    LOGGED_NAME_CHARS,
+    LOGGED_NAMES,
+    LOGGED_RANKS,
+    LOGGED_VALUES,
+)
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import LOGGED, NumberRule, Rule, parse_number
@@ -24,23 +32,12 @@ from paramd_service.control.store.history import Sample
 if TYPE_CHECKING:
     from paramd_service.control.alerts.watcher import Watcher
 
-MAX_RANKS = 64
-"""Ranks whose numbers are kept: the lowest that log."""
-MAX_NAMES = 256
-"""Names kept per rank."""
-MAX_NAME_CHARS = 64
-"""As a sidecar takes them from its training: a longer one is no name that was logged."""
-MAX_VALUES = 64
-"""Numbers of one entry, likewise."""
 WINDOW = 20
 LEAST = 5
 """Values needed before a jump can be detected."""
 POINT_S = 1.0
 """The history keeps the first value of a number in each period of this length."""
 
-BATCH = 1000
-MAX_BATCHES = 10
-"""Answers taken from one rank in a round: whatever it says that it has, others get their turn."""
 ASK_TIMEOUT_S = 3.0
 
 Ask = Callable[[Report, pb.GetLoggedRequest], Awaitable[pb.GetLoggedResponse]]
@@ -72,8 +69,8 @@ class NumberHistory:
         return list(found.values())
 
     def knows(self, rank: int, name: str) -> bool:
-        """Whether the number is followed: at most `MAX_NAMES` of a rank are."""
-        return (rank, name) in self._values or self._name_counts[rank] < MAX_NAMES
+        """Whether the number is followed: at most `LOGGED_NAMES` of a rank are."""
+        return (rank, name) in self._values or self._name_counts[rank] < LOGGED_NAMES
 
     def _problems(
         self, name: str, value: float, known: Sequence[float]
@@ -116,7 +113,7 @@ def _in_order(entries: Sequence[pb.LoggedEntry], *, after: int) -> list[pb.Logge
     One that numbers them otherwise could be asked for the same ones without end.
     """
     found: list[pb.LoggedEntry] = []
-    for entry in entries[:BATCH]:
+    for entry in entries[:LOGGED_ENTRIES]:
         if entry.number <= after:
             break
         after = entry.number
@@ -139,7 +136,7 @@ class LoggedRounds:
 
     async def round(self) -> None:
         """Take new entries. Raises the first ParamdError, after all ranks have been asked."""
-        logging = [one for one in self._view().joined if one.state.logged_count][:MAX_RANKS]
+        logging = [one for one in self._view().joined if one.state.logged_count][:LOGGED_RANKS]
         answers = await asyncio.gather(*map(self._one, logging), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -150,10 +147,12 @@ class LoggedRounds:
         # A respawned sidecar counts from 1 again.
         known_pid, number = self._taken.get(report.rank, (pid, 0))
         number = number if known_pid == pid else 0
-        for _ in range(MAX_BATCHES):
+        for _ in range(LOGGED_ANSWERS):
             if number >= report.state.logged_count:
                 return
-            answer = await self._ask(report, pb.GetLoggedRequest(after=number, limit=BATCH))
+            answer = await self._ask(
+                report, pb.GetLoggedRequest(after=number, limit=LOGGED_ENTRIES)
+            )
             found = _in_order(answer.entries, after=number)
             number = found[-1].number if found else max(number, answer.count)
             self._taken[report.rank] = pid, number
@@ -165,10 +164,10 @@ class LoggedRounds:
         values: dict[str, list[tuple[int, float]]] = {}
         points: list[Sample] = []
         for entry in entries:
-            for name, value in islice(entry.values.items(), MAX_VALUES):
-                if len(name) > MAX_NAME_CHARS or not self._history.knows(rank, name):
+            for name, value in islice(entry.values.items(), LOGGED_VALUES):
+                if len(name) > LOGGED_NAME_CHARS or not self._history.knows(rank, name):
                     continue
-                if name in values or len(values) < MAX_NAMES:
+                if name in values or len(values) < LOGGED_NAMES:
                     values.setdefault(name, []).append((entry.step, value))
                     points += self._point(rank, name, entry, value)
         self._watcher.offer(points)

@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from paramd import bounds
 from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import kept, stopped
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = bounds.WEBHOOK.within_s
 """Time limit of a post as a whole: a receiver that trickles does not extend it."""
 
 MAX_POSTS = 50

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramd import places
+from paramd import bounds, places
 from paramd.accepting import Listener
+from paramd.answers import read_file
 from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.places import Endpoint
 from paramd.state_files import kernel_of, replace
@@ -223,7 +224,7 @@ def _same_port(wanted: int, mine: Bootstrap | None) -> int:
     if mine is None or not (mine.ended or wanted == DEFAULT_PORT):
         return wanted
     with suppress(OSError, ValueError):
-        port = int(_port_file(mine).read_text()[:8])
+        port = int(read_file(_port_file(mine), bounds.SMALL_FILE))
         return port if 0 < port < 65_536 else wanted
     return wanted
 

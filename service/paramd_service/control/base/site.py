@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paramd import clock, places
+from paramd import bounds, clock, places
+from paramd.answers import read_file
 from paramd.errors import ConflictError, NotFoundError, ParamdError, UsageError
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import GENERATION_STEP, new_token
@@ -196,7 +197,7 @@ def _kept(path: Path, fresh: str) -> str:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         check_private(path)
-        return path.read_text()[:MAX_FILE_BYTES].strip()
+        return read_file(path, bounds.SMALL_FILE).decode().strip()
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error}; set PARAMD_STATE_DIR") from error
     with os.fdopen(descriptor, "w") as file:

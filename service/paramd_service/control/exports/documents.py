@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from paramd import clock
+from paramd import bounds, clock
+from paramd.answers import read_file
 from paramd.documents import read_document
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UnreachableError, UsageError
 from paramd.layout.exports.peft import PEFT
@@ -119,7 +120,7 @@ class Assets:
         for name in names:
             path = folder / check_asset_name(name)
             try:
-                found[name] = path.read_bytes()
+                found[name] = read_file(path, bounds.ASSET)
             except FileNotFoundError:
                 raise NotFoundError(
                     f"assets: {name!r} was not uploaded; upload it with store_export_asset first"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
+from paramd import bounds
+from paramd.answers import parsed_json
 from paramd.errors import DataLossError, NotFoundError, ParamdError, UnreachableError
 from paramd.layout.types import Layout
 from paramd.mesh.peers.grpc import RankUnreachableError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 UNARY_TIMEOUT_S: Final = 60.0
 READ_BYTES: Final = 8 << 20
-MANIFEST_BYTES: Final = 64 << 20
 STORE_PART_BYTES: Final = 512 << 10
 EXPORT_LEASE_S: Final = 60.0
 """Lease of an export's snapshots; a control plane restarted within it resumes the export."""
@@ -309,13 +309,13 @@ async def read_file(
     """As `ExportService.read_file`."""
     read = partial(part_of, group.calls, target=target)
     text, more, size_bytes = b"", b" ", 1
-    while more and len(text) < min(size_bytes, MANIFEST_BYTES):
+    while more and len(text) < min(size_bytes, bounds.MANIFEST.most_bytes):
         part = partial(read, name=MANIFEST, offset_bytes=len(text))
         _, (size_bytes, more) = await group.any(part)
         text += more
     where = f"{target.destination}/{target.key}"
     try:
-        found = json.loads(text)
+        found = parsed_json(text, bounds.MANIFEST)
         # Only files listed in the manifest: the directory may hold others.
         names, whose = {MANIFEST, *(file["name"] for file in found["files"])}, found["job"]
     except (ValueError, LookupError, TypeError) as error:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-MAX_BYTES = 256 << 10
-MAX_LINES = 2000
+from paramd.bounds import METRICS_BYTES, METRICS_LINES
 
 _COMMENT = re.compile(r"# (HELP|TYPE) paramd_sidecar_[a-z_]{1,64} [ -~]{1,200}")
 _NUMBER = r"[-+]?(?:[0-9.]{1,32}(?:e[-+]?[0-9]{1,4})?|inf|nan)"
@@ -20,6 +19,6 @@ def own_series(text: str, *, job: str, rank: int) -> str:
     # A job's name needs no escapes: see `state_files.is_job_name`.
     labels = f'job="{re.escape(job)}",rank="{rank}"' + r'(?:,cause="[ !#-\[\]-~]{1,64}")?'
     sample = re.compile(rf"paramd_sidecar_[a-z_]{{1,64}}\{{{labels}\}} {_NUMBER}")
-    lines = text[:MAX_BYTES].split("\n")[:MAX_LINES]
+    lines = text[:METRICS_BYTES].split("\n")[:METRICS_LINES]
     kept = [line for line in lines if _COMMENT.fullmatch(line) or sample.fullmatch(line)]
     return "".join(f"{line}\n" for line in kept)

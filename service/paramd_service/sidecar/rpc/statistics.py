@@ -8,8 +8,6 @@ that its snapshots belong to one update, then computes the update again.
 from __future__ import annotations
 
 import asyncio
-import json
-import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import xxhash
 
+from paramd import bounds
+from paramd.answers import unpacked
 from paramd.errors import AbortedError, UsageError
 from paramd.layout.stats import Runs, by_dtype
 from paramd.v1 import sidecar_pb2 as pb
@@ -347,7 +347,7 @@ def _replay(found: ReplaySnapshots, stop: Sequence[bool]) -> list[pb.ReplayedTen
 
     notes = found.gradients.notes.notes if found.gradients.notes is not None else ()
     captured = replay.Captured(
-        facts=json.loads(zlib.decompress(found.facts.optimizer)),
+        facts=unpacked(found.facts.optimizer, bounds.FACTS),
         before={key: one.view() for key, one in found.before.items()},
         after={key: one.view() for key, one in found.after.items()},
         gradients=found.gradients.view(),

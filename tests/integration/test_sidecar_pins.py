@@ -95,6 +95,32 @@ def test_a_request_that_can_never_be_agreed_ends_at_once(
     trainer.finish()
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [({Word.AGREEMENT_STATE: 2}, "gave up agreeing"), ({Word.APART_HIGH: 6}, "DDP.join")],
+    ids=["a round was lost", "uneven inputs"],
+)
+def test_what_only_a_boundary_copies_is_refused_once_no_boundary_will_be_agreed_on(
+    trainer: FakeTrainer, words: dict[Word, int], why: str
+) -> None:
+    """Not answered as missed, after which readers try again until their time is over."""
+    trainer.settings.agrees = False
+    for word, value in words.items():
+        trainer.page[word] = value
+    trainer.start()
+    with client_of(trainer, Role.CONTROL) as client:
+        # The first one is the first to see the ranks apart: they may meet within some rounds.
+        if Word.APART_HIGH in words:
+            first = client.pin(at_boundary=True, with_buffers=True)
+            assert not capture(client, 7, first.snapshot_id, timeout_s=600.0).captured
+            trainer.page[Word.ROUNDS_COLLECTED] += 100
+        prepared = client.pin(at_boundary=True, with_buffers=True)
+        with pytest.raises(grpc.RpcError, match=why) as refused:
+            capture(client, 8, prepared.snapshot_id, timeout_s=600.0)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    trainer.finish()
+
+
 def test_a_sidecar_obeys_no_lower_generation_than_it_has_met(trainer: FakeTrainer) -> None:
     trainer.start()
     with client_of(trainer, Role.CONTROL) as client:

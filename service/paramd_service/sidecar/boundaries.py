@@ -68,6 +68,8 @@ class _Asked:
 
     reach: BoundaryRequest
     done: asyncio.Future[Outcome]
+    needs_boundary: bool = False
+    """Whether it asks for what is copied at boundaries only: buffers, optimizer state, mirrors."""
 
 
 class _Unserved:
@@ -103,6 +105,8 @@ class Boundaries:
         self._loop = asyncio.get_running_loop()
         self._asked: dict[int, _Asked] = {}
         self._ended = ""
+        self._apart_since = -1
+        """Rounds collected when the ranks were first seen apart; -1: they are not."""
         self.edits: Edits | None = None
         """Staged edits; None: edit requests are refused."""
         self.moments: Moments | None = None
@@ -119,7 +123,8 @@ class Boundaries:
         `withdraw` returns whether it was agreed nevertheless. Raises NotFoundError: a snapshot's
         lease has ended, or the edit is unknown. ConflictError: no boundary follows, a later number
         was requested, the number belongs to another request, a snapshot or edit is not ready for
-        it, or buffers have changed their shape.
+        it, buffers have changed their shape, or the trainers will agree on nothing more and what is
+        asked for is copied at boundaries only.
         """
         asked = self._asked.get(reach.number)
         if asked is None:
@@ -139,7 +144,6 @@ class Boundaries:
 
     async def _answered(self, asked: _Asked) -> Outcome:
         """The outcome of a request, withdrawn as soon as the trainers can never agree on it."""
-        words, apart_since = self._attached.page.words, -1
         unserved = _Unserved(self._attached.page)
         # Not awaited itself: a repeated request may still wait for this result.
         while not (await asyncio.wait([asked.done], timeout=_HOPE_S))[0]:
@@ -147,19 +151,29 @@ class Boundaries:
                 self._copier.withdraw(asked.reach.number, lasting)
                 if not (await asyncio.shield(asked.done)).captured:
                     raise ConflictError(f"the parameters cannot be served: {lasting}")
-            why, rounds = apart_reason(words), words[Word.ROUNDS_COLLECTED]
-            if words[Word.AGREEMENT_STATE] == GAVE_UP:
-                why = GAVE_UP_REASON
-            elif not why or apart_since < 0:
-                apart_since = rounds if why else -1
-                continue
-            elif rounds < apart_since + _ROUNDS_APART:
-                continue
-            self._copier.withdraw(asked.reach.number, why)
+            if never := self._never():
+                self._copier.withdraw(asked.reach.number, never)
         outcome = asked.done.result()
         if outcome.refused:
             raise ConflictError(outcome.reason)
+        # Else its reader would ask again until its time is over. One of parameters alone may: it
+        # also looks for a step that all ranks have without a boundary.
+        if asked.needs_boundary and not outcome.captured and (never := self._never()):
+            raise ConflictError(never)
         return outcome
+
+    def _never(self) -> str:
+        """Why the trainers will agree on nothing more in this run; empty: they may."""
+        words = self._attached.page.words
+        if words[Word.AGREEMENT_STATE] == GAVE_UP:
+            return GAVE_UP_REASON
+        why, rounds = apart_reason(words), words[Word.ROUNDS_COLLECTED]
+        if not why:
+            self._apart_since = -1
+        elif self._apart_since < 0:
+            # Kept from request to request: each ends as soon as it finds the ranks apart.
+            self._apart_since = rounds
+        return why if why and rounds >= self._apart_since + _ROUNDS_APART else ""
 
     async def withdraw(self, number: int) -> pb.BoundaryFate.ValueType:
         """Withdraw a request and return its fate. Idempotent. Waits some milliseconds, and a little
@@ -222,7 +236,10 @@ class Boundaries:
         ):
             raise ConflictError("this sidecar does not serve optimizer state or extra state")
         argument = self._argument(reach, snapshots)
-        asked = _Asked(reach, self._loop.create_future())
+        needs = is_mirror(self._attached.page.words) or any(
+            one.with_buffers or is_moments(one.key) for one in snapshots
+        )
+        asked = _Asked(reach, self._loop.create_future(), needs)
         self._asked[reach.number] = asked
         for old in [n for n, one in self._asked.items() if one.done.done()][:-_OUTCOMES_KEPT]:
             del self._asked[old]

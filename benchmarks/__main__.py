@@ -28,6 +28,7 @@ NAMES = (
     "tp_ddp",
     "edits",
     "export",
+    "download",
     "resume",
     "gradients",
     "followers",

@@ -163,6 +163,14 @@ class Client:
         result_bytes = 0 if into else sum(tensor.nbytes for tensor in result.values())
         return _status_bytes("VmHWM") - before - result_bytes
 
+    def download(self, path: str, transport: Transport) -> int:
+        """Highest resident bytes while all parameters are written to a file, beyond what was there
+        before."""
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status_bytes("VmRSS")
+        self.mesh.download(path, overwrite=True, transport=transport)
+        return _status_bytes("VmHWM") - before
+
     def edit_small(self, pattern: str, count: int, value: float) -> list[tuple[float, float]]:
         """So many edits without data, one after another: seconds, and how long training stood."""
         found = []
@@ -257,7 +265,7 @@ def main() -> None:
         for name in (
             "connect", "read_again", "keep_heap", "warm", "summon", "view", "memcpy", "dial",
             "receive", "stats", "torch_pass", "peak", "read_until", "edit_small", "write_back",
-            "begin_writing", "end_writing", "export",
+            "begin_writing", "end_writing", "export", "download",
         )
     }  # fmt: skip
     try:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 from operator import itemgetter
 from typing import TypeAlias, TypeVar
 
@@ -28,6 +29,7 @@ from paramd.layout.types import (
     boxes_of_interval,
     cover_numel,
     flat_interval,
+    full_box,
     intersection,
     is_row_major,
     joined,
@@ -276,6 +278,46 @@ class ReadPlan:
                 ranks.append(replace(read, landings=landings))
         tensors = tuple(self.tensors[number] for number in numbers)
         return ReadPlan(tensors=tensors, ranks=tuple(ranks), replica=self.replica)
+
+    def part(self, number: int, box: Box) -> ReadPlan:
+        """The part for a box of one of its tensors, in coordinates of that result, over the same
+        snapshots."""
+        tensor = self.tensors[number]
+        size = item_bytes(tensor.dtype)
+        ranks = []
+        for read in self.ranks:
+            landings = [
+                replace(view, begin_bytes=one.begin_bytes + view.begin_bytes)
+                for one in read.landings
+                if one.tensor == number
+                for view in views_of(one.target, one.strides, tensor.shape, box, size)
+            ]
+            landings.sort(key=lambda one: one.begin_bytes)
+            if landings:
+                ranks.append(replace(read, landings=tuple(landings)))
+        begin = tuple(o + b for o, b in zip(tensor.box.begin, box.begin, strict=True))
+        end = tuple(o + e for o, e in zip(tensor.box.begin, box.end, strict=True))
+        result = replace(tensor, shape=box.sizes, box=Box(begin, end))
+        return ReadPlan(tensors=(result,), ranks=tuple(ranks), replica=self.replica)
+
+
+def consecutive(shape: Sequence[int], most_numel: int) -> Iterator[Box]:
+    """Boxes of at most `most_numel` elements that make up the row-major result of this shape, one
+    after the other. Raises UsageError if `most_numel` is below 1."""
+    if most_numel < 1:
+        raise UsageError(f"most_numel: {most_numel}; expected at least 1")
+    numel, begin = math.prod(shape), [0] * len(shape)
+    if numel <= most_numel:
+        yield full_box(tuple(shape))
+        return
+    # The first dim of which several steps fit, or one at least, into a box.
+    dim = next(d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= most_numel)
+    steps = most_numel // math.prod(shape[dim + 1 :])
+    for outer in product(*(range(size) for size in shape[:dim])):
+        for low in range(0, shape[dim], steps):
+            high = min(low + steps, shape[dim])
+            end = [*(at + 1 for at in outer), high, *shape[dim + 1 :]]
+            yield Box((*outer, low, *begin[dim + 1 :]), tuple(end))
 
 
 Plan = TypeVar("Plan", bound=ReadPlan)

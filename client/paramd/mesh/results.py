@@ -476,14 +476,27 @@ class Summoned(_OneStep["torch.Tensor"]):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file with every name, whose metadata has job and step.
 
-        For a tensor that does not fit into memory see `download`. Raises OSError.
+        Takes no memory beside the tensors, except for one that is on a device or not contiguous.
+        For tensors that do not fit into memory see `download`. Raises OSError.
         """
-        from safetensors.torch import save_file
+        from paramd.layout.exports.safetensors import TensorSpec, encode_header, file_order
+        from paramd.mesh.reading.stream import memory_at
 
-        # The format has no shared memory: every name has its own bytes.
-        own = {name: tensor.detach().cpu().clone() for name, tensor in self.items()}
         about = {"job": self.job, "incarnation": str(self.incarnation), "step": str(self.step)}
-        save_file(own, path, metadata=about)
+        specs = file_order(
+            TensorSpec(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+            )
+            for name, tensor in self.items()
+        )
+        with open(path, "wb") as file:
+            file.write(encode_header(specs, about))
+            # The format has no shared memory: every name has its own bytes.
+            for spec in specs:
+                own = self[spec.name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+                file.write(memory_at(own.data_ptr(), own.nbytes))
 
     def __eq__(self, other: object) -> bool:
         """Whether names, devices and values are those of another mapping; NaN is unlike NaN."""

@@ -57,6 +57,7 @@ class Shortage:
     async def run(self) -> None:
         """Look until cancelled; a look that fails is logged once and tried again."""
         self._pressure.open(self._look_now.set)
+        self._rank.on_change.append(self._changed)
         if self._rank.room.predecessor_killed:
             self._rank.log(
                 "killed-for-memory",
@@ -78,6 +79,7 @@ class Shortage:
                     async with asyncio.timeout(pause_s):
                         await self._look_now.wait()
         finally:
+            self._rank.on_change.remove(self._changed)
             self._pressure.close()
 
     def look(self) -> float:
@@ -96,6 +98,12 @@ class Shortage:
             rank.copies.shrink(count)
         rank.shortage = self._text(spare, count)
         return min(max(spare.spare_bytes / GROWTH_BYTES_S, LOOK_LEAST_S), LOOK_MOST_S)
+
+    def _changed(self) -> None:
+        """Note at once what a trainer that has just come will take: a reader may be as quick."""
+        with suppress(OSError, KeyError, ValueError):
+            self._note_growth()
+        self._look_now.set()
 
     def _note_growth(self) -> None:
         attached = self._rank.attached

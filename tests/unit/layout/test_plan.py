@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paramd.errors import UnreachableError, UsageError
 from paramd.layout.exports.plan import plan_export
 from paramd.layout.exports.settings import ExportSettings
-from paramd.layout.plan import ReadPlan, plan_read
+from paramd.layout.plan import ReadPlan, consecutive, plan_read
 from paramd.layout.replicas import MOST_COMPARED, differing, samples_of
 from paramd.layout.select import NameIndex, SelectedTensor, select
 from paramd.layout.stats import by_dtype, plan_stats, stats_items
@@ -68,6 +68,10 @@ def check_any_slice(world: World, tensor: TensorLayout, data: st.DataObject) -> 
     limit = data.draw(st.integers(16, 200))
     assert gather(plan, snapshots) == world.expected(plan)
     assert gather(plan, snapshots, max_block_bytes=limit) == world.expected(plan)
+    parts = list(consecutive(box.sizes, data.draw(st.integers(1, 40))))
+    (expected,) = world.expected(plan)
+    in_parts = [gather(plan.part(0, part), snapshots)[0] for part in parts]
+    assert b"".join(in_parts) == expected
     check_stats_items(plan, world)
     whole = [SelectedTensor(tensor, "w", full_box(tensor.shape), ())]
     plain, quick = plan_read(world.layout, whole), plan_stats(world.layout, whole)

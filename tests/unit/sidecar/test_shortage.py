@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from paramd.memory.control_page import Word
 from paramd.memory.left import Limit, Memory
 from paramd_service.aio import stopped
 from paramd_service.sidecar import shortage as module
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.log import Log
+from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.room import HostRoom
 from paramd_service.sidecar.shortage import Pressure, Shortage
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
+from tests.unit.sidecar.test_device_state import attached_to
 
 MIB = 1 << 20
 CPU = Path("/proc/pressure/cpu")
@@ -177,3 +180,21 @@ async def test_without_events_looks_come_by_time(
     finally:
         await stopped(watching)
     assert watched.lines.text.count('"memory-short"') == 2
+
+
+async def test_what_a_trainers_first_steps_take_counts_before_anybody_can_read(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_MOST_S", 1e6)
+    monkeypatch.setattr(module, "GROWTH_BYTES_S", 1e-9)
+    watching = asyncio.create_task(Shortage(watched.rank, pressure=Path("/absent")).run())
+    attached = attached_to(None, 4096)
+    try:
+        await watched.looked()
+        watched.rank.attached, watched.rank.ownership = attached, Ownership.OWNED
+        attached.page[Word.COMING_BYTES] = 50 * MIB
+        # As when the trainers have agreed on their mesh, from which on readers are answered.
+        watched.rank._changed()
+        assert watched.rank.room.spare().spare_bytes == 10 * MIB
+    finally:
+        await stopped(watching)

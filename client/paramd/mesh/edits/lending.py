@@ -18,6 +18,7 @@ from typing import Any, Final
 from paramd.errors import ConflictError, ParamdError, UnreachableError, error_of_grpc
 from paramd.memory import handover
 from paramd.memory.descriptors import LentMemory, close_all
+from paramd.memory.left import check_client
 from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.peers.grpc import check_handover
 
@@ -133,6 +134,7 @@ class Lender:
         with self._lock:
             memory = self._unused(size_bytes)
             if memory is None:
+                check_client(size_bytes)
                 memory = LentMemory(size_bytes)
             buffer = (ctypes.c_char * size_bytes).from_buffer(memory)
             self._memories.append((memory, weakref.ref(buffer)))

@@ -35,6 +35,7 @@ from paramd.inside import own_wait
 from paramd.layout.exports.files import EXPORT_ENDS, ExportState
 from paramd.layout.exports.safetensors import MODEL_FILES, SAFETENSORS, SUFFIX
 from paramd.layout.types import Layout, TensorKind
+from paramd.memory.left import check_client
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import JobRest, segment
 from paramd.mesh.results import Table
@@ -510,7 +511,10 @@ class ExportFiles:
         files = [
             one for name, one in named if name.startswith(MODEL_FILES) and name.endswith(SUFFIX)
         ]
-        whole_bytes = sum(int(one["size_bytes"]) for one in files)
+        sizes = [int(one["size_bytes"]) for one in files]
+        whole_bytes = sum(sizes)
+        # Before anything is taken. A file is there as it arrives, as bytes, and as tensors.
+        check_client(whole_bytes + 2 * max(sizes, default=0))
         done_bytes = 0
 
         def more(size_bytes: int) -> None:

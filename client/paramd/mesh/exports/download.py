@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import stat
 import time
@@ -42,7 +43,9 @@ from paramd.errors import (
 )
 from paramd.layout.exports.safetensors import METADATA_KEY, TensorSpec, encode_header, file_order
 from paramd.layout.exports.settings import NameMap
+from paramd.layout.plan import consecutive
 from paramd.layout.select import Pattern
+from paramd.layout.types import Box
 from paramd.mesh.exports.calls import Moved
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError, cancelled
@@ -228,6 +231,8 @@ def _umask() -> int:
 DOWNLOAD_LEASE_S: Final = 120.0
 """How long, in seconds, the snapshot survives an interruption."""
 BATCH_BYTES: Final = 64 << 20
+"""Most bytes of tensors in memory. A larger tensor is read in parts, unless an adapter is merged
+into it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +249,20 @@ class Wanted:
     """Equal for equal requests."""
     merger: Merger | None = None
     """None: tensors are written as they are."""
+
+    def result_bytes(self, index: int) -> int:
+        """Bytes of a tensor while it is read and in the file, whichever are more."""
+        tensor = self.chosen.plan.tensors[index]
+        item = self.dtype.itemsize if self.dtype is not None else 0
+        return max(math.prod(tensor.shape) * item, tensor.size_bytes)
+
+    def parts(self, index: int) -> list[Box | None]:
+        """Parts of a tensor that follow each other in the file, each small enough for memory; None:
+        it is small enough as a whole."""
+        shape, size_bytes = self.chosen.plan.tensors[index].shape, self.result_bytes(index)
+        if size_bytes <= BATCH_BYTES:
+            return [None]
+        return [*consecutive(shape, math.prod(shape) * BATCH_BYTES // size_bytes)]
 
     @property
     def written(self) -> list[int]:
@@ -556,15 +575,30 @@ class Download:
         self, wanted: Wanted, pinned: Pinned, layout: FileLayout, deadline_s: float
     ) -> None:
         self.moved(self.file.size_bytes, layout.size_bytes)
-        plan = wanted.chosen.plan
         missing = layout.order[layout.whole(self.file.size_bytes) :]
-        for batch in batches(missing, lambda index: plan.tensors[index].size_bytes, BATCH_BYTES):
-            found = await self._patiently(wanted, batch, pinned, deadline_s)
-            for index in batch:
-                tensor = found[wanted.chosen.names[index][0]]
-                data = memory_at(tensor.data_ptr(), tensor.nbytes)
-                await self.transfer.run(partial(self.file.append, data))
-            self.moved(self.file.size_bytes, layout.size_bytes)
+        for batch in batches(missing, wanted.result_bytes, BATCH_BYTES):
+            parts = [None] if len(batch) > 1 or wanted.merger else wanted.parts(batch[0])
+            for part in parts:
+                await self._append(wanted, batch, part, pinned, deadline_s)
+                self.moved(self.file.size_bytes, layout.size_bytes)
+
+    async def _append(
+        self,
+        wanted: Wanted,
+        batch: Sequence[int],
+        part: Box | None,
+        pinned: Pinned,
+        deadline_s: float,
+    ) -> None:
+        """Read tensors, or a part of one, and append them to the file.
+
+        On their own, so that they are gone before others are read.
+        """
+        found = await self._patiently(wanted, batch, part, pinned, deadline_s)
+        for index in batch:
+            tensor = found[wanted.chosen.names[index][0]]
+            data = memory_at(tensor.data_ptr(), tensor.nbytes)
+            await self.transfer.run(partial(self.file.append, data))
 
     async def _merged(
         self, wanted: Wanted, merger: Merger, batch: Sequence[int], reading: Reading
@@ -589,7 +623,12 @@ class Download:
         return await self.transfer.run(merge)
 
     async def _patiently(
-        self, wanted: Wanted, batch: Sequence[int], pinned: Pinned, deadline_s: float
+        self,
+        wanted: Wanted,
+        batch: Sequence[int],
+        part: Box | None,
+        pinned: Pinned,
+        deadline_s: float,
     ) -> dict[str, torch.Tensor]:
         began_s = time.monotonic()
         while True:
@@ -597,6 +636,10 @@ class Download:
                 reading = Reading(await self.reach.sidecars(), pinned, deadline_s, self.transport)
                 if wanted.merger is not None:
                     return await self._merged(wanted, wanted.merger, batch, reading)
+                if part is not None:
+                    return await self.transfer.part(
+                        reading, wanted.chosen, batch[0], part, dtype=wanted.dtype
+                    )
                 return await self.transfer.tensors(
                     reading, wanted.chosen, batch, dtype=wanted.dtype
                 )

@@ -23,6 +23,7 @@ from paramd.layout.exports.settings import FORMATS, ExportSettings, NameMap, Nam
 from paramd.layout.plan import plan_read
 from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Layout, TensorKind
+from paramd.memory.left import check_client
 from paramd.memory.optimizer_state import parse_table, parse_text, table_text
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Captured, PinKind, Pinned, RankPin, Sidecars, Spans
@@ -515,6 +516,8 @@ async def read_states(
 
     def wanted(table: OptimizerTable) -> Mapping[str, Spans]:
         plans = {key: _plan_of(read.chosen, whole, table, key).plan for key in table.keys}
+        # Before it is pinned; its size is known only now.
+        check_client(sum(tensor.size_bytes for plan in plans.values() for tensor in plan.tensors))
         found = {key: {one.rank: one.spans for one in of.ranks} for key, of in plans.items()}
         return {key: ranks for key, ranks in found.items() if ranks}
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from paramd.errors import ConflictError, DataLossError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import RankRead, ReadPlan, plan_read
 from paramd.layout.select import Pattern, select
+from paramd.memory.left import check_client
 from paramd.mesh.frames.frames import ParamFrame
 from paramd.mesh.frames.stepping import (
     CAPTURE_LEASE_S,
@@ -488,6 +490,16 @@ class FollowSteps:
         return [tuple(found) for found in parts]
 
 
+def kept_bytes(plan: ReadPlan, wanted: FollowRequest) -> int:
+    """Memory of a subscription's tensors, and with deltas of its copies of the ranks' snapshots."""
+    from paramd.mesh.reading.assemble import torch_dtype
+
+    dtypes = (wanted.dtype or torch_dtype(tensor.dtype) for tensor in plan.tensors)
+    items = zip(plan.tensors, dtypes, strict=True)
+    tensors_bytes = sum(math.prod(tensor.shape) * dtype.itemsize for tensor, dtype in items)
+    return tensors_bytes + (plan.size_bytes if wanted.deltas else 0)
+
+
 async def open_following(
     reach: ReachLike, transfer: Transfer, wanted: FollowRequest
 ) -> StepStream[PinnedStep, ParamFrame]:
@@ -508,6 +520,8 @@ async def open_following(
         selection = select(index, patterns, with_buffers=False)
         plan = plan_read(index.layout, selection, costs=reach.costs())
         names = [item.names for item in selection]
+        # Before anything is pinned: what it keeps, for as long as it follows.
+        check_client(kept_bytes(plan, wanted))
         return FollowSteps(sidecars, transfer, wanted, plan, names, merger)
 
     steps = await reach.attempts(attempt, time.monotonic() + READ_S)

@@ -11,8 +11,9 @@ import torch
 
 from paramd.layout.plan import ReadPlan
 from paramd.layout.stats import Stats
+from paramd.memory.left import check_client
 from paramd.mesh.frames.frames import GradSelection
-from paramd.mesh.reading.assemble import Targets, allocate, torch_dtype
+from paramd.mesh.reading.assemble import HUGE_BYTES, Targets, allocate, torch_dtype
 from paramd.mesh.reading.stream import Reading
 from paramd.mesh.reading.transfer import Transfer
 
@@ -42,6 +43,9 @@ class TensorPool:
             # 2: the tensor's reference, and that of the storage object made here.
             if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2:
                 return tensor.detach()
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if size_bytes >= HUGE_BYTES:
+            check_client(size_bytes)
         tensor = allocate(shape, dtype)
         if len(kept) >= _KEPT:
             kept.pop(0)

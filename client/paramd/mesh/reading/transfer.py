@@ -37,7 +37,7 @@ from paramd.errors import (
 )
 from paramd.layout.plan import RankRead, ReadPlan
 from paramd.layout.replicas import Sample, differing, ranges_in, sample_spans
-from paramd.layout.types import TensorLayout, joined
+from paramd.layout.types import Box, TensorLayout, joined
 from paramd.memory import handover
 from paramd.memory.descriptors import close_all
 from paramd.mesh.peers.bulk import CONNECT_S
@@ -526,6 +526,22 @@ class Transfer:
             read = self.read_parts
         targets = self.targets(chosen, dtype=dtype, device=None, into=None)
         await read(reading, chosen.plan, targets)
+        return targets.results()
+
+    async def part(
+        self,
+        reading: Reading,
+        chosen: Chosen,
+        number: int,
+        box: Box,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """A box of the tensor with that index in the plan, by the tensor's names."""
+        names = [chosen.names[number]]
+        part = replace(chosen, plan=chosen.plan.part(number, box), names=names)
+        targets = self.targets(part, dtype=dtype, device=None, into=None)
+        await self.read_parts(reading, part.plan, targets)
         return targets.results()
 
     async def land(

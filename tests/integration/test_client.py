@@ -6,10 +6,12 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import paramd
 from paramd.errors import (
@@ -22,6 +24,7 @@ from paramd.errors import (
 )
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.mesh import Mesh
+from paramd.mesh.reading.stream import Transport
 from tests.integration.client_job import Job, running_job
 
 TRANSPORTS = ("grpc", "same-host")
@@ -143,15 +146,25 @@ def test_a_tensor_that_does_not_fit_is_refused(
 
 
 def test_a_reader_without_memory_is_refused_and_its_own_tensors_are_filled(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = mesh.summon("*")
     # No host has that much to spare; the sidecars run already.
     monkeypatch.setenv("PARAMD_HOST_RESERVE", str(1 << 50))
-    with pytest.raises(CapacityError, match="stay free for the training"):
-        mesh.summon("*")
+    pinned = [one.snapshot_bytes for one in mesh.status()]
+    for transport in ("auto", "same-host", "stream", "grpc"):
+        with pytest.raises(CapacityError, match="stay free for the training"):
+            mesh.summon("*", transport=cast("Transport", transport))
+    for deltas in (False, True):
+        with pytest.raises(CapacityError, match="stay free for the training"):
+            next(iter(mesh.follow("*", deltas=deltas)))
+    assert [one.snapshot_bytes for one in mesh.status()] == pinned
     again = mesh.summon("*", into=dict(found))
     assert set(again) == set(found)
+    again.save(tmp_path / "saved.safetensors")
+    saved = load_file(tmp_path / "saved.safetensors")
+    assert saved.keys() == found.keys()
+    assert all(torch.equal(saved[name], one) for name, one in found.items())
 
 
 @pytest.mark.parametrize(

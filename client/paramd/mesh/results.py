@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import html
 import os
 import time
@@ -480,7 +481,6 @@ class Summoned(_OneStep["torch.Tensor"]):
         For tensors that do not fit into memory see `download`. Raises OSError.
         """
         from paramd.layout.exports.safetensors import TensorSpec, encode_header, file_order
-        from paramd.mesh.reading.stream import memory_at
 
         about = {"job": self.job, "incarnation": str(self.incarnation), "step": str(self.step)}
         specs = file_order(
@@ -496,7 +496,8 @@ class Summoned(_OneStep["torch.Tensor"]):
             # The format has no shared memory: every name has its own bytes.
             for spec in specs:
                 own = self[spec.name].detach().cpu().resolve_conj().resolve_neg().contiguous()
-                file.write(memory_at(own.data_ptr(), own.nbytes))
+                if own.nbytes:
+                    file.write((ctypes.c_char * own.nbytes).from_address(own.data_ptr()))
 
     def __eq__(self, other: object) -> bool:
         """Whether names, devices and values are those of another mapping; NaN is unlike NaN."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in names if name not in cases()]
     if unknown:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(cases())}")
+    # So that cases end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     done = campaign(names, minutes=options.minutes, parallel=options.parallel)
     done.save()
     print(done.markdown())

@@ -114,7 +114,7 @@ class _Spare(nn.Module):
 
 @SICK.add(
     "One tensor of rank 1 gets a NaN, which spreads to nothing.",
-    expected=Expected(rules=VALUES | DRIFT, ranks=_ONE, layer="embed"),
+    expected=Expected(rules=VALUES | DRIFT, layer="embed"),
 )
 def nan_in_one_rank(t: Training) -> None:
     spare = _Spare(t.net())
@@ -169,7 +169,7 @@ def flipped_bit(t: Training) -> None:
 
 
 @SICK.add(
-    "A bad batch: the loss jumps a thousandfold, and takes long to come back.",
+    "A bad batch: the loss jumps ten thousandfold, and takes long to come back.",
     expected=Expected(rules=VALUES),
 )
 def bad_batch(t: Training) -> None:
@@ -180,7 +180,7 @@ def bad_batch(t: Training) -> None:
     for _ in t.steps():
         x, y = t.batch()
         if t.begins():
-            y = y * 1000.0
+            y = y * 100.0
         t.update(functional.mse_loss(model(x), y), optimizer)
 
 

@@ -112,7 +112,7 @@ class Job:
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of all groups, by an edit."""
         with paramd.connect(job=JOB) as mesh:
-            mesh.set_hyperparameters("*", lr=lr)
+            mesh.set_hyperparameters("group 0", lr=lr)
 
     def export(self) -> None:
         """Export all parameters to the job's own destination; the outcome is not waited for."""

@@ -18,7 +18,7 @@ from tests.needs import check_with_promtool
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 ARENA_BYTES = 1 << 16
-LABELS = {"cause", "job", "rank", "rule", "kind", "ok", "captured", "le", "state", "health"}
+LABELS = {"cause", "job", "rank", "rule", "kind", "ok", "captured", "le", "state", "health", "gpu"}
 
 
 @contextmanager
@@ -43,6 +43,28 @@ def check(text: str) -> dict[str, dict[str, float]]:
                 found.setdefault(sample.name, {})[sample.labels.get("rank", "")] = sample.value
     check_with_promtool(text)
     return found
+
+
+async def test_what_a_sidecar_sees_of_its_host_is_in_rest_and_metrics() -> None:
+    with (
+        control_plane("--no-watch", job="job", world_size=1) as control,
+        training(control.grpc_address),
+    ):
+
+        def host() -> dict[str, float] | None:
+            rank = control.get("/api/v1/jobs/job/ranks").json()["ranks"][0]
+            found: dict[str, float] | None = rank["host"]
+            return found
+
+        await until(lambda: host() is not None)
+        told = host()
+        assert told is not None
+        assert told["processors"] >= 1
+        assert 0 < told["memory_available_bytes"] < told["memory_bytes"]
+        assert told["trainer_delay"] >= 0 or told["trainer_delay"] == -1
+        found = check(control.get("/metrics").text)
+        assert set(found["paramd_rank_host_busy_ratio"]) == {"0"}
+        assert found["paramd_rank_host_memory_available_bytes"]["0"] > 0
 
 
 async def test_both_sides_are_scraped_and_agree() -> None:

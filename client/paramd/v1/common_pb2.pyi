@@ -138,6 +138,7 @@ class RankState(google.protobuf.message.Message):
     STANDS_FIELD_NUMBER: builtins.int
     TRAINER_ENDED_MS_FIELD_NUMBER: builtins.int
     REWINDS_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
     rank: builtins.int
     phase: global___Phase.ValueType
     step: builtins.int
@@ -178,6 +179,8 @@ class RankState(google.protobuf.message.Message):
     def stands(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Stand]: ...
     @property
     def rewinds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Rewind]: ...
+    @property
+    def host(self) -> global___HostFacts: ...
     def __init__(
         self,
         *,
@@ -218,10 +221,131 @@ class RankState(google.protobuf.message.Message):
         stands: collections.abc.Iterable[global___Stand] | None = ...,
         trainer_ended_ms: builtins.int = ...,
         rewinds: collections.abc.Iterable[global___Rewind] | None = ...,
+        host: global___HostFacts | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "last_refusal", b"last_refusal", "logged_count", b"logged_count", "optimizer_live", b"optimizer_live", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "refused_call_count", b"refused_call_count", "rewinds", b"rewinds", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "stands", b"stands", "step", b"step", "step_time_ns", b"step_time_ns", "stray_count", b"stray_count", "stream_port", b"stream_port", "strict", b"strict", "trainer_ended_ms", b"trainer_ended_ms", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes", "unserved_reason", b"unserved_reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["host", b"host"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "host", b"host", "last_refusal", b"last_refusal", "logged_count", b"logged_count", "optimizer_live", b"optimizer_live", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "refused_call_count", b"refused_call_count", "rewinds", b"rewinds", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "stands", b"stands", "step", b"step", "step_time_ns", b"step_time_ns", "stray_count", b"stray_count", "stream_port", b"stream_port", "strict", b"strict", "trainer_ended_ms", b"trainer_ended_ms", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes", "unserved_reason", b"unserved_reason"]) -> None: ...
 
 global___RankState = RankState
+
+@typing.final
+class HostFacts(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AGE_MS_FIELD_NUMBER: builtins.int
+    WINDOW_MS_FIELD_NUMBER: builtins.int
+    PROCESSORS_FIELD_NUMBER: builtins.int
+    BUSY_FIELD_NUMBER: builtins.int
+    OTHERS_FIELD_NUMBER: builtins.int
+    STOLEN_FIELD_NUMBER: builtins.int
+    DISK_WAIT_FIELD_NUMBER: builtins.int
+    TRAINER_PROCESSORS_FIELD_NUMBER: builtins.int
+    TRAINER_DELAY_FIELD_NUMBER: builtins.int
+    MEMORY_AVAILABLE_BYTES_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    MEMORY_PRESSURE_FIELD_NUMBER: builtins.int
+    SWAP_IN_BYTES_FIELD_NUMBER: builtins.int
+    SWAP_OUT_BYTES_FIELD_NUMBER: builtins.int
+    DISK_BUSY_FIELD_NUMBER: builtins.int
+    NETWORK_BYTES_FIELD_NUMBER: builtins.int
+    NETWORK_LOST_FIELD_NUMBER: builtins.int
+    RETRANSMITS_FIELD_NUMBER: builtins.int
+    CLOCK_JUMP_MS_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
+    age_ms: builtins.int
+    window_ms: builtins.int
+    processors: builtins.int
+    busy: builtins.float
+    others: builtins.float
+    stolen: builtins.float
+    disk_wait: builtins.float
+    trainer_processors: builtins.float
+    trainer_delay: builtins.float
+    memory_available_bytes: builtins.int
+    memory_bytes: builtins.int
+    memory_pressure: builtins.float
+    swap_in_bytes: builtins.float
+    swap_out_bytes: builtins.float
+    disk_busy: builtins.float
+    network_bytes: builtins.float
+    network_lost: builtins.float
+    retransmits: builtins.float
+    clock_jump_ms: builtins.int
+    @property
+    def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeviceFacts]: ...
+    def __init__(
+        self,
+        *,
+        age_ms: builtins.int = ...,
+        window_ms: builtins.int = ...,
+        processors: builtins.int = ...,
+        busy: builtins.float = ...,
+        others: builtins.float = ...,
+        stolen: builtins.float = ...,
+        disk_wait: builtins.float = ...,
+        trainer_processors: builtins.float = ...,
+        trainer_delay: builtins.float = ...,
+        memory_available_bytes: builtins.int = ...,
+        memory_bytes: builtins.int = ...,
+        memory_pressure: builtins.float = ...,
+        swap_in_bytes: builtins.float = ...,
+        swap_out_bytes: builtins.float = ...,
+        disk_busy: builtins.float = ...,
+        network_bytes: builtins.float = ...,
+        network_lost: builtins.float = ...,
+        retransmits: builtins.float = ...,
+        clock_jump_ms: builtins.int = ...,
+        devices: collections.abc.Iterable[global___DeviceFacts] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "busy", b"busy", "clock_jump_ms", b"clock_jump_ms", "devices", b"devices", "disk_busy", b"disk_busy", "disk_wait", b"disk_wait", "memory_available_bytes", b"memory_available_bytes", "memory_bytes", b"memory_bytes", "memory_pressure", b"memory_pressure", "network_bytes", b"network_bytes", "network_lost", b"network_lost", "others", b"others", "processors", b"processors", "retransmits", b"retransmits", "stolen", b"stolen", "swap_in_bytes", b"swap_in_bytes", "swap_out_bytes", b"swap_out_bytes", "trainer_delay", b"trainer_delay", "trainer_processors", b"trainer_processors", "window_ms", b"window_ms"]) -> None: ...
+
+global___HostFacts = HostFacts
+
+@typing.final
+class DeviceFacts(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    BUSY_FIELD_NUMBER: builtins.int
+    CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    MOST_CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    THROTTLED_FIELD_NUMBER: builtins.int
+    CELSIUS_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    ECC_ERRORS_FIELD_NUMBER: builtins.int
+    XID_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    name: builtins.str
+    busy: builtins.float
+    clock_mhz: builtins.int
+    most_clock_mhz: builtins.int
+    celsius: builtins.int
+    used_bytes: builtins.int
+    memory_bytes: builtins.int
+    ecc_errors: builtins.int
+    xid: builtins.int
+    @property
+    def throttled(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        name: builtins.str = ...,
+        busy: builtins.float = ...,
+        clock_mhz: builtins.int = ...,
+        most_clock_mhz: builtins.int = ...,
+        throttled: collections.abc.Iterable[builtins.str] | None = ...,
+        celsius: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+        memory_bytes: builtins.int = ...,
+        ecc_errors: builtins.int = ...,
+        xid: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy", b"busy", "celsius", b"celsius", "clock_mhz", b"clock_mhz", "ecc_errors", b"ecc_errors", "index", b"index", "memory_bytes", b"memory_bytes", "most_clock_mhz", b"most_clock_mhz", "name", b"name", "throttled", b"throttled", "used_bytes", b"used_bytes", "xid", b"xid"]) -> None: ...
+
+global___DeviceFacts = DeviceFacts
 
 @typing.final
 class Rewind(google.protobuf.message.Message):

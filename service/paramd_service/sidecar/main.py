@@ -163,7 +163,7 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         rank.room.open()
         giving_back = [
             asyncio.get_running_loop().create_task(work)
-            for work in (give_back_memory(), Shortage(rank).run())
+            for work in (give_back_memory(), Shortage(rank).run(), rank.machine.run())
         ]
         rank.wait_for_trainer()
         log("started", address=server.address, socket_path=str(config.socket_path))

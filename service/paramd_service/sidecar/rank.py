@@ -37,6 +37,7 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.slots import EndedError
 from paramd_service.sidecar.insight.line import TrainerInsight
 from paramd_service.sidecar.log import Log
+from paramd_service.sidecar.machine.watch import MachineWatch
 from paramd_service.sidecar.orders import Orders, fenced
 from paramd_service.sidecar.owner import (
     AttachedMemory,
@@ -185,6 +186,8 @@ class RankSidecar:
         """This rank's certificate from the job; None unless the job has its own TLS."""
         self.room = HostRoom(config.socket_path, config.rank, reserve_bytes=config.host_reserve)
         """Grants all memory beside the training."""
+        self.machine = MachineWatch(lambda: self.trainer_pid, self.log)
+        """What it sees of its host, every few seconds."""
         self.shortage = ""
         """What the rank's status says about memory; empty when there is enough."""
         self.blocks = blocks.within(self.room, Purpose.SNAPSHOT)
@@ -285,6 +288,12 @@ class RankSidecar:
     def trainer_lives(self) -> bool:
         """Whether a trainer is attached and its process has not ended."""
         return self.ownership is Ownership.OWNED
+
+    @property
+    def trainer_pid(self) -> int:
+        """Pid of the trainer while it lives; 0 without one, and of one in another container."""
+        attached = self.attached
+        return attached.trainer_pid if attached is not None and self.trainer_lives else 0
 
     @property
     def logged_count(self) -> int:

@@ -1490,6 +1490,46 @@ export interface components {
             root: string;
         };
         /**
+         * DeviceDocument
+         * @description A GPU, as NVML tells of it. Numbers are -1 where it does not tell.
+         */
+        DeviceDocument: {
+            /**
+             * Busy
+             * @description Share of the time that a kernel ran
+             */
+            busy: number;
+            /** Celsius */
+            celsius: number;
+            /** Clock Mhz */
+            clock_mhz: number;
+            /**
+             * Ecc Errors
+             * @description Uncorrected, since the driver began
+             */
+            ecc_errors: number;
+            /** Index */
+            index: number;
+            /** Memory Bytes */
+            memory_bytes: number;
+            /** Most Clock Mhz */
+            most_clock_mhz: number;
+            /** Name */
+            name: string;
+            /**
+             * Throttled
+             * @description Why its clock is held down: heat, power, hardware or synchronized
+             */
+            throttled: string[];
+            /** Used Bytes */
+            used_bytes: number;
+            /**
+             * Xid
+             * @description The last Xid error since the sidecar began; 0 for none
+             */
+            xid: number;
+        };
+        /**
          * DiffDocument
          * @description How one tensor of b differs from that of a; null where there is no finite number.
          */
@@ -2201,6 +2241,94 @@ export interface components {
              * @description Whether parameters are sampled: [alerts] watch
              */
             watch: boolean;
+        };
+        /**
+         * HostDocument
+         * @description What a rank's sidecar sees of its host between two samples. Shares are from 0 to 1; numbers
+         *     are -1 where the host does not tell.
+         */
+        HostDocument: {
+            /** Age Ms */
+            age_ms: number;
+            /**
+             * Busy
+             * @description Share of all processors in use
+             */
+            busy: number;
+            /**
+             * Clock Jump Ms
+             * @description Jump of the wall clock since the sidecar began
+             */
+            clock_jump_ms: number;
+            /** Devices */
+            devices: components["schemas"]["DeviceDocument"][];
+            /**
+             * Disk Busy
+             * @description Share of the time that the busiest disk is busy
+             */
+            disk_busy: number;
+            /**
+             * Disk Wait
+             * @description Share of them that waits for disks
+             */
+            disk_wait: number;
+            /** Memory Available Bytes */
+            memory_available_bytes: number;
+            /** Memory Bytes */
+            memory_bytes: number;
+            /**
+             * Memory Pressure
+             * @description Share of the time that a process waits for memory
+             */
+            memory_pressure: number;
+            /** Network Bytes S */
+            network_bytes_s: number;
+            /**
+             * Network Lost S
+             * @description Packets dropped or damaged per second
+             */
+            network_lost_s: number;
+            /**
+             * Others
+             * @description Share of them that others than the rank's processes use
+             */
+            others: number;
+            /** Processors */
+            processors: number;
+            /**
+             * Retransmits S
+             * @description TCP segments sent again per second
+             */
+            retransmits_s: number;
+            /**
+             * Stolen
+             * @description Share of them that the hypervisor takes
+             */
+            stolen: number;
+            /** Swap In Bytes S */
+            swap_in_bytes_s: number;
+            /** Swap Out Bytes S */
+            swap_out_bytes_s: number;
+            /**
+             * Trainer Delay
+             * @description Share of the time that the trainer's main thread is ready without a processor
+             */
+            trainer_delay: number;
+            /**
+             * Trainer Processors
+             * @description Processors that the trainer uses
+             */
+            trainer_processors: number;
+            /**
+             * Why
+             * @description What of this may slow the rank; empty when nothing
+             */
+            why: string;
+            /**
+             * Window Ms
+             * @description Time between the two samples
+             */
+            window_ms: number;
         };
         /**
          * HyperparameterList
@@ -3271,6 +3399,8 @@ export interface components {
              * @description Edits applied in this run
              */
             edits: number;
+            /** @description Its host and GPUs, and why they may slow it; null before the second sample */
+            host: components["schemas"]["HostDocument"] | null;
             /**
              * Membership
              * @description missing, joined, silent, gone or left
@@ -4345,6 +4475,7 @@ export type Collective = components['schemas']['Collective'];
 export type DestinationDocument = components['schemas']['DestinationDocument'];
 export type DestinationList = components['schemas']['DestinationList'];
 export type DestinationRequest = components['schemas']['DestinationRequest'];
+export type DeviceDocument = components['schemas']['DeviceDocument'];
 export type DiffDocument = components['schemas']['DiffDocument'];
 export type DiffList = components['schemas']['DiffList'];
 export type DroppedMark = components['schemas']['DroppedMark'];
@@ -4363,6 +4494,7 @@ export type HeatmapDocument = components['schemas']['HeatmapDocument'];
 export type HeldDocument = components['schemas']['HeldDocument'];
 export type HistogramDocument = components['schemas']['HistogramDocument'];
 export type HistoryDocument = components['schemas']['HistoryDocument'];
+export type HostDocument = components['schemas']['HostDocument'];
 export type HyperparameterList = components['schemas']['HyperparameterList'];
 export type Hyperparameters = components['schemas']['Hyperparameters'];
 export type HyperparametersRequest = components['schemas']['HyperparametersRequest'];

@@ -584,6 +584,53 @@ class JobDocument(JobSummary):
     )
 
 
+class DeviceDocument(BaseModel):
+    """A GPU, as NVML tells of it. Numbers are -1 where it does not tell."""
+
+    index: int
+    name: str
+    busy: float = Field(description="Share of the time that a kernel ran")
+    clock_mhz: int
+    most_clock_mhz: int
+    throttled: list[str] = Field(
+        description="Why its clock is held down: heat, power, hardware or synchronized"
+    )
+    celsius: int
+    used_bytes: int
+    memory_bytes: int
+    ecc_errors: int = Field(description="Uncorrected, since the driver began")
+    xid: int = Field(description="The last Xid error since the sidecar began; 0 for none")
+
+
+class HostDocument(BaseModel):
+    """What a rank's sidecar sees of its host between two samples. Shares are from 0 to 1; numbers
+    are -1 where the host does not tell."""
+
+    age_ms: int
+    window_ms: int = Field(description="Time between the two samples")
+    processors: int
+    busy: float = Field(description="Share of all processors in use")
+    others: float = Field(description="Share of them that others than the rank's processes use")
+    stolen: float = Field(description="Share of them that the hypervisor takes")
+    disk_wait: float = Field(description="Share of them that waits for disks")
+    trainer_processors: float = Field(description="Processors that the trainer uses")
+    trainer_delay: float = Field(
+        description="Share of the time that the trainer's main thread is ready without a processor"
+    )
+    memory_available_bytes: int
+    memory_bytes: int
+    memory_pressure: float = Field(description="Share of the time that a process waits for memory")
+    swap_in_bytes_s: float
+    swap_out_bytes_s: float
+    disk_busy: float = Field(description="Share of the time that the busiest disk is busy")
+    network_bytes_s: float
+    network_lost_s: float = Field(description="Packets dropped or damaged per second")
+    retransmits_s: float = Field(description="TCP segments sent again per second")
+    clock_jump_ms: int = Field(description="Jump of the wall clock since the sidecar began")
+    why: str = Field(description="What of this may slow the rank; empty when nothing")
+    devices: list[DeviceDocument]
+
+
 class RankDocument(BaseModel):
     """One rank as last reported by its sidecar. Counters are -1 or 0 before the first report."""
 
@@ -618,6 +665,9 @@ class RankDocument(BaseModel):
     edit_bytes: int = Field(description="Memory of staged edits and of undo data")
     alerts: list[str] = Field(description="Ids of problems the sidecar itself detects")
     version: str = Field(description="Version of the sidecar's paramd")
+    host: HostDocument | None = Field(
+        description="Its host and GPUs, and why they may slow it; null before the second sample"
+    )
 
 
 class RankList(BaseModel):

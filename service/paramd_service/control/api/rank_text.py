@@ -10,6 +10,7 @@ from operator import attrgetter
 
 from paramd.mesh.peers.grpc import PHASE_NAMES
 from paramd.v1 import common_pb2
+from paramd_service.control.insight.host import host_document
 from paramd_service.control.mesh.registry import RankView, Registry
 
 _NUMBERS = (
@@ -23,7 +24,7 @@ _numbers = attrgetter(*_NUMBERS)
 _SAID = (
     '"phase":"%s","step":%d,'
     + "".join(f'"{name.replace("hold_", "pause_")}":%d,' for name in _NUMBERS)
-    + '"agreement_works":%s,"agreement_reason":%s,"alerts":%s,"version":%s'
+    + '"agreement_works":%s,"agreement_reason":%s,"alerts":%s,"version":%s,"host":%s'
 )
 
 
@@ -63,6 +64,7 @@ def _said(state: common_pb2.RankState, step: int, version: str) -> str:
         _quoted(state.agreement_reason),
         json.dumps(list(state.alerts)) if state.alerts else "[]",
         _quoted(version),
+        json.dumps(host_document(state)),
     )
 
 

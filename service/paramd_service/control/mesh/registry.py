@@ -35,6 +35,9 @@ UNJOINED_TIMES = 10
 
 MAX_ALERTS = 64 + 5  # with the causes of stands
 MAX_ALERT_CHARS = 256
+MAX_DEVICES = 16
+MAX_THROTTLES = 8
+MAX_DEVICE_CHARS = 64
 
 
 class Membership(Enum):
@@ -465,6 +468,20 @@ def _present(report: Report) -> bool:
     return report.connected and not report.leaving
 
 
+def _check_devices(host: common_pb2.HostFacts) -> None:
+    words = [word for one in host.devices for word in (one.name, *one.throttled)]
+    most = MAX_DEVICES * (1 + MAX_THROTTLES)
+    if (
+        len(host.devices) > MAX_DEVICES
+        or len(words) > most
+        or any(len(word) > MAX_DEVICE_CHARS for word in words)
+    ):
+        raise UsageError(
+            f"devices: expected at most {MAX_DEVICES}, with at most {MAX_THROTTLES} words of at "
+            f"most {MAX_DEVICE_CHARS} characters each"
+        )
+
+
 def _check_texts(request: control_pb2.JoinRequest) -> None:
     texts = {
         "address": request.peer.address,
@@ -480,6 +497,7 @@ def _check_texts(request: control_pb2.JoinRequest) -> None:
     for name, text in texts.items():
         if len(text) > MAX_TEXT_CHARS:
             raise UsageError(f"{name}: {len(text)} characters; expected at most {MAX_TEXT_CHARS}")
+    _check_devices(request.state.host)
     alerts = [*request.state.alerts, *(one.cause for one in request.state.stands)]
     if len(alerts) > MAX_ALERTS or any(len(alert) > MAX_ALERT_CHARS for alert in alerts):
         raise UsageError(

@@ -94,6 +94,38 @@ _RANK_COUNTERS: tuple[Numbers, ...] = (
 )
 
 
+HostNumbers = tuple[str, str, Callable[[common_pb2.HostFacts], float]]
+_HOST_GAUGES: tuple[HostNumbers, ...] = (
+    ("busy_ratio", "Share of the host's processors in use", lambda h: h.busy),
+    ("others_ratio", "Share of them that other processes use", lambda h: h.others),
+    ("stolen_ratio", "Share of them that the hypervisor takes", lambda h: h.stolen),
+    ("trainer_delay_ratio", "Share of time ready without a processor", lambda h: h.trainer_delay),
+    ("memory_available_bytes", "Memory left", lambda h: h.memory_available_bytes),
+    ("memory_pressure_ratio", "Share of time waiting for memory", lambda h: h.memory_pressure),
+    (
+        "swapped_bytes_per_second",
+        "Swapped in and out",
+        lambda h: h.swap_in_bytes + h.swap_out_bytes,
+    ),
+    ("disk_busy_ratio", "Share of time of the busiest disk", lambda h: h.disk_busy),
+    ("disk_wait_ratio", "Share of processors waiting for disks", lambda h: h.disk_wait),
+    ("network_bytes_per_second", "Sent and received", lambda h: h.network_bytes),
+    ("retransmits_per_second", "TCP segments sent again", lambda h: h.retransmits),
+    ("clock_jump_seconds", "Jump of the wall clock", lambda h: h.clock_jump_ms / 1e3),
+)
+"""Of the host that a rank is on, as its sidecar last saw it."""
+
+DeviceNumbers = tuple[str, str, Callable[[common_pb2.DeviceFacts], float]]
+_DEVICE_GAUGES: tuple[DeviceNumbers, ...] = (
+    ("busy_ratio", "Share of time with a kernel", lambda d: d.busy),
+    ("clock_hertz", "Clock of the processors", lambda d: 1e6 * d.clock_mhz),
+    ("throttled", "1 while the clock is held down", lambda d: bool(d.throttled)),
+    ("celsius", "Temperature", lambda d: d.celsius),
+    ("memory_used_bytes", "Memory in use", lambda d: d.used_bytes),
+    ("ecc_errors", "Uncorrected memory errors", lambda d: d.ecc_errors),
+    ("xid", "Last Xid error, 0 for none", lambda d: d.xid),
+)
+
 _Stand = tuple[type[Gauge | Counted], str, str, Callable[[common_pb2.Stand], float]]
 _STANDS: tuple[_Stand, ...] = (
     (Counted, "s", "Times that an update stood because of paramd", lambda one: one.count),
@@ -227,10 +259,24 @@ def _rank_metrics(ranks: Sequence[tuple[str, RankView]]) -> Iterator[Metric]:
     reports = [((job, rank.rank), report) for job, rank, report in told]
     yield from (_of_ranks(Gauge, reports, one) for one in _RANK_GAUGES)
     yield from (_of_ranks(Counted, reports, one) for one in _RANK_COUNTERS)
+    yield from _host_metrics(reports)
     stands = [((*key, one.cause), one) for key, report in reports for one in report.state.stands]
     for kind, name, text, read in _STANDS:
         rows = [(key, read(one)) for key, one in stands]
         yield _family(kind, f"paramd_rank_stand{name}", text, "job rank cause", rows)
+
+
+def _host_metrics(
+    reports: Sequence[tuple[tuple[str, int], Report]],
+) -> Iterator[Metric]:
+    hosts = [(key, one.state.host) for key, one in reports if one.state.HasField("host")]
+    for name, text, read in _HOST_GAUGES:
+        rows: list[Row] = [(key, read(host)) for key, host in hosts]
+        yield _family(Gauge, f"paramd_rank_host_{name}", text, "job rank", rows)
+    devices = [((*key, one.index), one) for key, host in hosts for one in host.devices]
+    for name, text, of in _DEVICE_GAUGES:
+        found: list[Row] = [(key, of(one)) for key, one in devices]
+        yield _family(Gauge, f"paramd_rank_gpu_{name}", text, "job rank gpu", found)
 
 
 def _of_ranks(

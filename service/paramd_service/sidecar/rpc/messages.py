@@ -161,6 +161,8 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         ended_s, how = rank.end
         state.trainer_ended_ms = max(1, round(1e3 * (time.monotonic() - ended_s)))
         state.phase_reason = f"{how}: {state.phase_reason}" if how else state.phase_reason
+    if (host := rank.machine.found) is not None:
+        state.host.CopyFrom(host)
     if rank.shortage:
         state.alerts.append(MEMORY_SHORT)
         state.phase_reason = state.phase_reason or rank.shortage

@@ -77,10 +77,6 @@ class Stated:
         return bool(self.places or self.scalars or self.left_out)
 
 
-_SAME = ("begin", "end", "dtype", "shape", "strides", "optimizer", "group")
-"""Members of a parameter that its facts share."""
-
-
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
     """The content of a table; `record` has the hyper-parameters."""
@@ -122,7 +118,13 @@ class OptimizerState:
         others = record["others"]
         params = [
             {
-                **{name: getattr(one, name) for name in _SAME},
+                "begin": one.begin,
+                "end": one.end,
+                "dtype": one.dtype,
+                "shape": one.shape,
+                "strides": one.strides,
+                "optimizer": one.optimizer,
+                "group": one.group,
                 "keys": list(one.places),
                 "scalars": self._numbers(one, read),
                 "others": {

@@ -79,12 +79,16 @@ class ParamInfo(Shown):
     @classmethod
     def of(cls, tensor: TensorLayout) -> ParamInfo:
         """From the layout."""
-        same = ("shape", "dtype", "numel", "placement", "kind", "trainable")
         return cls(
             name=tensor.fqn,
             names=(tensor.fqn, *tensor.aliases),
             ranks=tuple(sorted({piece.rank for piece in tensor.pieces if piece.region.numel})),
-            **{name: getattr(tensor, name) for name in same},
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            numel=tensor.numel,
+            placement=tensor.placement,
+            kind=tensor.kind,
+            trainable=tensor.trainable,
         )
 
 

@@ -25,10 +25,6 @@ from paramd.version import __version__
 if TYPE_CHECKING:
     from paramd_service.formats.blend import Blender
 
-_STATE_FIELDS = ("incarnation", "step", "history", "edits", "unsettled", "layout_digest")
-
-_VIEW_FIELDS = ("adapter", "merge", "weights_from")
-
 
 def manifest(
     plan: ExportPlan,
@@ -41,11 +37,21 @@ def manifest(
 ) -> bytes:
     """The manifest: the exported state, and every file with size and checksum."""
     settings = plan.settings
+    view: dict[str, str | bool] = {
+        "adapter": settings.adapter,
+        "merge": settings.merge,
+        "weights_from": settings.weights_from,
+    }
     document = {
         "paramd_export": 1,
         "export_id": target.export_id,
         "job": job,
-        **{name: getattr(message, name) for name in _STATE_FIELDS},
+        "incarnation": message.incarnation,
+        "step": message.step,
+        "history": message.history,
+        "edits": message.edits,
+        "unsettled": message.unsettled,
+        "layout_digest": message.layout_digest,
         "format": settings.format,
         "dtype": settings.dtype,
         "created_s": created_s,
@@ -58,7 +64,7 @@ def manifest(
         "missing": plan.missing,
         "extra_state": sorted(plan.names[name] for name in plan.extra.kept) if plan.extra else [],
         "layout_note": plan.note if settings.format == "safetensors" else "",
-        **{name: getattr(settings, name) for name in _VIEW_FIELDS if getattr(settings, name)},
+        **{name: value for name, value in view.items() if value},
         "tensor_bytes": sum(entry.data_bytes for file in plan.files for entry in file.entries),
         "files": [
             {"name": file.name, "size_bytes": file.size_bytes, "xxh3": file.xxh3.hex()}

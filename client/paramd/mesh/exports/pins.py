@@ -47,17 +47,6 @@ UNSERVED_S = 2.0
 of parameters."""
 
 _AGAIN_S = 0.1
-_SAME = (
-    "max_shard_bytes",
-    "parameters",
-    "buffers",
-    "keep_tied",
-    "replica",
-    "adapter",
-    "merge",
-    "weights_from",
-)
-"""Members that settings and their message share."""
 
 
 def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPlan:
@@ -66,10 +55,20 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
     # Without the optimizer's table the plan is that of the parameters.
     assert plan.optimizer is not None or not plan.needs_optimizer
     return export_pb2.ExportPlan(
-        **{name: getattr(state, name) for name in ("incarnation", "history", "step", "edits")},
+        incarnation=state.incarnation,
+        history=state.history,
+        step=state.step,
+        edits=state.edits,
         layout_digest=layout_digest,
         format=export_pb2.ExportFormat.ValueType(FORMATS[settings.format].number),
-        **{name: getattr(settings, name) for name in _SAME},
+        max_shard_bytes=settings.max_shard_bytes,
+        parameters=settings.parameters,
+        buffers=settings.buffers,
+        keep_tied=settings.keep_tied,
+        replica=settings.replica,
+        adapter=settings.adapter,
+        merge=settings.merge,
+        weights_from=settings.weights_from,
         dtype=settings.dtype if settings.dtype is not None else "",
         optimizer=table_text(plan.optimizer.to_plain()) if plan.optimizer is not None else b"",
         patterns=settings.patterns,
@@ -99,7 +98,14 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
         dtype=message.dtype or None,
         patterns=tuple(message.patterns),
         names=NameMap(rules),
-        **{name: getattr(message, name) for name in _SAME},
+        max_shard_bytes=message.max_shard_bytes,
+        parameters=message.parameters,
+        buffers=message.buffers,
+        keep_tied=message.keep_tied,
+        replica=message.replica,
+        adapter=message.adapter,
+        merge=message.merge,
+        weights_from=message.weights_from,
     )
 
 

@@ -511,10 +511,14 @@ class SidecarLink:
 
     def _attach(self, connection: socket.socket) -> None:
         identity = self._identity
-        named = ("job", "incarnation", "rank", "world_size", "rank_ticket", "copy_ticket")
         message = {
             "op": "attach",
-            **{name: getattr(identity, name) for name in named},
+            "job": identity.job,
+            "incarnation": identity.incarnation,
+            "rank": identity.rank,
+            "world_size": identity.world_size,
+            "rank_ticket": identity.rank_ticket,
+            "copy_ticket": identity.copy_ticket,
             "pid": os.getpid(),
             "start": places.process_start(os.getpid()),
             "arena_bytes": self._arena_bytes,

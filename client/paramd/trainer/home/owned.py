@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from paramd.memory.handover import Allocation
     from paramd.trainer.home.device import DeviceMemory, DeviceState
 
-_SAME = ("fqn", "dtype", "shape", "kind", "placement", "aliases", "trainable")
-"""Members that a shard and its tensor share."""
 ALIGN_BYTES = 64
 """torch's own alignment on the host. Kernels may dispatch on it, so every storage keeps its
 address modulo this, and results stay bitwise equal."""
@@ -211,7 +209,13 @@ class ParameterStorage:
             pieces = known.pieces if known is not None else ()
             tensors[shard.fqn] = TensorLayout(
                 pieces=pieces if begin is None else (*pieces, _piece(shard, rank, begin)),
-                **{name: getattr(shard, name) for name in _SAME},
+                fqn=shard.fqn,
+                dtype=shard.dtype,
+                shape=shard.shape,
+                kind=shard.kind,
+                placement=shard.placement,
+                aliases=shard.aliases,
+                trainable=shard.trainable,
             )
         return LocalLayout(rank=rank, arena_bytes=self.arena_bytes, tensors=tuple(tensors.values()))
 

@@ -52,8 +52,6 @@ FORGET_S = 600.0
 
 _FATES = frozenset(one.value for one in Outcome)
 
-_AS_IN_MACHINE = ("boundary", "token", "step", "edits", "stop_ns")
-
 log = logging.getLogger("paramd.control.edits")
 
 
@@ -179,7 +177,11 @@ class EditRun:
             state=machine.state.value,
             reason=machine.reason if machine.ended else "",
             ended_s=time.time() if machine.ended else None,
-            **{name: getattr(machine, name) for name in _AS_IN_MACHINE},
+            boundary=machine.boundary,
+            token=machine.token,
+            step=machine.step,
+            edits=machine.edits,
+            stop_ns=machine.stop_ns,
         )
         # STAGED is not saved: after a restart the ranks are asked again anyway.
         while machine.state is not EditState.STAGED:

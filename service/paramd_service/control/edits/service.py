@@ -78,7 +78,14 @@ class EditService:
             plan_edit, index, spec, edit_id=name, incarnation=self.mesh.number, layout_digest=digest
         )
         self._check_share(planned.share)
-        detail = {name: getattr(spec, name) for name in _NOTED} | {"author": by.token_id or ""}
+        detail = {
+            "if_step": spec.if_step,
+            "dry_run": spec.dry_run,
+            "with_data": spec.with_data,
+            "reset_moments": spec.reset_moments,
+            "allow_nonfinite": spec.allow_nonfinite,
+            "author": by.token_id or "",
+        }
         return await self._begun(by, planned, index, spec.note, detail)
 
     def _check_share(self, share: float) -> None:
@@ -297,12 +304,6 @@ class EditService:
         return index, digest
 
 
-_NOTED = ("if_step", "dry_run", "with_data", "reset_moments", "allow_nonfinite")
-"""What is kept of an edit's spec, beside its ops and its note."""
-_TOLD = ("id", "incarnation", "state", "step", "actor", "undo_of")
-"""Members of an edit that its events share."""
-
-
 def _check_own(by: Principal, row: EditRow) -> None:
     """Raise DeniedError unless the caller created the edit or may act on others' edits."""
     if by.name != row.actor and not by.may(Action.EDIT_ANY):
@@ -437,8 +438,16 @@ class EditRegistry:
             if row.state == EditState.APPLIED:
                 self.seconds[row.job] += row.ended_s - row.created_s
         log.info("job %s: edit %s is %s %s", row.job, row.id, row.state, row.reason)
-        more = {"reason": row.reason[:1000], "rollback": row.detail.get("rollback")}
-        data = {name: getattr(row, name) for name in _TOLD} | more
+        data = {
+            "id": row.id,
+            "incarnation": row.incarnation,
+            "state": row.state,
+            "step": row.step,
+            "actor": row.actor,
+            "undo_of": row.undo_of,
+            "reason": row.reason[:1000],
+            "rollback": row.detail.get("rollback"),
+        }
         self._publish(Kind.EDIT, data, job=row.job)
 
     def _mark_changed(self, job: str, name: str, mark: KeptState | None) -> None:
@@ -448,5 +457,10 @@ class EditRegistry:
 
     def _pause_changed(self, job: str, view: PauseState) -> None:
         log.info("job %s is %s%s", job, view.state, f", by {view.holder}" if view.holder else "")
-        data = {name: getattr(view, name) for name in ("holder", "step", "steps_left")}
-        self._publish(Kind.PAUSE, {"state": view.state.value, **data}, job=job)
+        data = {
+            "state": view.state.value,
+            "holder": view.holder,
+            "step": view.step,
+            "steps_left": view.steps_left,
+        }
+        self._publish(Kind.PAUSE, data, job=job)

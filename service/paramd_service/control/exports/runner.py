@@ -122,8 +122,13 @@ class ExportJob:
         """Set a new state and report it to `on_change`."""
         whole = export.state is not self.export.state
         self.export = export
-        names = ("state", "reason", "incarnation", "step")
-        self.row = replace(self.row, **{name: getattr(export, name) for name in names})
+        self.row = replace(
+            self.row,
+            state=export.state,
+            reason=export.reason,
+            incarnation=export.incarnation,
+            step=export.step,
+        )
         self._queue.on_change(self, whole)
 
     def rank_lost(self, rank: int, why: str) -> None:

@@ -384,10 +384,20 @@ class ExportService:
         if not whole and now_s - self._told_s.get(job.row.id, 0.0) < TELL_EVERY_S:
             return
         self._told_s[job.row.id] = now_s
-        of_row = ("id", "state", "destination", "format", "incarnation", "step", "schedule")
-        data = {name: getattr(job.row, name) for name in of_row}
-        data |= {name: getattr(job.export, name) for name in ("size_bytes", "written_bytes")}
-        self._publish(Kind.EXPORT, data | {"reason": job.row.reason[:500]}, job=job.row.job)
+        row = job.row
+        data = {
+            "id": row.id,
+            "state": row.state,
+            "destination": row.destination,
+            "format": row.format,
+            "incarnation": row.incarnation,
+            "step": row.step,
+            "schedule": row.schedule,
+            "size_bytes": job.export.size_bytes,
+            "written_bytes": job.export.written_bytes,
+            "reason": row.reason[:500],
+        }
+        self._publish(Kind.EXPORT, data, job=row.job)
 
 
 def _is_on_the_way(export: ExportRow, rollbacks: Sequence[EditRow]) -> bool:

@@ -116,13 +116,15 @@ def evidence_of(found: Found) -> Evidence:
 
 def collectives_of(answer: pb.InspectTrainerResponse) -> tuple[Collective, ...]:
     return tuple(
-        Collective(age_s=one.age_ms / 1e3, **{name: getattr(one, name) for name in _SAME})
+        Collective(
+            name=one.name,
+            group=one.group,
+            sequence=one.sequence,
+            done=one.done,
+            age_s=one.age_ms / 1e3,
+        )
         for one in answer.collectives
     )
-
-
-_SAME = ("name", "group", "sequence", "done")
-"""Members of a collective that a sidecar's message shares."""
 
 
 async def tails_of(

@@ -418,8 +418,13 @@ class Registry:
     def _store(self, request: control_pb2.JoinRequest, origin: Origin) -> None:
         header, peer = request.header, request.peer
         report = Report(
-            **{name: getattr(header, name) for name in ("rank", "step", "layout_digest")},
-            **{name: getattr(request, name) for name in ("peer", "state", "version", "leaving")},
+            rank=header.rank,
+            step=header.step,
+            layout_digest=header.layout_digest,
+            peer=peer,
+            state=request.state,
+            version=request.version,
+            leaving=request.leaving,
             connected=True,
             changed_s=self._clock(),
             no_way=no_way(peer.rank, peer.address, peer.host_id, self._here) or origin.barred,

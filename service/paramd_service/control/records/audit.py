@@ -179,9 +179,16 @@ class Audit:
 
     def _body(self, kind: str, action: Action, entry: Entry | None = None) -> dict[str, Any]:
         detail = entry.detail if entry is not None else action.detail
-        same = ("actor", "role", "method", "incarnation", "step")
-        body: dict[str, Any] = {name: getattr(action, name) for name in same}
-        body |= {"kind": kind, "time_ms": round(self._clock() * 1000), "detail": detail}
+        body: dict[str, Any] = {
+            "actor": action.actor,
+            "role": action.role,
+            "method": action.method,
+            "incarnation": action.incarnation,
+            "step": action.step,
+            "kind": kind,
+            "time_ms": round(self._clock() * 1000),
+            "detail": detail,
+        }
         if entry is not None:
             body |= {"of": entry.seq, "result": entry.result}
         return body

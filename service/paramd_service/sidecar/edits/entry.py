@@ -154,9 +154,6 @@ def _aligned(size_bytes: int) -> int:
 
 
 _LENGTHS = struct.Struct("<2Q")
-
-_IN_BOTH = ("program_begin", "boundary", "token", "step", "edits", "stop_ns", "order")
-"""Fields that an entry and its slot in the index share."""
 WITHDRAWN_NS = 20_000_000
 """How long a request must be gone from the page before PROMISED = 0 is final: twice the wait of a
 withdrawal."""
@@ -311,7 +308,13 @@ class Entry:
             body_begin=body.begin if body is not None else 0,
             body_end=body.end if body is not None else 0,
             refusal=self.refusal,
-            **{name: getattr(self, name) for name in _IN_BOTH},
+            program_begin=self.program_begin,
+            boundary=self.boundary,
+            token=self.token,
+            step=self.step,
+            edits=self.edits,
+            stop_ns=self.stop_ns,
+            order=self.order,
         )
 
     def meta_bytes(self) -> bytes:
@@ -342,7 +345,13 @@ def entry_of(slot: Slot, memory: memoryview, number: int, loop: asyncio.Abstract
         slot=number,
         data_digests=list(progress.data_digests),
         refusal=UndoRefusal(slot.refusal),
-        **{name: getattr(slot, name) for name in _IN_BOTH},
+        program_begin=slot.program_begin,
+        boundary=slot.boundary,
+        token=slot.token,
+        step=slot.step,
+        edits=slot.edits,
+        stop_ns=slot.stop_ns,
+        order=slot.order,
     )
 
 

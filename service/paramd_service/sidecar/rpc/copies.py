@@ -63,7 +63,7 @@ async def _put(
         raise error
     if len(request.data) > CHUNK_BYTES:
         raise UsageError(f"data: {len(request.data):,} bytes; expected at most {CHUNK_BYTES:,}")
-    label = StandingLabel(**{name: getattr(request.copy, name) for name in _FIELDS})
+    label = label_of(request.copy)
     if not request.offset_bytes:
         _check(rank, mesh, of, label)
     received = await rank.copies.put(
@@ -73,8 +73,36 @@ async def _put(
     return pb.PutCopyResponse(header=messages.header(rank), received_bytes=received)
 
 
-_FIELDS = tuple(pb.StandingCopy.DESCRIPTOR.fields_by_name)
-"""Fields of a copy; labels have them under the same names."""
+def label_of(copy: pb.StandingCopy) -> StandingLabel:
+    """The label of a copy that another rank sends."""
+    return StandingLabel(
+        lineage=copy.lineage,
+        step=copy.step,
+        edits=copy.edits,
+        arena_bytes=copy.arena_bytes,
+        optimizer_bytes=copy.optimizer_bytes,
+        record_bytes=copy.record_bytes,
+        table_bytes=copy.table_bytes,
+        world_size=copy.world_size,
+        layout_digest=copy.layout_digest,
+        digest=copy.digest,
+    )
+
+
+def copy_of(label: StandingLabel) -> pb.StandingCopy:
+    """The message for a label; the histories before it and the device's share stay here."""
+    return pb.StandingCopy(
+        lineage=label.lineage,
+        step=label.step,
+        edits=label.edits,
+        arena_bytes=label.arena_bytes,
+        optimizer_bytes=label.optimizer_bytes,
+        record_bytes=label.record_bytes,
+        table_bytes=label.table_bytes,
+        world_size=label.world_size,
+        layout_digest=label.layout_digest,
+        digest=label.digest,
+    )
 
 
 def _check(rank: RankSidecar, mesh: Mesh, of: int, label: StandingLabel) -> None:
@@ -184,7 +212,7 @@ class Sending:
         asked = Asked(
             job=rank.config.job, incarnation=rank.incarnation, rank=buddy, address=peer.address
         )
-        copy = pb.StandingCopy(**{name: getattr(label, name) for name in _FIELDS})
+        copy = copy_of(label)
         size_bytes = label.size_bytes
         received = expected = restarts = 0
         data = b""

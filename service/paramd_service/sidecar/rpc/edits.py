@@ -229,5 +229,10 @@ def _state_of(mark: Mark) -> pb.KeptState:
 
 
 def _standing(label: StandingLabel) -> pb.KeptState:
-    same = {name: getattr(label, name) for name in ("step", "lineage", "edits", "size_bytes")}
-    return pb.KeptState(**same, whole=bool(label.digest))
+    return pb.KeptState(
+        step=label.step,
+        lineage=label.lineage,
+        edits=label.edits,
+        size_bytes=label.size_bytes,
+        whole=bool(label.digest),
+    )

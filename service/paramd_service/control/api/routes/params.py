@@ -242,13 +242,17 @@ def _in_order(rows: Iterable[tuple[TensorLayout, Any]], sort: str) -> tuple[Tens
     return tuple(tensor for tensor, _ in rows)
 
 
-_SAME = ("aliases", "dtype", "shape", "numel", "placement", "trainable")
-"""Members of a tensor's layout that its document shares."""
-
-
 def document_of(tensor: TensorLayout) -> ParamDocument:
-    same: dict[str, Any] = {name: getattr(tensor, name) for name in _SAME}
-    return ParamDocument(name=tensor.fqn, kind=tensor.kind.value, **same)
+    return ParamDocument(
+        name=tensor.fqn,
+        kind=tensor.kind.value,
+        aliases=list(tensor.aliases),
+        dtype=tensor.dtype,
+        shape=list(tensor.shape),
+        numel=tensor.numel,
+        placement=tensor.placement,
+        trainable=tensor.trainable,
+    )
 
 
 def _piece(piece: Piece, dtype: str) -> PieceDocument:

@@ -135,8 +135,14 @@ async def _rank(mesh: Incarnation, rank: RankView) -> RankSnapshots:
         except ParamdError as error:
             reason = str(error)
     leases = [LeaseDocument.model_validate(one, from_attributes=True) for one in found.snapshots]
-    same = {name: getattr(found, name) for name in ("lease_count", "used_bytes", "budget_bytes")}
-    return RankSnapshots(rank=rank.rank, reason=reason, snapshots=leases, **same)
+    return RankSnapshots(
+        rank=rank.rank,
+        reason=reason,
+        snapshots=leases,
+        lease_count=found.lease_count,
+        used_bytes=found.used_bytes,
+        budget_bytes=found.budget_bytes,
+    )
 
 
 def _document(held: LeasedSnapshot) -> HeldDocument:
@@ -144,11 +150,16 @@ def _document(held: LeasedSnapshot) -> HeldDocument:
         RankPinDocument(rank=rank, snapshot_id=pin[0], size_bytes=pin[1])
         for rank, pin in sorted(held.pins.items())
     ]
-    same = {
-        name: getattr(held, name) for name in ("id", "filter", "incarnation", "step", "unsettled")
-    }
-    size_bytes, left_s = sum(pin.size_bytes for pin in pins), round(held.left_s, 3)
-    return HeldDocument(**same, lease_left_s=left_s, size_bytes=size_bytes, pins=pins)
+    return HeldDocument(
+        id=held.id,
+        filter=held.filter,
+        incarnation=held.incarnation,
+        step=held.step,
+        unsettled=held.unsettled,
+        lease_left_s=round(held.left_s, 3),
+        size_bytes=sum(pin.size_bytes for pin in pins),
+        pins=pins,
+    )
 
 
 def _publish(services: Services, job: str, held: LeasedSnapshot, what: str) -> None:

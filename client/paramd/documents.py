@@ -10,12 +10,32 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from html import escape
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 Shape = TypeVar("Shape")
 
 _hints = functools.cache(get_type_hints)
+
+
+def plain(value: Any) -> Any:
+    """A result, which may be nested, as JSON can have it: NaN and infinities become None."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(plain, value))
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    return str(value)
 
 
 class Shown:
@@ -31,6 +51,10 @@ class Shown:
     def _repr_html_(self) -> str:
         rows = (f"<tr><th>{n}</th><td>{escape(text)}</td></tr>" for n, text in self._told(200))
         return f"<table>{''.join(rows)}</table>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain dicts, lists, texts and numbers, for `json.dumps`."""
+        return dict(plain(self))
 
     def _told(self, most: int) -> Iterator[tuple[str, str]]:
         for name in self.__dataclass_fields__:

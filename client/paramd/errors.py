@@ -57,7 +57,11 @@ class UsageError(ParamdError, ValueError):
 
 
 class GoneError(UsageError, AttributeError):
-    """A name that is not, or no longer, there; the text says what to use instead."""
+    """A name of an earlier release; the text says what to use instead."""
+
+
+class UnknownNameError(UsageError, AttributeError):
+    """A name that never was; the text says which one does what it suggests."""
 
 
 class UnreachableError(ParamdError, ConnectionError):

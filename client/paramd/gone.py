@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from paramd.errors import GoneError, UsageError
+from paramd.errors import GoneError, UnknownNameError, UsageError
 
 API = "/api/v1"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -111,13 +111,17 @@ RENAMED: Mapping[str, str] = {
     "paramd.mesh.edits.calls.Hold": "PauseState",
     "attach(keep)": "extra_state",
     "connect(timeout_s)": "timeout",
+    "Mesh.pause(lease_s)": "lease",
     "Mesh.export(timeout_s)": "timeout",
 }
 """Names that scripts have in their loops: for this release they work, with a warning."""
 
 
 _MEANT: Mapping[str, str] = {
-    "Mesh.keys": "mesh.names()",
+    "Mesh.keys": "mesh.names(), or `for name in mesh`",
+    "Mesh.lr Mesh.learning_rate Mesh.param_groups Mesh.hparams": (
+        "mesh.hyperparameters(), and mesh.set_hyperparameters(lr=...)"
+    ),
     "Mesh.items Mesh.values Mesh.parameters Mesh.named_parameters Mesh.read Mesh.get": (
         "mesh.summon('*'), a dict of tensors by name"
     ),
@@ -133,18 +137,44 @@ _MEANT: Mapping[str, str] = {
     "Summoned.to Summoned.cuda Summoned.half": "mesh.summon(..., device=..., dtype=...)",
     "Summoned.diff Summoned.allclose": "mesh.diff(found, other), or found == other",
     "Summoned.to_pandas": "mesh.stats(...).to_pandas(), or found.numpy()",
+    "Table.plot Table.hist Table.bar": "table.to_pandas().plot()",
+    "Table.to_json Table.json": "json.dumps(table.to_dict())",
+    "Table.to_csv Table.head Table.describe": "table.to_pandas(), a DataFrame",
+    "Parameter.tensor Parameter.data Parameter.value Parameter.values Parameter.item "
+    "Parameter.tolist Parameter.cpu Parameter.cuda Parameter.to Parameter.float": (
+        "mesh[name].summon(), its tensor"
+    ),
+    "Parameter.mean Parameter.std Parameter.min Parameter.max": "mesh[name].stats()",
+    "Parameter.grad": "mesh.grads(name)",
+    "Parameter.fill_ Parameter.zero_ Parameter.mul_ Parameter.add_ Parameter.copy_ Parameter.set": (
+        "mesh[name].edit(mul=...), or fill=, add=, set="
+    ),
     "paramd.jobs paramd.list_jobs": "paramd.places.running_jobs(), or `paramd jobs`",
     "paramd.Job paramd.summon paramd.status": "paramd.connect('JOB')",
+    "paramd.open paramd.client paramd.Client": "paramd.connect('JOB')",
+    "paramd.connect_async paramd.aconnect paramd.async_connect": "paramd.aio.connect('JOB')",
+    "paramd.init paramd.start paramd.serve paramd.wrap paramd.watch paramd.register": (
+        "paramd.attach(model, optimizer, job=...) in the training"
+    ),
+    "paramd.load paramd.read paramd.get paramd.state_dict": "paramd.connect('JOB').summon('*')",
+    "paramd.save paramd.export paramd.checkpoint": "paramd.connect('JOB').export('DEST/KEY')",
+    "paramd.detach": "attachment.detach(), of what paramd.attach returns",
     "connect(context)": "url=, token= or job= (contexts are of the command line)",
+    "connect(name) connect(run) connect(job_name)": "job=",
+    "connect(address) connect(host) connect(endpoint)": "url=",
+    "attach(name) attach(run) attach(run_name) attach(job_name) attach(project)": "job=",
+    "attach(optim) attach(optimizers)": "optimizer=, one or several",
+    "attach(url)": "control=",
 }
 """First guesses that never existed, and what to use instead."""
 
 
 def check(door: Door, name: str, shown: str) -> None:
-    """Raise GoneError, with the name as `shown`, for a name of an earlier release, or a guess."""
+    """Raise GoneError, with the name as `shown`, for a name of an earlier release;
+    UnknownNameError for a guess."""
     for guesses, meant in _MEANT.items():
         if door == "python" and name in guesses.split():
-            raise GoneError(f"there is no {shown}: use {meant}")
+            raise UnknownNameError(f"there is no {shown}: use {meant}")
     for row in GONE:
         if (row.door, row.name) == (door, name):
             raise GoneError(_said(shown, row))
@@ -207,7 +237,7 @@ def renamed(of: str, named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keywords(of: str) -> Callable[[_Function], _Function]:
-    """Decorator: GoneError for a keyword of the function that is gone ("attach(standby)")."""
+    """Decorator: as `check` for a keyword of the function, such as "attach(standby)"."""
 
     def decorated(function: _Function) -> _Function:
         @functools.wraps(function)
@@ -225,7 +255,7 @@ def keywords(of: str) -> Callable[[_Function], _Function]:
 
 
 def attribute(of: str, holder: object, name: str) -> Any:
-    """What `holder` has by the present name, with a warning; GoneError or AttributeError."""
+    """What `holder` has by the present name, with a warning. Raises as `check`; AttributeError."""
     if new := RENAMED.get(f"{of}.{name}"):
         more = "; compare its state with 'paused', not 'held'" if new == "pause_state" else ""
         warnings.warn(f"{of}.{name} is now {of}.{new}{more}", FutureWarning, stacklevel=3)
@@ -238,7 +268,7 @@ def attribute(of: str, holder: object, name: str) -> Any:
 
 
 def tells(kind: _Class) -> _Class:
-    """Class decorator: attributes and methods' keywords that are gone raise GoneError."""
+    """Class decorator: attributes and methods' keywords raise as `check`."""
     of = kind.__name__.removeprefix("Async")
     kind.__getattr__ = lambda self, name: attribute(of, self, name)  # type: ignore[attr-defined]
     gone = (*(row.name for row in GONE), *RENAMED)

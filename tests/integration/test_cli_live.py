@@ -160,7 +160,7 @@ def test_ctrl_c_while_waiting_for_an_edit_says_what_may_have_happened() -> None:
     assert "paramd edits" in err
 
 
-@pytest.mark.parametrize("mine", ["with mesh.pause():", "mesh.pause(lease_s=40);"])
+@pytest.mark.parametrize("mine", ["with mesh.pause():", "mesh.pause(lease=40);"])
 def test_ctrl_c_in_a_pause_resumes_or_says_when(mine: str) -> None:
     hold = "def hold(): print(flush=True); time.sleep(60)"
     script = f"import paramd, time\nmesh = paramd.connect({JOB!r})\n{hold}\n{mine} hold()"
@@ -203,7 +203,7 @@ def test_a_pause_is_a_block_and_an_edit_is_undone_by_itself(
 ) -> None:
     name, count = "layers.0.norm1.bias", 0
     with paramd.connect(JOB) as mesh:
-        with mesh.pause(lease_s="1m", timeout=None) as pause:
+        with mesh.pause(lease="1m", timeout=None) as pause:
             assert pause.paused
             assert " paused " in ran("status")[0]
             assert mesh.why()[0].phase == "PAUSED"
@@ -235,7 +235,7 @@ HABITS = (
     ("mesh.named_parameters()", "summon"),
     ("mesh.ranks, mesh.world_size", "status"),
     ("mesh.step", "bound method Mesh.step"),
-    ("mesh.undo()", r"Mesh.undo\(\) missing .*help"),
+    ("mesh.undo(now=True)", r"Mesh.undo\(\) got an unexpected .*help"),
     ("mesh.pause(10)", r"Mesh.pause\(\) takes"),
     ("mesh.set_lr(1)", "set_hyperparameters"),
     ("mesh.checkpoint('x')", "export"),

@@ -28,7 +28,7 @@ def held_and_stepped(session: Session, rng: Random) -> None:
     for operation in (changing.edit, changing.undo):
         with suppress(NotNowError):
             operation(session, rng)
-    session.held_at = session.mesh.pause(lease_s=2.0, timeout=CALL_S).step
+    session.held_at = session.mesh.pause(lease=2.0, timeout=CALL_S).step
     for lane in rng.sample(LANES, 2):
         session.held_at = session.mesh.step(1, timeout=CALL_S).step
         read(session, lane, "in the pause")

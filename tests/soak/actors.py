@@ -356,7 +356,7 @@ class Operator:
 @contextmanager
 def holding(mesh: Mesh) -> Iterator[int]:
     """Training waits within the block; the step where."""
-    hold = mesh.pause(lease_s=20.0, timeout=EDIT_TIMEOUT_S)
+    hold = mesh.pause(lease=20.0, timeout=EDIT_TIMEOUT_S)
     try:
         yield hold.step
     finally:

@@ -20,7 +20,7 @@ class Mesh:
         self.told: list[Any] = []
 
     async def stats(self, *_: str, histogram: bool) -> StatsTable:
-        total = TensorStats(name="total", dtype="", shape=(0,), summary=summarize(EMPTY))
+        total = TensorStats(name="total", dtype="", shape=(0,), whole=summarize(EMPTY))
         history, step = self.now
         return StatsTable([], total=total, job="j", incarnation=4, step=step, history=history)
 

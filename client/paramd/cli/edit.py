@@ -316,7 +316,7 @@ def pause(
     when this command exits.
     """
     with target.connect() as mesh:
-        _show_pause(target, mesh.job, mesh.pause(lease_s=lease_s, renew=keep, timeout=timeout))
+        _show_pause(target, mesh.job, mesh.pause(lease=lease_s, renew=keep, timeout=timeout))
         if not keep:
             return  # the mesh says how long it lasts
         say("training is paused; Ctrl-C resumes it")

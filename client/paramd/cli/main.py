@@ -113,6 +113,7 @@ _add(CHANGE, rollback, "before-lr-bump", "1200 --yes --note 'loss jumped'")
 _add(
     CHANGE,
     set_hyperparameters,
+    "",
     "0 lr=1e-4",
     "'optimizer 1 group 0' betas=0.9,0.98 weight_decay=0.1",
 )

@@ -96,24 +96,47 @@ def _confirm(to: str | int, step: int) -> None:
     )
 
 
+GROUP_COLUMNS = (
+    Column("optimizer", "OPTIMIZER", right=True),
+    Column("group", "GROUP", right=True),
+    Column(
+        "values",
+        "VALUES",
+        lambda values: ", ".join(f"{name}={one}" for name, one in values.items()),
+    ),
+)
+
+
 @with_output
 def set_hyperparameters(
     target: Target,
     group: Annotated[
-        str, Argument(metavar="GROUP", help="'group N', N, or 'optimizer M group N'.")
-    ],
+        str | None,
+        Argument(metavar="[GROUP]", help="'group N', N, or 'optimizer M group N'. Default: list "
+                 "the present values of all groups."),
+    ] = None,
     values: Annotated[
-        list[str], Argument(metavar="NAME=VALUE...", help="Such as lr=1e-4 or betas=0.9,0.98.")
-    ],
+        list[str] | None,
+        Argument(metavar="NAME=VALUE...", help="Such as lr=1e-4 or betas=0.9,0.98."),
+    ] = None,
     note: Note = "",
     wait: Wait = True,
     timeout: Timeout = 60.0,
-) -> None:
+) -> None:  # fmt: skip
     """Set hyper-parameters of a parameter group, on all ranks at one step or on none.
 
-    A scheduler overwrites lr at its next step. `paramd undo` restores the
-    previous values.
+    Without arguments, list the present values of all groups. A scheduler
+    overwrites lr at its next step. `paramd undo` restores the previous values.
     """
+    if group is None:
+        with target.connect() as mesh:
+            groups = mesh.hyperparameters()
+            rows = [asdict(one) for one in groups]
+            about = {"job": mesh.job, "incarnation": mesh.incarnation, "step": groups.step}
+        target.show("groups", rows, GROUP_COLUMNS, id_key="group", **about)
+        return
+    if not values:
+        raise UsageError("NAME=VALUE is missing: what to set, such as lr=1e-4")
     chosen = f"group {group}" if group.isdigit() else group
     with target.connect() as mesh:
         found = mesh.set_hyperparameters(

@@ -86,14 +86,50 @@ _MEANT = {
     "checkpoint": "paramd export DEST/KEY", "save": "paramd export DEST/KEY",
     "hold": "paramd pause", "stop": "paramd pause (paramd never ends a training)",
     "kill": "paramd cleanup JOB, which frees the memory of a dead training",
-    "read": "paramd summon NAME -f FILE", "tail": "paramd logs RANK", "watch": "paramd top",
+    "read": "paramd summon NAME -f FILE", "tail": "paramd logs", "watch": "paramd top",
     "ckpt": "paramd export DEST/KEY", "unpause": "paramd resume", "continue": "paramd resume",
     "snapshot": "paramd mark NAME, or paramd export DEST/KEY", "rm": "paramd unmark NAME",
-    "version": "paramd --version", "-V": "paramd --version", "help": "paramd --help",
+    "version": "paramd --version", "-V": "paramd --version",
+    "set": "paramd edit NAME --fill X for parameters, paramd set-hyperparameters GROUP lr=X",
+    "lr": "paramd set-hyperparameters, which lists them; GROUP lr=X sets one",
+    "hyper": "paramd set-hyperparameters", "hparams": "paramd set-hyperparameters",
+    "hyperparameters": "paramd set-hyperparameters",
+    "config": "paramd context list (the settings of a training are in paramd.toml)",
+    "login": "paramd context list, or --url URL --token @FILE",
     "completion": "paramd --install-completion", "--json": "-o json",
-    "-j": "--job NAME", "-v": "--debug", "--set": "--fill 0, or --from FILE", "--scale": "--mul 2",
+    "-j": "--job NAME", "-v": "--debug",
 }  # fmt: skip
 """First guesses of users, in this and other programs, and the command here."""
+
+_OPERATIONS = {
+    "--scale": "--mul", "--multiply": "--mul", "--times": "--mul", "--set": "--fill",
+    "--value": "--fill", "--plus": "--add",
+}  # fmt: skip
+"""First guesses of an operation of `paramd edit`, whose number is kept."""
+
+_COUNTS = ("-n", "--limit", "--count", "--head")
+
+
+def _meant(word: str, given: Sequence[str]) -> str:
+    """What to write in place of an unknown command or option; "" if nobody knows."""
+    commands = [one for one in given if not one.startswith("-")]
+    if word == "help":
+        return " ".join(["paramd", *commands[1:2], "--help"])
+    if word in _OPERATIONS:
+        return f"{_OPERATIONS[word]} {_value_of(word, given)}"
+    if word in _COUNTS and commands:
+        once = commands[0] in ("top", "status")
+        return "paramd status, which prints once" if once else f"paramd {commands[0]} | head"
+    return _MEANT.get(word, "")
+
+
+def _value_of(option: str, given: Sequence[str]) -> str:
+    """The value that was given to an option; "X" if there is none."""
+    for at, one in enumerate(given):
+        name, equals, value = one.partition("=")
+        if name == option:
+            return value if equals else "".join(given[at + 1 : at + 2]) or "X"
+    return "X"
 
 
 def _usage(error: Exception, message: str, given: Sequence[str]) -> str:
@@ -102,8 +138,8 @@ def _usage(error: Exception, message: str, given: Sequence[str]) -> str:
         return ""
     # In place of what click suggests, which is what is spelt alike.
     found = re.match(r"(No such (?:command|option):?) '?([\w-]+)", message)
-    if found and found[2] in _MEANT:
-        return f"{found[1]} {found[2]}; use: {_MEANT[found[2]]}"
+    if found and (meant := _meant(found[2], given)):
+        return f"{found[1]} {found[2]}; use: {meant}"
     job = re.match(r"Got unexpected extra argument\S* \(([\w.-]+)\)", message)
     if job and job[1] in known_jobs():
         return f"{message}; write --job {job[1]}"

@@ -26,6 +26,7 @@ from paramd.mesh.edits.calls import (
     EditCalls,
     Edits,
     Holder,
+    HyperparameterGroups,
     Mark,
     MarkCalls,
     Marks,
@@ -98,6 +99,7 @@ from paramd.mesh.results import (
     Records,
     StatsTable,
     Summoned,
+    file_format,
     mesh_status,
 )
 from paramd.security.tls import ClientTls
@@ -314,6 +316,25 @@ class AsyncMesh:
         pairs = zip(rows, numbers, strict=True)
         right = (row for (row, _), one in pairs if wanted.matches_numbers(one.summary))
         return Params(right, step=numbers.step, unsettled=numbers.unsettled)
+
+    async def find_one(self, name: str) -> SelectedTensor:
+        """The parameter or buffer of this name, or the slice of one ("w[0:4]").
+
+        Raises:
+            NotFoundError: there is none; the message suggests similar names.
+            UsageError: it is a pattern that matches several.
+        """
+
+        async def attempt(sidecars: Sidecars) -> Sequence[SelectedTensor]:
+            return select(await self._reach.index(sidecars), name, with_buffers=True)
+
+        found = await self._reach.attempts(attempt, self._deadline(UNSET))
+        if len(found) != 1:
+            raise UsageError(
+                f"{name!r} matches {len(found):,} tensors; expected the name of one. All of them: "
+                f"mesh.summon({name!r})"
+            )
+        return found[0]
 
     async def _chosen(
         self, wanted: Filter, *, buffers: bool, deadline_s: float
@@ -804,7 +825,7 @@ class AsyncMesh:
 
     async def undo(
         self,
-        edit_id: str | Edit,
+        edit_id: str | Edit = "last",
         *,
         force: bool = False,
         wait: bool = True,
@@ -815,8 +836,8 @@ class AsyncMesh:
         Optimizer state that it zeroed (`reset_moments`) stays zero; the result's `note` says so.
 
         Args:
-            edit_id: The edit, its id, or the first characters of that; "last" for the one in
-                effect that was applied last, of those made with this token.
+            edit_id: The edit, its id, or the first characters of that; "last", the default, for
+                the one in effect that was applied last, of those made with this token.
             force: Undo even if later edits changed some of the same elements.
             wait, timeout: As in `edit`.
 
@@ -877,6 +898,17 @@ class AsyncMesh:
             self._edits.check_outside("set_hyperparameters", "Set them in optimizer.param_groups")
         edit = await self._marks.change(group, values, note, deadline_s)
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
+
+    async def hyperparameters(self) -> HyperparameterGroups:
+        """The learning rate and the other hyper-parameters of every parameter group, as rank 0 has
+        them now.
+
+            mesh.hyperparameters()[0]["lr"]
+
+        Raises:
+            ConflictError: rank 0 cannot report them.
+        """
+        return await self._marks.groups(self._deadline(UNSET))
 
     async def mark(self, name: str, *, timeout: Timeout = UNSET) -> Mark:
         """Keep the complete state of the next common boundary of all ranks under a name.
@@ -939,7 +971,7 @@ class AsyncMesh:
         return await self._edits.pause("GET", "", None, self._deadline(UNSET))
 
     async def pause(
-        self, *, lease_s: float | str = LEASE_S, renew: bool = True, timeout: Timeout = UNSET
+        self, *, lease: float | str = LEASE_S, renew: bool = True, timeout: Timeout = UNSET
     ) -> PauseState:
         """Pause training on all ranks at their next common boundary.
 
@@ -947,14 +979,14 @@ class AsyncMesh:
                 print(mesh.stats("*"))
 
         Args:
-            lease_s: The pause ends on its own after this many seconds, or "5m".
+            lease: The pause ends on its own after this many seconds, or a text such as "5m".
             renew: Renew the lease while this mesh is open, for at most 300 s in total.
             timeout: Seconds to wait for all ranks to agree, an hour at most; None means an hour.
 
         Raises:
             ConflictError: another client has paused it. DeadlineError: no boundary was reached.
         """
-        lease_s = seconds_of(lease_s, "lease_s")
+        lease_s = seconds_of(lease, "lease")
         return await self._holder.pause(lease_s, renew=renew, deadline_s=self._deadline(timeout))
 
     async def step(
@@ -1243,8 +1275,8 @@ class AsyncMesh:
         the earlier attempt's bytes belong to is verified before they are used.
 
         Args:
-            path: The file; it appears once complete. A hidden partial file stands next to it
-                until then.
+            path: The file, "x.safetensors" or without a suffix; it appears once complete. A hidden
+                partial file stands next to it until then.
             patterns: Globs over names, as in `summon`; none means all.
             dtype: Dtype of all tensors; None keeps each one's own.
             buffers: Match buffers too.
@@ -1260,10 +1292,17 @@ class AsyncMesh:
             on_message: Called with a message when the download resumes, retries or starts over.
 
         Raises: as `summon`, and
+            UsageError: the file's name says another format.
             ConflictError: the file exists, or another process downloads to it.
             ExhaustedError: not enough disk space.
         """
         check_transport(transport)
+        if file_format(path) != "safetensors":
+            raise UsageError(
+                f"path: {str(path)!r}; a download is written as safetensors, so expected "
+                "NAME.safetensors. A file for torch.load: "
+                f"mesh.summon('*', buffers=True).save({str(path)!r})"
+            )
         await self._transfer.load_torch()
         content = Content(
             patterns=patterns or ("*",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import threading
 import weakref
@@ -18,22 +19,25 @@ from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from paramd import gone
-from paramd.errors import UsageError
-from paramd.layout.select import Pattern
-from paramd.layout.types import Layout
+from paramd.errors import ParamdError, UsageError
+from paramd.layout.select import Pattern, SelectedTensor
+from paramd.layout.types import Layout, TensorKind
 from paramd.mesh import loop
 from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.edits.calls import Edit, Pause
 from paramd.mesh.exports.calls import Export
 from paramd.mesh.loop import UNSET, Timeout
 from paramd.mesh.reading.stream import Transport
-from paramd.mesh.results import ParamInfo, Summoned, TensorStats
+from paramd.mesh.results import ParamInfo, Summoned, TensorStats, html_table, shape_text
 
 if TYPE_CHECKING:
     import torch
 
     from paramd.mesh.edits.editing import Progress
     from paramd.mesh.insight.compare import Diff
+
+CARD_S = 5.0
+"""Seconds that the card of a notebook may wait for the ranks."""
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -165,7 +169,24 @@ class Mesh:
 
     def __repr__(self) -> str:
         state = f"run {self._mesh.incarnation}" if self._end.alive else "closed"
-        return f"<paramd.Mesh of job {self._mesh.job!r}, {state}>"
+        step = "; .current_step asks for its step" if self._end.alive else ""
+        return f"<paramd.Mesh of job {self._mesh.job!r}, {state}{step}>"
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: what `status` says in short, or why it cannot."""
+        rows = [["job", self.job], ["run", str(self.incarnation)]]
+        below = "closed; connect again"
+        if self._end.alive and not self._thread.is_parents:
+            try:
+                found = self.status(timeout=CARD_S)
+                healthy = sum(not row.reason for row in found)
+                rows.append(["step", str(found.step) if found.step >= 0 else "-"])
+                rows.append(["healthy ranks", f"{healthy} of {found.world_size}"])
+                rows += [[f"rank {row.rank}", row.reason] for row in found if row.reason]
+                below = f"{self.url}, or: paramd dashboard --job {self.job}"
+            except ParamdError as error:
+                below = str(error)
+        return html_table(("", ""), rows, below)
 
     def close(self) -> None:
         """Release leases, connections and threads. Idempotent."""
@@ -222,8 +243,20 @@ class Mesh:
         return True
 
     def __getitem__(self, name: str) -> Parameter:
-        """One parameter; nothing is read yet."""
-        return Parameter(self, name)
+        """One parameter or buffer, or a slice of one: `mesh["head.weight"]`. Its shape and dtype
+        are known at once, its values are read when asked for.
+
+        Raises NotFoundError, with similar names; UsageError: several tensors match.
+        """
+        return Parameter(self, self._run(self._mesh.find_one(name)))
+
+    if not TYPE_CHECKING:  # a type checker says by itself that there is none
+
+        def __setitem__(self, name: str, value: object) -> None:
+            raise UsageError(
+                f"a mesh is changed by edits, on all ranks at one step: "
+                f"mesh.edit({name!r}, set=value)"
+            )
 
     @property
     def layout(self) -> Layout:
@@ -258,6 +291,7 @@ class Mesh:
     get_edit = _blocking(AsyncMesh.get_edit)
     abort_edit = _blocking(AsyncMesh.abort_edit)
     undo = _blocking(AsyncMesh.undo)
+    hyperparameters = _blocking(AsyncMesh.hyperparameters)
     set_hyperparameters = _blocking(AsyncMesh.set_hyperparameters)
     mark = _blocking(AsyncMesh.mark)
     marks = _blocking(AsyncMesh.marks)
@@ -344,33 +378,83 @@ class Mesh:
         return self._thread.run(work)
 
 
+@gone.tells
 class Parameter:
-    """One parameter of a `Mesh`, by its name: `mesh["head.weight"]`. Every call reads it again."""
+    """One parameter or buffer of a `Mesh`, or a slice of one: `mesh["head.weight"]`.
 
-    def __init__(self, mesh: Mesh, name: str) -> None:
+    Its shape and dtype are those of the layout; every other call reads the training again.
+    """
+
+    def __init__(self, mesh: Mesh, found: SelectedTensor) -> None:
         self._mesh = mesh
-        self.name = name
+        self.name = found.name
+        """As a user's state_dict has it."""
+        self.info = ParamInfo.of(found.tensor)
+        """Placement and ranks of the whole tensor."""
+        self.shape = found.box.sizes
+        """Shape of the tensor, or of the slice."""
+        self._pattern = found.pattern
+        self._buffers = found.tensor.kind is TensorKind.BUFFER
 
     def __repr__(self) -> str:
-        return f"<paramd.Parameter {self.name!r} of job {self._mesh.job!r}; .summon() reads it>"
+        return (
+            f"<paramd.Parameter {self._pattern!r} {shape_text(self.shape)} {self.dtype} of job "
+            f"{self._mesh.job!r}; .summon() reads it>"
+        )
 
     @property
-    def info(self) -> ParamInfo:
-        """Shape, dtype and placement. Raises NotFoundError."""
-        return self._mesh.params(self.name, buffers=True)[0]
+    def dtype(self) -> str:
+        """torch dtype without its prefix, for example "bfloat16"."""
+        return self.info.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Dims."""
+        return len(self.shape)
 
     def summon(self, **options: Any) -> torch.Tensor:
-        """The full tensor. Args, Raises: as `Mesh.summon`."""
-        found: Summoned = self._mesh.summon(self.name, **options)
+        """The full tensor, or the slice. Args, Raises: as `Mesh.summon`."""
+        found: Summoned = self._mesh.summon(self._pattern, **self._with_buffers(options))
         return next(iter(found.values()))
+
+    def numpy(self, **options: Any) -> Any:
+        """The values as a NumPy array. Args, Raises: as `Mesh.summon`, and UsageError for a dtype
+        that NumPy does not have: give dtype="float32" for bfloat16."""
+        tensor = self.summon(**options)
+        try:
+            return tensor.numpy()
+        except TypeError as error:
+            raise UsageError(
+                f"NumPy has no dtype for {self._pattern!r}, which is {tensor.dtype}; give another: "
+                'numpy(dtype="float32")'
+            ) from error
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """For `numpy.asarray(mesh[name])`."""
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def norm(self, **options: Any) -> float:
+        """Square root of the sum of squares. Args, Raises: as `Mesh.stats`."""
+        return self.stats(**options).norm
 
     def stats(self, **options: Any) -> TensorStats:
         """Statistics of the parameter. Args, Raises: as `Mesh.stats`."""
-        return self._mesh.stats(self.name, **options)[0]
+        return self._mesh.stats(self._pattern, **self._with_buffers(options))[0]
 
     def edit(self, **options: Any) -> Edit:
         """Edit it. Args, Raises: as `Mesh.edit`."""
-        return self._mesh.edit(self.name, **options)
+        return self._mesh.edit(self._pattern, **options)
+
+    def _with_buffers(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Reading a buffer takes `buffers=True`, which a parameter must not have: that waits for a
+        boundary."""
+        return {"buffers": True, **options} if self._buffers else options
 
 
 def _close(thread: loop.LoopThread, mesh: AsyncMesh) -> None:

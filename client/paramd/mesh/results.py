@@ -6,16 +6,28 @@ import asyncio
 import ctypes
 import html
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex, TypeVar, overload
+from pathlib import PurePath
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NoReturn,
+    Self,
+    SupportsIndex,
+    TypeVar,
+    overload,
+)
 
 from paramd import gone
-from paramd.documents import Shown
+from paramd.documents import Shown, plain
 from paramd.errors import NotFoundError, ParamdError, UsageError
 from paramd.filters import Facts
 from paramd.layout.stats import STATISTICS, Statistic, Summary
@@ -92,6 +104,7 @@ class ParamInfo(Shown):
         )
 
 
+@gone.tells
 class Table(tuple[Item, ...], Generic[Item]):
     """An immutable list of rows that prints as a table."""
 
@@ -129,6 +142,15 @@ class Table(tuple[Item, ...], Generic[Item]):
         """Whether it is a row, or the name of one."""
         named = isinstance(item, str) and any(self._key_of(row) == item for row in self)
         return named or super().__contains__(item)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, texts and numbers, for `json.dumps`.
+
+        "rows" has what `to_pandas` has; beside it stands what describes all rows, such as job and
+        step. NaN and infinities, which JSON lacks, are None.
+        """
+        about = {name: getattr(self, name) for name in self.about}
+        return dict(plain({**about, "rows": [self._record(row) for row in self]}))
 
     def _key_of(self, row: Any) -> Any:
         return row.get(self.key) if isinstance(row, Mapping) else getattr(row, self.key, None)
@@ -235,21 +257,50 @@ class Params(Table[ParamInfo]):
         return f"{len(self)} tensors, {sum(row.numel for row in self):,} elements"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TensorStats:
-    """Statistics of one full tensor; replicas count once."""
+    """Statistics of one full tensor; replicas count once. All but the counts are over the finite
+    elements alone."""
 
     name: str
     """The matching name, or "total"."""
     dtype: str
     shape: tuple[int, ...]
-    summary: Summary
+    whole: InitVar[Summary]
+    count: int = field(init=False)
+    """Elements."""
+    zero_count: int = field(init=False)
+    nan_count: int = field(init=False)
+    inf_count: int = field(init=False)
+    norm: float = field(init=False)
+    """Square root of the sum of squares; NaN if there are elements and none is finite."""
+    mean: float = field(init=False)
+    """NaN without finite elements."""
+    std: float = field(init=False)
+    """Unbiased, as `torch.Tensor.std()`; NaN with fewer than two finite elements."""
+    min: float = field(init=False)
+    """NaN without finite elements."""
+    max: float = field(init=False)
+    """NaN without finite elements."""
 
-    def __getattr__(self, name: str) -> Any:
-        """The summary's numbers, too: `row.norm` is `row.summary.norm`."""
-        if name.startswith("_") or name == "summary":
-            raise AttributeError(name)
-        return getattr(self.summary, name)
+    def __post_init__(self, whole: Summary) -> None:
+        # In one call: a table may have 100,000 rows.
+        vars(self).update(zip(_NUMBERS, whole, strict=False), _summary=whole)
+
+    @property
+    def summary(self) -> Summary:
+        """The same numbers, with the histogram if there is one."""
+        found: Summary = vars(self)["_summary"]
+        return found
+
+    @property
+    def exponents(self) -> tuple[tuple[int, int], ...]:
+        """With `stats(histogram=True)`: (e, count) of 2**e <= |x| < 2**(e+1), ascending."""
+        return self.summary.exponents
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `Table.to_dict`, of this row."""
+        return dict(plain(self))
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{one.title} {_shown(one)(self)}" for one in STATISTICS)
@@ -262,6 +313,10 @@ class TensorStats:
 
 def _shown(one: Statistic) -> Callable[[TensorStats], str]:
     return lambda row: format(getattr(row.summary, one.name), one.form)
+
+
+_NUMBERS: Sequence[str] = tuple(one.name for one in fields(TensorStats))[3:]
+"""The numbers of a row, in the order of `Summary`."""
 
 
 class StatsTable(Table[TensorStats]):
@@ -289,10 +344,16 @@ class StatsTable(Table[TensorStats]):
     label: str = ""
     """As in `Summoned`."""
 
-    @classmethod
-    def _names(cls) -> Sequence[str]:
-        """As `Table._names`, with each number of the summary by its own name."""
-        return ["name", "shape", "dtype", *Summary._fields]
+    def to_pandas(self) -> Any:
+        """As `Table.to_pandas`; with a column `exponents` if the histogram was asked for."""
+        frame = super().to_pandas()
+        if any(row.exponents for row in self):
+            frame["exponents"] = [row.exponents for row in self]
+        return frame
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `Table.to_dict`, with "total"."""
+        return {**super().to_dict(), "total": self.total.to_dict()}
 
     @property
     def whole(self) -> bool:
@@ -479,11 +540,22 @@ class Summoned(_OneStep["torch.Tensor"]):
         return {name: tensor.numpy() for name, tensor in self.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file with every name, whose metadata has job and step.
+        """Write a file with every name, in the format that its own name says.
 
         Takes no memory beside the tensors, except for one that is on a device or not contiguous.
-        For tensors that do not fit into memory see `download`. Raises OSError.
+        For tensors that do not fit into memory see `download`.
+
+        Args:
+            path: "x.safetensors", or without a suffix: a safetensors file, whose metadata has job
+                and step. "x.pt", "x.pth" or "x.bin": the `state_dict` as torch.save writes it, for
+                torch.load.
+
+        Raises:
+            UsageError: the name says another format. OSError: it cannot be written.
         """
+        if file_format(path) == "torch":
+            import_module("torch").save(self.state_dict(), path)
+            return
         from paramd.layout.exports.safetensors import TensorSpec, encode_header, file_order
 
         about = {"job": self.job, "incarnation": str(self.incarnation), "step": str(self.step)}
@@ -538,6 +610,24 @@ class Summoned(_OneStep["torch.Tensor"]):
     def _cells(self, value: torch.Tensor) -> list[str]:
         dtype = str(value.dtype).removeprefix("torch.")
         return [shape_text(value.shape), dtype, str(value.device)]
+
+
+_SAFETENSORS = ("", ".safetensors")
+_TORCH = (".pt", ".pth", ".bin")
+
+
+def file_format(path: str | os.PathLike[str]) -> Literal["safetensors", "torch"]:
+    """The format of a file of tensors, by its suffix. Raises UsageError for other formats."""
+    suffix = PurePath(path).suffix.lower()
+    if suffix in _TORCH:
+        return "torch"
+    # "model.v2" and "step-0.5" say nothing of a format.
+    if suffix in _SAFETENSORS or re.fullmatch(r"\.v?[0-9]+", suffix):
+        return "safetensors"
+    raise UsageError(
+        f"path: {os.fspath(path)!r} has the suffix {suffix!r}; expected .safetensors, or for "
+        f"torch.load {', '.join(_TORCH)}"
+    )
 
 
 def differ_text(names: Sequence[str] | None) -> str:

@@ -75,11 +75,20 @@ class EditOp(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hyperparameters(Record):
-    """Hyper-parameters that an edit sets."""
+    """Hyper-parameters of a parameter group: those that an edit sets, or all."""
 
     optimizer: int
     group: int
     values: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """As `set_hyperparameters` takes it: "optimizer 0 group 1"."""
+        return f"optimizer {self.optimizer} group {self.group}"
+
+    def __getitem__(self, name: str) -> Any:
+        """A field, or a value: `one["lr"]` is `one.values["lr"]`."""
+        return self.values[name] if name in self.values else Record.__getitem__(self, name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -494,7 +503,7 @@ class Holder:
         """Begin a pause; with `renew`, renew its lease until `resume` or `close`."""
         self._calls.check_outside("pause", ELSEWHERE)
         if not 0 < lease_s <= MAX_LEASE_S:
-            raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
+            raise UsageError(f"lease: {lease_s} s; expected above 0 and at most {MAX_LEASE_S:g}")
         left_s = min(max(1.0, deadline_s - time.monotonic()), MAX_AGREE_S)
         pause_id = secrets.token_hex(8)
         asked = {"lease_s": lease_s, "timeout_s": round(left_s, 3), "id": pause_id}
@@ -607,6 +616,22 @@ class Mark(Document):
         return self.name or self.step
 
 
+class HyperparameterGroups(Table[Hyperparameters]):
+    """Parameter groups of all optimizers, at one step."""
+
+    columns = (
+        ("optimizer", lambda row: str(row.optimizer)),
+        ("group", lambda row: str(row.group)),
+        ("values", lambda row: ", ".join(f"{name}={one}" for name, one in row.values.items())),
+    )
+    row_type = Hyperparameters
+    about = ("step",)
+    step: int
+
+    def summary(self) -> str:
+        return f"{len(self)} groups at step {self.step}"
+
+
 class Marks(Table[Mark]):
     """States that training can be put back to, lowest step first."""
 
@@ -646,6 +671,15 @@ class MarkCalls:
             raise UsageError(f"to: {to}; expected a mark, its name, or a step of mesh.marks()")
         body = {"id": new_edit_id(), "mark" if isinstance(to, str) else "step": to, "note": note}
         return await self._edits.begin("/rollback", body, deadline_s)
+
+    async def groups(self, deadline_s: float) -> HyperparameterGroups:
+        found = await self._edits.send("GET", "/hyperparameters", None, deadline_s)
+
+        def parse() -> HyperparameterGroups:
+            rows = (read_document(Hyperparameters, one) for one in found["groups"])
+            return HyperparameterGroups(rows, step=int(found["step"]))
+
+        return self._edits.rest.read(parse)
 
     async def change(
         self, group: str | int, values: Mapping[str, Any], note: str, deadline_s: float

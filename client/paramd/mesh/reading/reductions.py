@@ -80,7 +80,7 @@ async def compute_stats(
         merged = list(await compute_columns(reading, runs, len(plan.tensors)))
     rows = [
         TensorStats(
-            name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, summary=summarize(stats)
+            name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, whole=summarize(stats)
         )
         for tensor, stats in zip(plan.tensors, merged, strict=True)
     ]
@@ -90,7 +90,7 @@ async def compute_stats(
         name="total",
         dtype=dtypes.pop() if len(dtypes) == 1 else "",
         shape=(whole.count,),
-        summary=summarize(whole),
+        whole=summarize(whole),
     )
     state = reading.pinned.state
     return StatsTable(

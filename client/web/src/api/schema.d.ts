@@ -2342,7 +2342,7 @@ export interface components {
         };
         /**
          * Hyperparameters
-         * @description Hyper-parameters that an edit sets.
+         * @description Hyper-parameters of a parameter group: those that an edit sets, or all.
          */
         Hyperparameters: {
             /** Group */

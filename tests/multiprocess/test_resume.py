@@ -132,7 +132,7 @@ def undisturbed(kind: str, *more: str, steps: int = STEPS) -> list[dict[str, str
     options = ["--kind", kind, "--optimizer", optimizer, "--resume", "never", *more]
     with TemporaryDirectory() as calm:
         args = [calm, *options, "--steps", str(steps)]
-        run_ranks(WORKER, world_size, args=args, timeout_s=90)
+        run_ranks(WORKER, world_size, args=args, timeout_s=90 + steps / 4)
         return [json.loads(Path(calm, f"final-{rank}").read_text()) for rank in range(world_size)]
 
 

@@ -18,6 +18,8 @@ class MemoryTokens:
 
     def __init__(self) -> None:
         self._rows: dict[str, TokenRow] = {}
+        self.looks = 0
+        """Times that all digests were read."""
 
     async def create(self, row: TokenRow) -> None:
         if row.name in self._rows:
@@ -26,6 +28,11 @@ class MemoryTokens:
 
     async def find(self, digest: str) -> TokenRow | None:
         return next((row for row in self._rows.values() if row.digest == digest), None)
+
+    async def digests(self, *, now_s: float) -> list[str]:
+        self.looks += 1
+        good = (row for row in self._rows.values() if row.ended_s > now_s)
+        return [row.digest for row in good]
 
     async def list(self) -> list[TokenRow]:
         return [self._rows[name] for name in sorted(self._rows)]

@@ -1,5 +1,6 @@
 """Tokens: random, kept as digests, good until they expire or are revoked."""
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from paramd.errors import NotFoundError, UnreachableError, UsageError
+from paramd.security import loopback
 from paramd.security.tickets import new_token
 from paramd_service.control.access.authority import KEPT_S, MAX_TTL_S, OWNER, Principal, Tokens
 from paramd_service.control.access.roles import UserRole
@@ -155,3 +157,36 @@ async def test_the_audit_has_who_did_what_before_it_is_done(store: MemoryTokens)
         with pytest.raises(UnreachableError, match="no audit"):
             await change
     assert [found.name for found in await store.list()] == ["n"]
+
+
+async def proven(tokens: Tokens, token: str) -> bool:
+    digest = loopback.token_digest(token)
+    found = await tokens.proof(digest[: loopback.ID_CHARS], "a" * 32, "127.0.0.1", 8470)
+    return found == loopback.proof_of(digest, "a" * 32, "127.0.0.1", 8470)
+
+
+async def test_ids_that_no_token_has_cost_one_look_at_the_store_together(
+    tokens: Tokens, store: MemoryTokens
+) -> None:
+    """Anybody may ask for a proof, of any id."""
+    _, token = await tokens.create(OWNER, role="admin")
+    assert await proven(tokens, token)
+    flood = [
+        asyncio.ensure_future(tokens.proof(f"{number:0{loopback.ID_CHARS}x}", "a", "127.0.0.1", 1))
+        for number in range(1000)
+    ]
+    await asyncio.sleep(0)
+    # A known one waits for none of them, nor does one that was just made.
+    assert await proven(tokens, token)
+    _, fresh = await tokens.create(OWNER, role="reader")
+    assert await proven(tokens, fresh)
+    assert await proven(tokens, OWN)
+    assert await asyncio.gather(*flood) == [None] * 1000
+    assert store.looks <= 4
+
+
+async def test_a_token_that_has_ended_is_not_proven(tokens: Tokens) -> None:
+    _, token = await tokens.create(OWNER, role="admin", name="n")
+    assert await proven(tokens, token)
+    await tokens.revoke(OWNER, "n")
+    assert not await proven(tokens, token)

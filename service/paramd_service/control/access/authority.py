@@ -17,11 +17,12 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
+from typing import Final
 
 from paramd.answers import parsed_json, read_file
 from paramd.bounds import OWN_FILE
@@ -292,6 +293,10 @@ class Tokens:
         self._clock = clock
         self._found: dict[str, tuple[TokenRow, float]] = {}
         self._revoked_count = 0
+        self._ids = _Ids(self._digests)
+
+    async def _digests(self) -> list[str]:
+        return await self._store.digests(now_s=self._clock())
 
     def is_secret(self, text: str) -> bool:
         """Whether `text` is or contains a token, so must not appear in a URL or a log."""
@@ -323,10 +328,9 @@ class Tokens:
         this address; None when no valid token has it. Raises UnreachableError as `principal`."""
         digest = self._own_digest
         if not hmac.compare_digest(token_id, digest[: loopback.ID_CHARS]):
-            row = await self._store.of_id(token_id)
-            if row is None or _principal(row, self._clock()) is None:
+            digest = await self._ids.digest(token_id)
+            if not digest or await self.principal_of_digest(digest) is None:
                 return None
-            digest = row.digest
         return loopback.proof_of(digest, nonce, host, port)
 
     async def create(
@@ -369,6 +373,7 @@ class Tokens:
             detail["jobs"] = jobs
         async with self._recorded(by, "token.create", detail):
             await self._store.create(row)
+        self._ids.forget()
         return row, token
 
     async def list(self) -> list[TokenRow]:
@@ -405,6 +410,50 @@ class Tokens:
             self._found.clear()
         self._found[digest] = (row, now_s + KEPT_S)
         return row
+
+
+class _Ids:
+    """Digests of good tokens by the id that strangers may ask for a proof of.
+
+    Anyone may ask, for any id. An id that is not known costs no query of its own: it waits for the
+    next look at the table, which all that wait share, and of which there is one in `LOOK_S`.
+    """
+
+    LOOK_S: Final = 1.0
+
+    def __init__(self, digests: Callable[[], Awaitable[list[str]]]) -> None:
+        """`digests` reads those of all good tokens."""
+        self._digests = digests
+        self._known: dict[str, str] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._looked_s = -math.inf
+        self._is_new = asyncio.Event()
+        self._is_current = False
+        """Whether no token was made since the last look began."""
+
+    def forget(self) -> None:
+        """Look again for the next unknown id, at once: there is a new token."""
+        self._is_current = False
+        self._is_new.set()
+
+    async def digest(self, token_id: str) -> str:
+        """The digest of the token with this id; empty when no good one has it."""
+        while token_id not in self._known:
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.ensure_future(self._look())
+            # One that is cancelled must not take the look from the others.
+            await asyncio.shield(self._looking)
+            if self._is_current:
+                break
+        return self._known.get(token_id, "")
+
+    async def _look(self) -> None:
+        left_s = self._looked_s + self.LOOK_S - time.monotonic()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_new.wait(), max(left_s, 0.0))
+        self._is_new.clear()
+        self._looked_s, self._is_current = time.monotonic(), True
+        self._known = {one[: loopback.ID_CHARS]: one for one in await self._digests()}
 
 
 def _principal(row: TokenRow, now_s: float) -> Principal | None:

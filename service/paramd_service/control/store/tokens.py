@@ -65,6 +65,14 @@ class TokenStore:
         row = await self._store.first(select(tokens).where(tokens.c.digest.startswith(token_id)))
         return _token(row) if row is not None else None
 
+    async def digests(self, *, now_s: float) -> list[str]:
+        """Digests of all tokens that are good at this time."""
+        good = or_(tokens.c.expires_s.is_(None), tokens.c.expires_s > now_s)
+        rows = await self._store.all(
+            select(tokens.c.digest).where(tokens.c.revoked_s.is_(None), good)
+        )
+        return [str(row.digest) for row in rows]
+
     async def get(self, name: str) -> TokenRow:
         """The token with this name. Raises NotFoundError."""
         chosen = select(tokens).where(tokens.c.name == name)

@@ -116,6 +116,10 @@ READERS = {
     "paramd_service/sidecar/insight/line.py:TrainerLine._readable json.loads": BOUNDED
     + "MAX_MESSAGE_BYTES",
     "paramd_service/sidecar/insight/process.py:_fields read_text": KERNEL,
+    "paramd_service/sidecar/machine/host.py:_delay_s read_text": KERNEL,
+    "paramd_service/sidecar/machine/host.py:_pressure read_text": KERNEL,
+    "paramd_service/sidecar/machine/host.py:_processor_s read_text": KERNEL,
+    "paramd_service/sidecar/machine/host.py:_retransmits read_text": KERNEL,
     "paramd_service/sidecar/main.py:read_pems json.loads": BOUNDED + "MAX_PEMS_BYTES",
     "paramd_service/sidecar/owner.py:exit_text read_text": KERNEL,
     "paramd_service/sidecar/owner.py:process_state read_text": KERNEL,

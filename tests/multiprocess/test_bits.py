@@ -149,6 +149,29 @@ def test_an_update_made_again_is_the_same_and_a_flipped_bit_is_named(
         if optimizer == "adamw":
             moments_and_rates_are_the_trainers(mesh, tmp_path)
         planted(mesh, tmp_path, optimizer)
+        changed_by_the_script(mesh, tmp_path, optimizer)
+
+
+def changed_by_the_script(mesh: Mesh, folder: Path, optimizer: str) -> None:
+    """That is no damage, and is told; damage to what the script leaves alone still is."""
+    changes = folder / "changes"
+    for when in ("after", "after, by data"):
+        part = folder / "part"
+        part.write_text(when)
+        part.rename(changes)
+        after(mesh, 3)
+        found = mesh.verify(rank=1)
+        assert not found.differing, (when, found)
+        (why,) = {row.refused for row in found if not row.key}
+        assert "before training went on" in why
+        assert why in found.summary()
+    changes.write_text("after")
+    key = {"adamw": "exp_avg", "sgd": "momentum_buffer"}[optimizer]
+    order = {"name": "up.weight", "key": key, "element": 7, "bit": 2}
+    (folder / "flip-each-1").write_text(json.dumps(order))
+    wait_until((folder / "flipped-1").exists, "the flip")
+    (row,) = mesh.verify(rank=1).differing
+    assert (row.name, row.key, row.element) == ("up.weight", key, 7)
 
 
 def moments_and_rates_are_the_trainers(mesh: Mesh, folder: Path) -> None:

@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import os
 import random
+import signal
 import sys
 import time
 
@@ -29,6 +30,8 @@ def main() -> int:
     given = _parsed()
     reading.WRITES, reading.BURST = "writes" not in given.without.split(","), given.burst
     SHORT.update(one.split("=", 1) for one in given.set)
+    # Ended by its time, it ends the training that it has started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     leaks.adopt_orphans()
     warm_children()
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(10**6)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import mmap
 import zlib
 from collections.abc import Sequence
-from enum import Enum, IntEnum, unique
+from enum import Enum, IntEnum, IntFlag, unique
 from typing import NamedTuple, Protocol
 
 PAGE_BYTES = 4096
@@ -250,6 +250,46 @@ class Word(IntEnum):
     # Words 192 to 448 are the trainer's: its text and its sample places.
     # Words 449 to 460 are the trainer's: what held up its updates besides copies (`Stand`).
     # Words 461 to 492 are the trainer's: its last rollbacks (`Rewind`).
+    CHANGES = 493  # update (`in_time`) with its `Changes`; while its state is waited for
+
+
+class Changed(IntFlag):
+    """Evidence that a script changed parameters outside of an update."""
+
+    WRITTEN = 1
+    """torch has counted writes to them, or other tensors took their place."""
+    SAMPLES = 2
+    """Samples differ: of a write that torch does not count, but also of damage."""
+
+
+UNCHANGED = Changed(0)
+
+
+class Changes(NamedTuple):
+    """What a trainer knows of such changes around one update."""
+
+    after: Changed = UNCHANGED
+    """After the update, before its state settled."""
+    before: Changed = UNCHANGED
+    """Between the settled state before the update and the update."""
+    resting: Changed = UNCHANGED
+    """As `after`, of the update before: who has copied its state at rest may lack them."""
+
+
+NO_CHANGES = Changes()
+
+
+def note_changes(page: Page, moment: int, found: Changes) -> None:
+    """Trainer's side: publish what is known of this update (`in_time`)."""
+    page.words[Word.CHANGES] = moment << 6 | found.resting << 4 | found.before << 2 | found.after
+
+
+def changes_of(words: memoryview, moment: int) -> Changes:
+    """What the trainer has published of this update; nothing, once it has of another."""
+    word = words[Word.CHANGES]
+    if word >> 6 != moment:
+        return NO_CHANGES
+    return Changes(*(Changed(word >> shift & 3) for shift in (0, 2, 4)))
 
 
 class Stand(IntEnum):

@@ -25,7 +25,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from paramd.memory.control_page import ControlPage, Page, Word, label_of
+from paramd.memory.control_page import (
+    NO_CHANGES,
+    Changes,
+    ControlPage,
+    Page,
+    Word,
+    changes_of,
+    in_time,
+    label_of,
+)
 
 if TYPE_CHECKING:
     from paramd.memory.device_arena import TrainerDevice
@@ -73,6 +82,8 @@ class State(NamedTuple):
     """Label of the weights that replace the training's; empty: the training's own."""
     history: int = 0
     """Rollbacks before it, as in `paramd.state.StateName`."""
+    changes: Changes = NO_CHANGES
+    """What its trainer knows of changes outside of its update."""
 
 
 STALL_BUDGET_MS: Final = 5.0
@@ -307,7 +318,8 @@ def copy_at_rest(
     before = digest()
     if before != page.words[_REST_DIGEST] and not changed_too:
         return CopyEnd.CHANGED, state
-    end, _ = _copy_while(page, spans, (Word.REST, -state.proof), _STATE_WORDS, at_point, move)
+    end, copied = _copy_while(page, spans, (Word.REST, -state.proof), _REST_WORDS, at_point, move)
+    state = state._replace(changes=copied.changes)
     if end is CopyEnd.DONE and digest() != before:
         return CopyEnd.CHANGED, state
     return end, state
@@ -348,6 +360,7 @@ def copy_of_request(
 
 
 _STATE_WORDS = (Word.STEP, Word.EDITS, Word.ITERATION)
+_REST_WORDS = (Word.REST_STEP, Word.EDITS, Word.REST_ITERATION)
 
 
 def _copy_while(
@@ -365,7 +378,9 @@ def _copy_while(
         at_point("copy-begun")
         # These change only while the proof word has another value: the last check covers them.
         step, edits, iteration = (words[word] for word in state_words)
-        state = State(step, edits, iteration, proof=value, history=words[_REWOUND])
+        history = words[_REWOUND]
+        changes = changes_of(words, in_time(step, rewound=history))
+        state = State(step, edits, iteration, proof=value, history=history, changes=changes)
         chunk_bytes = COPY_CHUNK_BYTES if move is None else DEVICE_CHUNK_BYTES
         for batch in batches(spans, chunk_bytes, 0 if move is None else chunk_bytes):
             if words[proof] != value:

@@ -373,6 +373,7 @@ class Pins:
             snapshot.step, snapshot.edits = state.step, state.edits
             snapshot.iteration, snapshot.unsettled = state.iteration, state.unsettled
             snapshot.label, snapshot.history = state.label, state.history
+            snapshot.changes = state.changes
             # 0: never share a state that may have been changed at rest.
             snapshot.proof = state.proof if not filling.unsettled else 0
             if is_moments(snapshot.key) and not is_table(snapshot.key):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,21 @@ def local_of(value: Any) -> torch.Tensor:
     return found
 
 
+def told(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+@torch.no_grad()
+def halve(parameters: Iterable[nn.Parameter], *, data: bool) -> None:
+    """What a script may do to its weights; `data`: in a way that torch does not count."""
+    for value in parameters:
+        local = local_of(value)
+        (local.data if data else local).mul_(0.5)
+
+
 def main(
     folder: Path, *, kind: str = "ddp", optimizer: str = "adamw", resume: str = "auto",
     pause_s: float = 0.01, width: int = 31, layers: int = 0, batch: int = 16, quiet: bool = False,
@@ -103,6 +119,8 @@ def main(
             lr = updating.param_groups[0]["lr"]
             nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
             updating.step()
+            if changed := told(folder / "changes"):
+                halve(names.values(), data="data" in changed)
             scheduler.step()
             line: dict[str, Any] = {"step": attachment.step, "time_s": time.time(), "lr": lr}
             for name, param in names.items():

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RESTS_S = 0.8
 """Longer than the half second after which a training counts as resting."""
-OF_SETTLED = ("diff", "updates", "logged", "replay")
+OF_SETTLED = ("diff", "updates", "logged")
 """Operations that take a state for what its update has left, where weights change late."""
 OF_GRADIENTS = ("grads", "open_stream", "made_again", "together", "replay", "reader_killed")
 """Operations with gradients, which are gone once an optimizer has stepped in the backward."""

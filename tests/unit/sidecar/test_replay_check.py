@@ -3,9 +3,16 @@
 import pytest
 
 from paramd.errors import AbortedError, UsageError
+from paramd.memory.control_page import Changed, Changes
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.rpc.statistics import ReplaySnapshots, _check
+from paramd_service.sidecar.rpc.statistics import ReplaySnapshots, _check, changes_around
 from paramd_service.sidecar.snapshots.store import Key, Snapshot
+from paramd_service.sidecar.statistics.replay import (
+    CHANGED_AFTER,
+    CHANGED_BEFORE,
+    FEW,
+    without_the_scripts,
+)
 
 SPANS = ((0, 64),)
 
@@ -63,3 +70,45 @@ def test_another_step_is_a_mistake_of_the_caller(which: str) -> None:
     found[which].step += 1
     with pytest.raises(UsageError, match="expected"):
         check(found)
+
+
+FEW_DIFFER, MANY_DIFFER = 3, FEW + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "key", "refused"),
+    [
+        (Changes(), MANY_DIFFER, "", ""),
+        (Changes(after=Changed.WRITTEN), FEW_DIFFER, "", CHANGED_AFTER),
+        # An optimizer does not read what is changed after it.
+        (Changes(after=Changed.WRITTEN), MANY_DIFFER, "exp_avg", ""),
+        (Changes(after=Changed.SAMPLES), MANY_DIFFER, "", CHANGED_AFTER),
+        # A flipped bit may hit a sample.
+        (Changes(after=Changed.SAMPLES), FEW_DIFFER, "", ""),
+        (Changes(before=Changed.WRITTEN), FEW_DIFFER, "exp_avg", CHANGED_BEFORE),
+        (Changes(before=Changed.SAMPLES), FEW_DIFFER, "", ""),
+        (Changes(resting=Changed.SAMPLES), MANY_DIFFER, "", CHANGED_BEFORE),
+    ],
+)
+def test_what_differs_is_no_damage_where_the_script_may_have_changed_it(
+    changes: Changes, count: int, key: str, refused: str
+) -> None:
+    rows = [
+        pb.ReplayedTensor(arena_begin=8, state_key=key, numel=100, differing_count=count),
+        pb.ReplayedTensor(arena_begin=16, numel=100),
+    ]
+    found, whole = without_the_scripts(rows, changes)
+    assert (found.refused, found.differing_count) == (refused, 0 if refused else count)
+    assert whole == rows[1]
+
+
+def test_what_a_state_lacks_that_was_copied_at_rest_counts_for_it_alone() -> None:
+    found = captured()
+    found["after"].changes = Changes(resting=Changed.WRITTEN)
+    snapshots = ReplaySnapshots(
+        before={"": found["before"]}, after={"": found["after"]},
+        gradients=found["gradients"], facts=found["facts"],
+    )  # fmt: skip
+    assert changes_around(snapshots) == Changes()
+    found["before"].unsettled = True
+    assert changes_around(snapshots) == Changes(resting=Changed.WRITTEN)

@@ -19,8 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import (
+    Changed,
+    Changes,
     ControlPage,
     Word,
+    changes_of,
     is_stray,
     read_text,
     sample_digest,
@@ -214,6 +217,47 @@ def test_a_change_between_forward_and_step_makes_it_strict(
     bench.forward_backward()
     assert not bench.settled
     assert "attachment.update()" in caplog.text
+
+
+def test_what_a_script_changes_around_an_update_is_noted_for_who_waits_for_it(make: Make) -> None:
+    bench = make()
+    optimizer, words = _sgd(bench), bench.page.words
+    bench.train(optimizer)
+
+    def halve(*, data: bool = False) -> None:
+        with torch.no_grad():
+            for value in bench.model.parameters():
+                (value.data if data else value).mul_(0.5)
+
+    def update(before: Callable[[], None], after: Callable[[], None]) -> None:
+        optimizer.zero_grad()
+        bench.forward_backward()
+        before()
+        optimizer.step()
+        after()
+
+    def noted() -> Changes:
+        return changes_of(words, words[Word.STEP])
+
+    def nothing() -> None: ...
+
+    update(nothing, halve)
+    update(nothing, nothing)
+    assert noted() == Changes(), "nobody waits for it"
+    words[Word.ARM_STEP] = 10**6
+    update(nothing, halve)
+    bench.forward_backward()
+    assert noted() == Changes(after=Changed.WRITTEN | Changed.SAMPLES)
+    update(nothing, lambda: halve(data=True))
+    assert changes_of(words, words[Word.STEP] + 1).resting == Changed.WRITTEN | Changed.SAMPLES
+    bench.forward_backward()
+    assert noted().after == Changed.SAMPLES
+    update(halve, nothing)
+    bench.forward_backward()
+    assert noted() == Changes(before=Changed.WRITTEN | Changed.SAMPLES, resting=Changed.SAMPLES)
+    update(nothing, nothing)
+    bench.forward_backward()
+    assert noted() == Changes()
 
 
 def test_a_change_after_a_state_was_settled_by_a_backward_is_seen(make: Make) -> None:

@@ -86,7 +86,9 @@ class Replay(Table[ReplayRow]):
             why = self[0].refused if self else "the rank has no parameter that matches"
             return f"{what} could not be verified: {why}"
         if not self.differing:
-            return f"{what} verified: {len(made)} tensors recomputed, bit-identical"
+            left = [row.refused for row in self if row.refused]
+            more = f"; {len(left)} were not: {left[0]}" if left else ""
+            return f"{what} verified: {len(made)} tensors recomputed, bit-identical{more}"
         if sum(row.differing for row in self) > FEW:
             return (
                 f"{what} could not be reproduced: {len(self.differing)} of {len(made)} tensors "

@@ -45,6 +45,7 @@ from paramd.memory.gate import TrainerGate
 from paramd.trainer import exit
 from paramd.trainer.boundary.agreement import Agreement, Request
 from paramd.trainer.boundary.hold import BoundaryHandler, Hold
+from paramd.trainer.boundary.outside import Outside
 from paramd.trainer.boundary.signals import (
     BackwardUpdate,
     is_stepping,
@@ -217,6 +218,7 @@ class Boundary:
         self._moved_at = self._done
         self._told_moved = False
         self._why = ""
+        self._outside = Outside(page, lambda: home.contents)
         self._always_strict = always_strict
         self._strict_left = PROBATION
         self._forgotten = False
@@ -422,6 +424,7 @@ class Boundary:
             if not self._open:
                 if self.keeper is not None:
                     self.keeper.rested(self._done)
+                self._outside.update_is_over(self._done)
                 self._rest()
 
     def forward(self, *, trains: bool) -> None:
@@ -616,6 +619,7 @@ class Boundary:
         if self._pending:
             self._boundary()
         words, contents = self._words, self._home.contents
+        self._outside.update_begins(self._done)
         if not (self._standing.open or self._standing.void):
             # A step that was suspended has had its span counted.
             self._look_for_strays(counts=not entry.evaluated)
@@ -737,6 +741,7 @@ class Boundary:
         try:
             proven = self._verified()
             self._end_changed()
+            self._outside.settles(self._done, moved=self._moved_at == self._done)
             self._gate.settle(self._done, self._iteration, proven=proven)
             if proven:
                 self._trust()
@@ -761,6 +766,7 @@ class Boundary:
         # The digest first: a reader that finds the SEQ takes the digest for that state's.
         words[Word.SETTLED_DIGEST] = contents.digest()
         words[Word.SETTLED_SEQ] = words[_SEQ]
+        self._outside.has_settled(self._done)
         if self._strict_left or self._always_strict:
             # Copies got their even SEQ while this waits; later reads find a resting state.
             self._gate.begin_update()
@@ -787,6 +793,7 @@ class Boundary:
             if proven and self.keeper is not None:
                 ask = self.keeper.settling if keeps else self.keeper.ended
                 self._keeper_announces = ask(self._done, trusted=self._trusted())
+            self._outside.settles(self._done, moved=self._moved_at == self._done)
             self._gate.settle(self._done, self._iteration, proven=proven)
             self._note_time(time.monotonic_ns())
             self._act(proven, at_forward=keeps)
@@ -809,6 +816,7 @@ class Boundary:
             if step is not None:
                 # Settled again when training continues from there.
                 self._done, self._pending, self._armed_seen = step, True, 0
+                self._outside.forget()
 
     def _trusted(self) -> bool:
         """Whether nothing is known to change the parameters outside of updates."""

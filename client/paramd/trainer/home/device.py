@@ -175,10 +175,10 @@ class Versions(Contents):
         self._noted: tuple[int, ...] = ()
         super().__init__(memoryview(bytes(8)), ())
 
-    def watch(self, slots: Slots) -> None:
+    def watch(self, slots: Slots, distributed: Slots = ((), ())) -> None:
         self._slots = slots
         self.note()
-        super().watch(slots)
+        super().watch(slots, distributed)
 
     def note(self) -> None:
         """Record the parameters' versions as those of the resting or settled state."""

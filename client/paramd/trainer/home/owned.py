@@ -278,7 +278,7 @@ class ParameterStorage:
         # Glances keep storages alive: harmless in an arena, which frees nothing; not elsewhere.
         self._watch = Watch(self._watched(), self._model, glances=not self.mirrored)
         if self.contents is not None:
-            self.contents.watch(self._watch.plain_slots)
+            self.contents.watch(self._watch.plain_slots, self._watch.distributed_slots)
 
     def _bases_of(
         self, arena: Memory, tensors: Sequence[torch.Tensor], *, filled: bool

@@ -31,7 +31,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle
+from itertools import chain, cycle
 from operator import attrgetter, getitem, is_
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from paramd.memory.control_page import MAX_SAMPLES, digest_of
+from paramd.memory.control_page import MAX_SAMPLES, Changed, digest_of
 from paramd.trainer.model.dtensor import is_dtensor, split
 from paramd.trainer.model.local_shard import Slot
 from paramd.trainer.model.plain import has_plain_memory
@@ -347,6 +347,11 @@ class Watch:
         """Slots of tensors with plain memory, whose version counters mean something."""
         return self._plain[:2]
 
+    @property
+    def distributed_slots(self) -> Slots:
+        """Slots of DTensors, of whose local tensors that is true."""
+        return self._distributed[:2]
+
     def _in_place(self) -> bool:
         glance = self._glance
         if glance is not None and glance.same():
@@ -387,6 +392,13 @@ class Watch:
             self.added = True
 
 
+class Left(NamedTuple):
+    """What an update has left, to compare with later."""
+
+    samples: bytes
+    versions: tuple[int, ...]
+
+
 class Contents:
     """Samples of an arena's parameters, and version counters: they reveal stray writes.
 
@@ -405,9 +417,12 @@ class Contents:
         self._parts = cycle([self._at[begin::SPARING] for begin in range(SPARING)])
         self._turns = self._few_turns = _turns(((), ()), VERSION_COUNT)
         self._seen: tuple[bytes, tuple[torch.Tensor, ...], tuple[int, ...]] = (b"", (), ())
+        self._all: tuple[Slots, Slots] = ((), ()), ((), ())
 
-    def watch(self, slots: Slots) -> None:
-        """Set the tensors whose version counters are compared from now on."""
+    def watch(self, slots: Slots, distributed: Slots = ((), ())) -> None:
+        """Set the tensors whose version counters are compared from now on; of DTensors only by
+        `left` and `changed_since`."""
+        self._all = slots, distributed
         self._turns = _turns(slots, VERSION_COUNT)
         self._few_turns = _turns(slots, VERSION_COUNT // SPARING)
         self._seen = (b"", (), ())
@@ -437,6 +452,18 @@ class Contents:
             return False
         return self._samples() != samples or tuple(map(_version, tensors)) != versions
 
+    def left(self) -> Left:
+        """All samples and versions as they are now."""
+        plain, distributed = self._all
+        tensors = chain(map(getitem, *plain), map(_local, map(getitem, *distributed)))
+        return Left(self._words.take(self._at).tobytes(), tuple(map(_version, tensors)))
+
+    def changed_since(self, before: Left) -> Changed:
+        """Whether what an update has left was changed since, and what shows it."""
+        now = self.left()
+        how = Changed(0) if now.versions == before.versions else Changed.WRITTEN
+        return how if now.samples == before.samples else how | Changed.SAMPLES
+
     def close(self) -> None:
         """Release the arena."""
         self._words = np.empty(0, np.int64)
@@ -444,6 +471,7 @@ class Contents:
         self._parts = cycle([self._at])
         self._turns = self._few_turns = _turns(((), ()), VERSION_COUNT)
         self._seen = (b"", (), ())
+        self._all = ((), ()), ((), ())
 
     def _samples(self) -> bytes:
         """The words to compare as they are now."""

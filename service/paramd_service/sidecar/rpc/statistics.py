@@ -21,6 +21,7 @@ from paramd import bounds
 from paramd.answers import unpacked
 from paramd.errors import AbortedError, UsageError
 from paramd.layout.stats import Runs, by_dtype
+from paramd.memory.control_page import UNCHANGED, Changes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import uncancelled
 from paramd_service.sidecar.rank import RankSidecar
@@ -354,8 +355,19 @@ def _replay(found: ReplaySnapshots, stop: Sequence[bool]) -> list[pb.ReplayedTen
         without_gradient=frozenset(note.arena_begin for note in notes if note.none),
         partial=frozenset(note.arena_begin for note in notes if note.partial_group),
         place=place_in(found.before[""].key.spans),
+        changes=changes_around(found),
     )
     return replay.replay(captured, lambda: bool(stop))
+
+
+def changes_around(found: ReplaySnapshots) -> Changes:
+    """What the script has changed before and after the update, as far as it shows in the
+    parameters before it and after it."""
+    known = found.after[""].changes
+    if not found.before[""].unsettled:
+        # Copied once it had settled, it has those changes.
+        return known._replace(resting=UNCHANGED)
+    return known
 
 
 def place_in(spans: Sequence[tuple[int, int]]) -> Callable[[int, int], int | None]:

@@ -33,6 +33,7 @@ from typing import Any
 from paramd.errors import ConflictError, DeniedError, ExhaustedError, NotFoundError
 from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
+from paramd.memory.control_page import NO_CHANGES, Changes
 from paramd.memory.descriptors import pages
 from paramd.memory.device_arena import DeviceReader
 from paramd.memory.gate import CopySpan
@@ -167,6 +168,8 @@ class Snapshot:
     """As in `paramd.v1.Header`."""
     proof: int = 0
     """Proof of the copy, as in `memory.gate.State`; 0 if it cannot be shared, or of a mirror."""
+    changes: Changes = NO_CHANGES
+    """What its trainer knew of changes outside of its update when it was copied."""
     is_true: bool = False
     """The state is over, and no change outside of updates was found in it."""
     token: int = 0

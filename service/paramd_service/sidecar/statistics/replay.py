@@ -7,12 +7,13 @@ same only with the same code, memory layout and number of threads, so the traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from paramd.memory.control_page import NO_CHANGES, Changed, Changes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.statistics.pooling import WORDS
 
@@ -22,6 +23,12 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "torch.optim.sgd.SGD": torch.optim.SGD,
 }
 """Optimizers whose state is all in `facts`, element by element."""
+
+FEW = 64
+"""Damage changes few elements; a script's own arithmetic changes many."""
+
+CHANGED_BEFORE = "not proven: the script changed parameters right before the update"
+CHANGED_AFTER = "not proven: the script changed it after the update, before training went on"
 
 Place = Callable[[int, int], int | None]
 """(arena byte, size) -> byte of the snapshots; None unless they have all of it."""
@@ -42,6 +49,8 @@ class Captured:
     partial: frozenset[int]
     """First arena bytes of pieces whose gradient is a summand."""
     place: Place
+    changes: Changes = NO_CHANGES
+    """What the script has changed before and after the update."""
 
 
 def replay(captured: Captured, stopped: Callable[[], bool]) -> list[pb.ReplayedTensor]:
@@ -59,6 +68,31 @@ def replay(captured: Captured, stopped: Callable[[], bool]) -> list[pb.ReplayedT
                 found += _one(captured, param, group, name)
     finally:
         torch.set_num_threads(1)
+    return without_the_scripts(found, captured.changes)
+
+
+def without_the_scripts(
+    rows: Sequence[pb.ReplayedTensor], changes: Changes
+) -> list[pb.ReplayedTensor]:
+    """The rows; those that differ are refused where the script's own changes outside of the update
+    may be why: they prove no damage."""
+    many = sum(row.differing_count for row in rows) > FEW
+
+    def shows(changed: Changed) -> bool:
+        return bool(changed & Changed.WRITTEN) or (many and bool(changed & Changed.SAMPLES))
+
+    found = []
+    for row in rows:
+        why = ""
+        if row.differing_count and shows(changes.before | changes.resting):
+            # Weight decay takes such a change into the optimizer's state, too.
+            why = CHANGED_BEFORE
+        elif row.differing_count and not row.state_key and shows(changes.after):
+            why = CHANGED_AFTER
+        unproven = pb.ReplayedTensor(
+            arena_begin=row.arena_begin, state_key=row.state_key, numel=row.numel, refused=why
+        )
+        found.append(unproven if why else row)
     return found
 
 

@@ -197,6 +197,7 @@ surface: $(TESTS) ## write the frozen public surface again, after a wanted chang
 
 security: $(TESTS) ## the tests of who gets in, as python -O runs us: no assertion keeps anybody out
 	PYTHONOPTIMIZE=1 $(BIN)/pytest -q -n 2 --dist loadfile -W ignore::pytest.PytestConfigWarning $(SECURITY_TESTS)
+	$(BIN)/python -m tests.doors
 
 bench: $(INTEGRATIONS) ## the benchmarks behind docs/speed.md
 	$(BIN)/python -m benchmarks

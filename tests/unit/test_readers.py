@@ -196,7 +196,7 @@ def found() -> frozenset[str]:
 
 
 def test_every_place_that_reads_has_a_bound() -> None:
-    assert found() - READERS.keys() == set(), "read it by a helper of paramd.answers"
+    assert found() - READERS.keys() == set(), "read by a helper of paramd.answers, or name it"
 
 
 def test_the_table_has_no_place_that_is_gone() -> None:

@@ -208,14 +208,14 @@ def _follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
             f"it: paramd exports {short} --cancel"
         )
         raise
-    from paramd.mesh.results import differ_text
+    from paramd.mesh.results import differ_text, unsettled_text
 
     check_done(found)
     took_s = (found.ended_s if found.ended_s is not None else found.created_s) - found.created_s
     say(
         f"{found.destination}: {size(found.size_bytes)} of step {found.step} in "
         f"{len(found.files)} files, {seconds(took_s)}"
-        f"{differ_text(found.replicas_differ)}"
+        f"{unsettled_text(unsettled=found.unsettled, label='')}{differ_text(found.replicas_differ)}"
     )
     if found.missing:
         names = ", ".join(found.missing[:4]) + " ..." * (len(found.missing) > 4)
@@ -268,7 +268,10 @@ def _show_one(target: Target, mesh: Mesh, export_id: str, *, cancel: bool, wait:
     if target.format in (Format.JSON, Format.JSONL):
         _show(target, mesh, [found])
         return
-    say(f"{found.destination}: {found.state}, step {found.step} {found.reason}".rstrip())
+    from paramd.mesh.results import unsettled_text
+
+    rests = unsettled_text(unsettled=found.unsettled, label="")
+    say(f"{found.destination}: {found.state}, step {found.step}{rests} {found.reason}".rstrip())
     target.show("files", found.raw["files"], FILE_COLUMNS, job=mesh.job, id=found.id)
 
 

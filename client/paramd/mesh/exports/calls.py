@@ -103,6 +103,8 @@ class ExportInfo(Document):
     tensors nor JSON; at most 1,000 names. Empty in lists."""
     replicas_differ: tuple[str, ...] | None = None
     """As in `Summoned`; at most 1,000. None in lists."""
+    unsettled: bool = False
+    """Training had not continued after update `step` when the parameters were copied."""
 
     def __repr__(self) -> str:
         reason = f", {self.reason}" if self.reason else ""

@@ -1907,6 +1907,12 @@ export interface components {
              * @description -1 until a step is pinned.
              */
             step: number;
+            /**
+             * Unsettled
+             * @description Training had not continued after update `step` when the parameters were copied.
+             * @default false
+             */
+            unsettled: boolean;
             /** Written Bytes */
             written_bytes: number;
         };

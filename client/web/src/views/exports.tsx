@@ -103,7 +103,7 @@ function One(props: { one: ExportInfo; roots: Roots; mayExport: boolean; onChang
         </strong>
         <span>{one.format}</span>
         <span className="faint">
-          {one.step >= 0 ? `step ${count(one.step)} of run ${one.incarnation}, ` : ""}
+          {one.step >= 0 ? `step ${count(one.step)} of run ${one.incarnation}${one.unsettled ? " (not settled)" : ""}, ` : ""}
           {clock(one.created_s)}, {duration(Math.max(0, took))}, by {one.actor}
           {one.schedule ? `, schedule ${one.schedule.slice(0, 8)}` : ""}
           {one.removed ? ", removed by its schedule" : ""}

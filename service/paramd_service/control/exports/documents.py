@@ -420,13 +420,16 @@ def export_document(
     """The document of a stored export. `size` is (total, written) in bytes; None sums the files."""
     if size is None:
         size = sum(one.size_bytes for one in files), sum(one.written_bytes for one in files)
-    told = export_pb2.ExportPlan.FromString(row.plan if files else b"")
+    pinned = export_pb2.ExportPlan.FromString(row.plan)
+    # Names by the thousand are told of one export, not in lists.
+    told = pinned if files else export_pb2.ExportPlan()
     differ = tuple(told.replicas_differ[:MAX_MISSING]) if told.replicas_compared else None
     return read_document(
         ExportInfo,
         asdict(row),
         missing=tuple(told.missing[:MAX_MISSING]),
         replicas_differ=differ,
+        unsettled=pinned.unsettled,
         files=tuple(read_document(ExportFile, asdict(file)) for file in files),
         size_bytes=size[0],
         written_bytes=size[1],

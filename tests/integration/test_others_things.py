@@ -316,6 +316,12 @@ TABLE: dict[tuple[str, str], Row] = {
     ("cancel_export", "export"): Row(
         OF_JOB, refused("cancel_export", "DELETE", "/exports/<export>", 404)
     ),
+    ("load_export", "export"): Row(
+        OF_JOB, refused("load_export", "POST", "/exports/<export>/load", 404, json={})
+    ),
+    ("load_export", "id"): Row(
+        OF_JOB, refused("load_export", "POST", "/exports/<export>/load", 404, json={"id": "<edit>"})
+    ),
     ("delete_schedule", "schedule"): Row(
         OF_JOB, refused("delete_schedule", "DELETE", "/export-schedules/<schedule>", 404)
     ),
@@ -423,7 +429,8 @@ PLAIN = {
     "limit", "order", "state", "offset_bytes", "wait_s", "force", "heat", "gather", "every", "kind",
     "begin_s", "end_s", "max_points", "sort", "mode", "rows", "columns", "row_dims", "bins", "low",
     "high", "k", "buffers", "histogram", "steps", "lines", "log_lines", "lease_s", "timeout_s",
-    "ttl_s", "role", "note", "data", "dry_run", "if_step", "reset_moments", "allow_nonfinite",
+    "ttl_s", "role", "note", "data", "dry_run", "if_step", "preview", "reset_moments",
+    "allow_nonfinite",
     "dtype", "every_steps", "format", "include", "keep_every", "keep_last", "max_shard_size",
     "tied", "verify", "merge", "replace", "incarnation_floor", "world_size", "if-none-match",
     # Of the job of the path: its tensors, ranks, steps and groups.

@@ -70,7 +70,7 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
     assert "<b>why</b>" in row.inner_text()
     assert f"{told['step']:,}" in row.inner_text()
     dry = next(edit for edit in door.get("edits")["edits"] if edit["dry_run"])
-    assert "dry run" in page.locator(f"tr[data-edit='{dry['id']}']").inner_text()
+    assert "DRY RUN" in page.locator(f"tr[data-edit='{dry['id']}']").inner_text()
     row.get_by_role("button", name="Undo").click()
     question = page.get_by_role("dialog")
     assert "What they have learned since is lost" in question.inner_text()
@@ -86,6 +86,7 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
 
 def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) -> None:
     tab.open("params")  # as in the header of every view
+    tab.page.get_by_text("Actions", exact=True).click()
     tab.page.get_by_role("button", name="Restore point …").click()
     tab.page.get_by_role("dialog").get_by_label("Name").fill("safe")
     tab.page.get_by_role("button", name="Create it").click()
@@ -110,7 +111,9 @@ def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) 
     edit = next(one for one in door.get("edits")["edits"] if one["rollback"])
     assert (edit["state"], edit["note"]) == ("APPLIED", "loss jumped")
     assert edit["rollback"] == {"mark": "safe", "step": mark["step"]}
-    tab.page.get_by_role("table", name="Edits").get_by_text("rolls back to mark safe").wait_for()
+    tab.page.get_by_role("table", name="Edits").get_by_text(
+        "rolls back to restore point safe"
+    ).wait_for()
     tab.open("overview")
     tab.page.locator('li[data-kind="mark"]').get_by_text("safe").wait_for()
     tab.open("edits")

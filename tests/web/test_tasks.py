@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.longer import busy
 from tests.web.conftest import watched
@@ -116,17 +120,73 @@ def test_why_is_it_slow(tab: Tab, door: Door) -> None:
         found.wait_for(timeout=DEAD_END_S * 1000 * busy())
 
 
-def test_a_checkpoint_now_and_where_it_is(tab: Tab, door: Door, exports: Path) -> None:
-    with begun(tab, "checkpoint now, where is it", most=2) as task:
+def test_a_checkpoint_now_where_it_is_and_loaded(
+    tab: Tab, door: Door, exports: Path, tmp_path: Path
+) -> None:
+    """Named after the step that it holds; its lines load it; one button puts it back."""
+    with begun(tab, "checkpoint now, where is it", most=3) as task:
+        task.click(task.page.get_by_text("Actions", exact=True))
         task.press("Checkpoint …")
-        key = task.page.get_by_label("Folder name").input_value()
+        assert task.page.get_by_label("Folder name").input_value() == "step-{step}"
         task.press("Write it")
-        shown = task.page.locator("li[data-export]").filter(has_text=key)
+        shown = task.page.locator("li[data-export]").first
         shown.get_by_text("DONE").wait_for()
-        assert list((exports / key).glob("*.safetensors"))
-        assert shown.locator("code").first.inner_text() == f"{exports}/{key}"
-        shown.get_by_text("load_state_dict").first.wait_for()
+        made = door.get("exports")["exports"][0]
+        assert made["destination"] == f"local/step-{made['step']}"
+        place = exports / f"step-{made['step']}"
+        assert shown.locator("code").first.inner_text() == str(place)
+        lines = shown.get_by_role("region", name="Lines that load").inner_text()
         shown.get_by_role("button", name="Download").first.wait_for()
+    (tmp_path / "lines.py").write_text(lines)
+    (file,) = place.glob("*.safetensors")
+    out = tmp_path / "loaded.pt"
+    command = [sys.executable, "-m", "tests.web.loads", str(tmp_path / "lines.py"), str(out)]
+    subprocess.run(command, check=True, timeout=120 * busy())
+    written = load_file(file)
+    for kind, state in torch.load(out).items():
+        assert state.keys() == written.keys(), kind
+        assert all(torch.equal(state[name], value) for name, value in written.items()), kind
+
+
+def test_a_checkpoint_is_loaded_back(tab: Tab, door: Door, exports: Path) -> None:
+    """A dry run, then all ranks at one step; a damaged one is refused."""
+
+    def bias() -> float:
+        return float(door.get("params/stats", filter="still.bias")["stats"][0]["max"])
+
+    before = bias()
+    made = door.post(f"/jobs/{JOB}/exports", {"destination": "local/back-{step}"})
+    wait_for("the export", lambda: door.get(f"exports/{made['id']}")["state"] == "DONE")
+    edit = {"ops": [{"pattern": "still.bias", "op": "fill", "value": 7.0}]}
+    door.post(f"/jobs/{JOB}/edits", edit)
+    wait_for("the edit", lambda: bias() == 7.0)
+    with begun(tab, "checkpoint loaded back", most=5) as task:
+        task.go("Exports")
+        shown = task.page.locator(f"li[data-export='{made['id']}']")
+        task.click(shown.get_by_role("button", name="Load …"))
+        dialog = task.page.get_by_role("dialog")
+        task.click(dialog.get_by_role("button", name="Dry run"))
+        patience_ms = 60_000 * busy()
+        dialog.get_by_text("DRY RUN: nothing has changed yet").wait_for(timeout=patience_ms)
+        assert bias() == 7.0
+        task.click(dialog.get_by_role("button", name="Load it"))
+        dialog.get_by_text("Loaded on all ranks at step").wait_for(timeout=patience_ms)
+        assert bias() == before
+        task.press("Close", exact=True)
+    (done,) = (one for one in door.get("edits")["edits"] if one["note"].startswith("loaded local/"))
+    assert (done["state"], done["undo"]["possible"]) == ("APPLIED", True)
+    # A checkpoint that was damaged since is refused, and nothing waits for its values.
+    (file,) = (exports / door.get(f"exports/{made['id']}")["destination"].split("/")[1]).glob(
+        "*.safetensors"
+    )
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    shown.get_by_role("button", name="Load …").click()
+    dialog.get_by_role("button", name="Dry run").click()
+    dialog.get_by_text("its checksum differs").wait_for(timeout=patience_ms)
+    assert door.get("edits")["edits"][0]["state"] == "ABORTED"
+    # The browser itself tells the console of the refusal.
+    assert all("409" in message for message in tab.messages), tab.messages
+    tab.messages.clear()
 
 
 def test_pause_three_steps_and_resume(tab: Tab, door: Door) -> None:

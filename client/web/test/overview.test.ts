@@ -10,7 +10,7 @@ import { indexTicks, roundStep, valueTicks } from "../src/lib/ticks";
 import { changeBefore, drawnOf, editText, type Happening, linesOf, sizeOf, timelineOf } from "../src/lib/timeline";
 
 const JOB: JobSummary = {
-  job: "run", incarnation: 1, world_size: 2, joined_count: 2, step: 9, state: "ok", reason: "", pause: "running",
+  job: "run", incarnation: 1, world_size: 2, joined_count: 2, alive_count: 2, step: 9, state: "ok", reason: "", pause: "running",
   critical_count: 0, warning_count: 0, health: "ok", why: "", cause: "",
 };
 const WELL: Known = { summary: JOB, values: { bad: 0, first: "", why: "" }, silentMs: 1000, problem: null };
@@ -107,7 +107,7 @@ describe("the timeline of marks and rollbacks", () => {
   it("says what a rollback goes back to, and what is set", () => {
     const back = edit("a", 20, { ops: [], rollback: { mark: "safe", step: 1500 } });
     const set = edit("b", 21, { ops: [], hyperparameters: { optimizer: 0, group: 1, values: { lr: 0.5, betas: [0.5, 0.75] } } });
-    expect(editText(back)).toBe(`rolls back to mark safe, step ${count(1500)}`);
+    expect(editText(back)).toBe(`rolls back to restore point safe, step ${count(1500)}`);
     expect(editText(set)).toBe("sets lr = 0.5; betas = 0.5, 0.75 in group 1 of optimizer 0");
   });
 });

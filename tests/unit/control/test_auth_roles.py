@@ -38,6 +38,7 @@ EXPECTED: dict[tuple[str, str], set[UserRole]] = {
     ("POST", "/api/v1/jobs/{job}/exports"): {X, A},
     ("GET", "/api/v1/jobs/{job}/exports/{export}"): EVERYBODY,
     ("DELETE", "/api/v1/jobs/{job}/exports/{export}"): {X, A},
+    ("POST", "/api/v1/jobs/{job}/exports/{export}/load"): {E, A},
     ("POST", "/api/v1/jobs/{job}/export-assets"): {X, A},
     ("GET", "/api/v1/jobs/{job}/export-file"): {E, A},
     ("GET", "/api/v1/jobs/{job}/export-schedules"): EVERYBODY,

@@ -364,7 +364,7 @@ async def make_edit(
     edit = await calls.create(new_edit_id(), ops, terms, deadline_s)
     if with_data and not edit.ended:
         try:
-            await _upload(reach, transfer, edit.id, ops, terms, sending)
+            await upload(reach, transfer, edit.id, ops, terms, sending)
         except BaseException:
             # Free the staged operands now rather than when the edit expires.
             with suppress(ParamdError):
@@ -380,7 +380,7 @@ async def make_edit(
     return check_applied(await calls.ended(edit, deadline_s)) if wait else edit
 
 
-async def _upload(
+async def upload(
     reach: SidecarFinder,
     transfer: Transfer,
     edit_id: str,
@@ -388,6 +388,7 @@ async def _upload(
     terms: EditTerms,
     sending: Sending,
 ) -> None:
+    """Send the operands of an edit that waits for them. Raises as `AsyncMesh.edit`."""
     from paramd.mesh.edits.operands import prepare  # imports torch
 
     async def attempt(sidecars: Sidecars) -> None:

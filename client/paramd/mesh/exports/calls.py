@@ -34,7 +34,7 @@ from paramd.errors import (
 from paramd.inside import own_wait
 from paramd.layout.exports.files import EXPORT_ENDS, ExportState
 from paramd.layout.exports.safetensors import MODEL_FILES, SAFETENSORS, SUFFIX
-from paramd.layout.types import Layout, TensorKind
+from paramd.layout.types import Layout, TensorKind, TensorLayout
 from paramd.memory.left import check_client
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import JobRest, segment
@@ -583,6 +583,15 @@ def joined_parts(
     return found
 
 
+def loaded_names(layout: Layout) -> list[str]:
+    """The tensors that an export restores, in the order of `values_of`."""
+    return [one.fqn for one in _restored(layout)]
+
+
+def _restored(layout: Layout) -> list[TensorLayout]:
+    return [one for one in layout.tensors if one.kind is not TensorKind.BUFFER and one.numel]
+
+
 def values_of(
     layout: Layout, tensors: Mapping[str, torch.Tensor], renamed: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
@@ -593,9 +602,7 @@ def values_of(
     differs.
     """
     found: dict[str, torch.Tensor] = {}
-    for one in layout.tensors:
-        if one.kind is TensorKind.BUFFER or not one.numel:
-            continue
+    for one in _restored(layout):
         names = [renamed.get(name, name) for name in (one.fqn, *one.aliases)]
         value = next((tensors[name] for name in names if name in tensors), None)
         if value is None:

@@ -451,6 +451,29 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/exports/{export}/load": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Load Export
+         * @description Load the parameters of a finished safetensors export back into the running training, as
+         *     one edit: on all ranks at one step, or on none. Buffers stay as they are, and so does the
+         *     optimizer's state without `reset_moments`. The control plane's host reads the files.
+         *     Idempotent by id.
+         */
+        post: operations["load_export"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/grads": {
         parameters: {
             query?: never;
@@ -2448,6 +2471,11 @@ export interface components {
          */
         JobDocument: {
             /**
+             * Alive Count
+             * @description Ranks whose trainer is known to be alive
+             */
+            alive_count: number;
+            /**
              * Cause
              * @description Id of the alert that is the likely cause; empty: none is
              */
@@ -2598,6 +2626,11 @@ export interface components {
          */
         JobSummary: {
             /**
+             * Alive Count
+             * @description Ranks whose trainer is known to be alive
+             */
+            alive_count: number;
+            /**
              * Cause
              * @description Id of the alert that is the likely cause; empty: none is
              */
@@ -2706,6 +2739,41 @@ export interface components {
              * @default 30
              */
             lease_s: number;
+        };
+        /**
+         * LoadRequest
+         * @description How to load an export back into the running training.
+         */
+        LoadRequest: {
+            /**
+             * Id
+             * @description Id of the edit; as in create_edit
+             */
+            id?: string | null;
+            /**
+             * Note
+             * @description Reason; empty: names the export
+             * @default
+             */
+            note: string;
+            /**
+             * Preview
+             * @description Only send the values to the ranks, and compute the statistics before and after; commit_edit then applies them, abort_edit frees them
+             * @default false
+             */
+            preview: boolean;
+            /**
+             * Reset Moments
+             * @description Zero the optimizer's state
+             * @default false
+             */
+            reset_moments: boolean;
+            /**
+             * Wait S
+             * @description Seconds to wait for it to end
+             * @default 30
+             */
+            wait_s: number;
         };
         /**
          * LogTail
@@ -4513,6 +4581,7 @@ export type JobSummary = components['schemas']['JobSummary'];
 export type LargestRow = components['schemas']['LargestRow'];
 export type LeaseDocument = components['schemas']['LeaseDocument'];
 export type LeaseRequest = components['schemas']['LeaseRequest'];
+export type LoadRequest = components['schemas']['LoadRequest'];
 export type LogTail = components['schemas']['LogTail'];
 export type Mark = components['schemas']['Mark'];
 export type MarkList = components['schemas']['MarkList'];
@@ -5284,6 +5353,35 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["ExportInfo"];
+                };
+            };
+        };
+    };
+    load_export: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                /** @description Its id, or its first characters */
+                export: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["LoadRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Edit"];
                 };
             };
         };

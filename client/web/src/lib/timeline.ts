@@ -64,7 +64,7 @@ function ofEdit(edit: Edit): Happening {
 /** An edit on one line: its operations with the patterns as they were asked for. */
 export function editText(edit: Edit): string {
   if (edit.rollback) {
-    return `rolls back to ${edit.rollback.mark ? `mark ${edit.rollback.mark}, ` : ""}step ${count(edit.rollback.step)}`;
+    return `rolls back to ${edit.rollback.mark ? `restore point ${edit.rollback.mark}, ` : ""}step ${count(edit.rollback.step)}`;
   }
   if (edit.hyperparameters) {
     const { optimizer, group, values } = edit.hyperparameters;
@@ -202,7 +202,7 @@ export function linesOf(
   const lines = events
     .flatMap((one) => {
       const xAxis = place(one);
-      return xAxis === null ? [] : [{ name: one.kind === "restart" ? `run ${one.incarnation}` : (one.kind as string), xAxis }];
+      return xAxis === null ? [] : [{ name: one.kind === "restart" ? `run ${one.incarnation}` : one.kind === "mark" ? "restore point" : (one.kind as string), xAxis }];
     })
     .filter((line) => line.xAxis >= begin && line.xAxis <= end)
     .sort((a, b) => a.xAxis - b.xAxis);

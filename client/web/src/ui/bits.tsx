@@ -90,7 +90,7 @@ export function toneOf(state: string): Tone {
 
 export function Badge(props: { state: string; tone?: Tone }): ReactNode {
   const { state, tone } = props;
-  return <span className={`badge ${tone ?? toneOf(state)}`}>{state}</span>;
+  return <span className={`badge ${tone ?? toneOf(state)}${state === "DRY RUN" ? " as-is" : ""}`}>{state}</span>;
 }
 
 /** Paths that are not of one job. */
@@ -120,6 +120,21 @@ export function Line(props: { children: string }): ReactNode {
         {copied ? "Copied" : "Copy"}
       </button>
     </span>
+  );
+}
+
+/** Several lines to be copied whole. */
+export function Snippet(props: { label: string; children: string }): ReactNode {
+  const [copied, setCopied] = useState(false);
+  return (
+    <div className="snippet">
+      <pre className="log" tabIndex={0} role="region" aria-label={props.label}>
+        {props.children}
+      </pre>
+      <button type="button" className="small" onClick={() => void navigator.clipboard?.writeText(props.children).then(() => setCopied(true))}>
+        {copied ? "Copied" : "Copy"}
+      </button>
+    </div>
   );
 }
 

@@ -5,6 +5,7 @@ import { createContext, useContext, useEffect, useMemo, useState, type ReactNode
 import type { JobList, JobSummary, SessionDocument } from "../api/schema";
 import { follow } from "../api/sse";
 import { get, urlOf } from "../api/client";
+import { plural } from "../lib/format";
 import { type Health, healthOf, UNCHECKED, type Values } from "../lib/health";
 import { type Live, NOTHING, withEvent, withProblem } from "../lib/live";
 import { type Polled, useNow, usePoll, useSettled } from "./hooks";
@@ -31,11 +32,25 @@ export function useShared(): Shared {
 }
 
 const OF_TRAINING: ReadonlySet<Action> = new Set(["edit", "edit-any", "export", "attach"]);
+/** What needs the trainers to reach a step; their memory is read, and written to disk, without them. */
+const OF_TRAINERS: ReadonlySet<Action> = new Set(["edit", "edit-any"]);
+
+/** Why no trainer can do anything; empty: some are alive, or may yet come. */
+export function whyDead(summary: JobSummary | null): string {
+  if (!summary || summary.alive_count > 0 || summary.state === "ended" || summary.state === "starting") return "";
+  return `0 of ${plural(summary.world_size, "trainer")} ${summary.world_size === 1 ? "is" : "are"} alive; to go on, start the training again`;
+}
+
+/** Whether the token allows it, whatever the training does. */
+export function useHas(action: Action): boolean {
+  return useShared().session.actions.includes(action);
+}
 
 /** Why it cannot be done; empty: it can. */
 export function useWhyNot(action: Action): string {
   const { session, summary } = useShared();
   if (summary?.state === "ended" && OF_TRAINING.has(action)) return "The job has ended; what is shown is what was recorded";
+  if (OF_TRAINERS.has(action) && session.actions.includes(action)) return whyDead(summary);
   if (session.actions.includes(action)) return "";
   return session.readonly ? "This control plane is read-only" : `The role ${session.role} may not ${action}`;
 }

@@ -1,11 +1,12 @@
 /** Alerts with one cause as one item. */
 
-import { type ReactNode, useState } from "react";
+import { type ReactNode, useMemo, useState } from "react";
 
 import { get } from "../api/client";
-import type { Alert } from "../api/schema";
+import type { Alert, LogTail } from "../api/schema";
 import { type Cause, ruleText } from "../lib/causes";
 import { clock, count, duration } from "../lib/format";
+import { lineText, tracebackOf } from "../lib/logs";
 import { placeHash } from "../lib/route";
 import { Badge, Name } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
@@ -73,24 +74,60 @@ function Lost(props: { alert: Alert }): ReactNode {
   const maySee = useMay("logs");
   const log = usePoll(
     maySee ? `${job}/ranks/${rank}/log` : null,
-    (signal) => get("/api/v1/jobs/{job}/ranks/{rank}/log", { path: { job, rank }, query: { lines: 5 }, signal }),
+    (signal) => get("/api/v1/jobs/{job}/ranks/{rank}/log", { path: { job, rank }, query: { lines: LINES }, signal }),
     0,
   );
   return (
     <>
-      {log.data?.logs
-        .filter((one) => one.lines.length > 0)
-        .map((one) => (
-          <pre key={one.source} className="log" tabIndex={0} role="region" aria-label={`Last lines of rank ${rank}: ${one.source}`}>
-            {one.lines.join("\n")}
-          </pre>
-        ))}
+      <LogEnds rank={rank} logs={log.data?.logs ?? NO_LOGS} />
       <p className="faint">
         To go on from the last step, start the training again (with resume="auto"). To free the memory of what is left: <code>paramd cleanup {job}</code>
       </p>
     </>
   );
 }
+
+/** The traceback first, and whole; then the last lines of each log. */
+function LogEnds(props: { rank: number; logs: readonly LogTail[] }): ReactNode {
+  const { rank, logs } = props;
+  const found = useMemo(() => {
+    const all = logs.flatMap((one) => tracebackOf(one.lines, rank) ?? []);
+    return all.find((one) => one.rank === rank) ?? all.find((one) => one.rank === -1) ?? all[0];
+  }, [logs, rank]);
+  return (
+    <>
+      {found && (
+        <>
+          <p className="faint">
+            {found.rank === -1 ? `The traceback in the log of rank ${rank}` : `Traceback of rank ${found.rank}`}
+            {found.rank !== -1 && found.rank !== rank ? `; rank ${rank} left none` : ""}:
+          </p>
+          <pre className="log wrapped" tabIndex={0} role="region" aria-label={`Traceback, rank ${found.rank === -1 ? rank : found.rank}`}>
+            {found.lines.join("\n")}
+          </pre>
+        </>
+      )}
+      {logs
+        .filter((one) => one.lines.length > 0)
+        .map((one) => (
+          <details key={one.source} open={!found}>
+            <summary className="faint">
+              Last lines of {one.source}, rank {rank}
+            </summary>
+            <pre className="log wrapped" tabIndex={0} role="region" aria-label={`Last lines of rank ${rank}: ${one.source}`}>
+              {one.lines.slice(-LAST).map(lineText).join("\n")}
+            </pre>
+          </details>
+        ))}
+    </>
+  );
+}
+
+const NO_LOGS: readonly LogTail[] = [];
+/** A traceback through torch and a launcher is this long. */
+const LINES = 300;
+/** Of each log, beside the traceback. */
+const LAST = 8;
 
 function Members(props: { alerts: readonly Alert[] }): ReactNode {
   const { alerts } = props;

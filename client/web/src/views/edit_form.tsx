@@ -51,7 +51,7 @@ export function EditForm(): ReactNode {
   return (
     <Panel
       title="Change parameters"
-      source={tried && <Source what="dry run" at={tried.at} step={tried.edit.step} incarnation={tried.edit.incarnation} />}
+      source={tried && <Source what="DRY RUN" at={tried.at} step={tried.edit.step} incarnation={tried.edit.incarnation} />}
     >
       <form className="form" onSubmit={dry} aria-label="Edit">
         <Text label="Parameters (names or globs, optionally with a slice)" wide="full" name="pattern" mono placeholder="layers.0.up.weight[0:4]" value={pattern} onChange={(value) => { setPattern(value); setTried(null); }} />

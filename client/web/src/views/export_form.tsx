@@ -4,6 +4,7 @@ import { type FormEvent, type ReactNode, useState } from "react";
 
 import { post } from "../api/client";
 import type { DestinationDocument, ExportRequest, ScheduleRequest } from "../api/schema";
+import { defaultKey, STEP } from "../lib/checkpoint";
 import { Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { Select, Text, Tick, useSending } from "../ui/form";
@@ -14,11 +15,14 @@ type When = "now" | "steps";
 export interface Draft {
   name: string;
   key: string;
-  format: "safetensors" | "dcp";
+  format: "safetensors" | "dcp" | "peft";
   shard: string;
   dtype: "" | NonNullable<ExportOptions["dtype"]>;
   buffers: boolean;
   optimizer: boolean;
+  merge: boolean;
+  adapter: string;
+  weightsFrom: string;
   overwrite: boolean;
   verify: boolean;
   when: When;
@@ -36,6 +40,9 @@ export const EMPTY: Draft = {
   dtype: "",
   buffers: true,
   optimizer: false,
+  merge: false,
+  adapter: "",
+  weightsFrom: "",
   overwrite: false,
   verify: true,
   when: "now",
@@ -58,7 +65,11 @@ function optionsOf(draft: Draft, name: string): ExportOptions {
     name_map: {},
     patterns: [],
     timeout_s: TIMEOUT_S,
-    assets: [], replica: 0, adapter: "", merge: false, weights_from: "",
+    assets: [],
+    replica: 0,
+    adapter: draft.merge || draft.format === "peft" ? draft.adapter.trim() : "",
+    merge: draft.merge,
+    weights_from: draft.weightsFrom.trim(),
   };
 }
 
@@ -82,8 +93,8 @@ export function ExportForm(props: {
   onStarted: () => void;
 }): ReactNode {
   const { destinations, at, onStarted } = props;
-  const { job } = useShared();
-  const [draft, setDraft] = useState<Draft>(EMPTY);
+  const { job, jobs } = useShared();
+  const [draft, setDraft] = useState<Draft>({ ...EMPTY, key: defaultKey(job, jobs) });
   const { busy, problem, send } = useSending();
   const set = (patch: Partial<Draft>): void => setDraft({ ...draft, ...patch });
   const name = draft.name || destinations[0]?.name || "";
@@ -117,17 +128,21 @@ export function ExportForm(props: {
         <Select label="Format" name="format" value={draft.format} options={FORMATS} onChange={(format) => set({ format: format as Draft["format"] })} />
         {draft.format === "safetensors" && <Text label="Largest file" name="shard" value={draft.shard} onChange={(shard) => set({ shard })} />}
         <Select label="dtype" name="dtype" value={draft.dtype} options={DTYPES} onChange={(dtype) => set({ dtype: dtype as Draft["dtype"] })} />
+        <Text label="Averaged weights" name="weights_from" placeholder="none: as trained" value={draft.weightsFrom} onChange={(weightsFrom) => set({ weightsFrom })} />
+        {(draft.merge || draft.format === "peft") && <Text label="Adapter" name="adapter" placeholder="the only one" value={draft.adapter} onChange={(adapter) => set({ adapter })} />}
         <Select label="When" name="when" value={draft.when} options={WHENS} onChange={(when) => set({ when: when as When })} />
         {later && <Text label="Every" name="every" numeric min={1} required value={draft.every} onChange={(every) => set({ every })} />}
         {later && <Text label="Keep the last" name="keep" numeric min={1} value={draft.keep} onChange={(keep) => set({ keep })} />}
         <div className="actions full">
-          {(["buffers", "optimizer", "overwrite", "verify"] as const).map((each) => (
-            <Tick key={each} label={each} checked={draft[each]} onChange={(checked) => set({ [each]: checked })} />
+          {TICKS.map(([each, label]) => (
+            <Tick key={each} label={label} checked={draft[each]} onChange={(checked) => set({ [each]: checked })} />
           ))}
           <button type="submit" className="main" disabled={busy || !draft.key.trim() || !counted}>
             {later ? "Schedule" : "Export"}
           </button>
+          {draft.key.includes(STEP) && <span className="faint">{STEP} becomes the step of the files</span>}
           {!draft.key.trim() && <span className="faint">enter a folder name first: files are written there</span>}
+          {draft.weightsFrom.trim() && <span className="faint">the name of a model given to attach, of a state that the optimizers keep (such as ema), or schedule-free</span>}
           {!counted && <span className="faint">both numbers are whole, 1 or more; without “Keep the last” all are kept</span>}
         </div>
       </form>
@@ -136,7 +151,8 @@ export function ExportForm(props: {
   );
 }
 
-const FORMATS = [["safetensors", "safetensors"], ["dcp", "dcp (torch.distributed.checkpoint)"]] as const;
+const FORMATS = [["safetensors", "safetensors"], ["dcp", "dcp (torch.distributed.checkpoint)"], ["peft", "peft (the adapter alone)"]] as const;
+const TICKS = [["buffers", "buffers"], ["optimizer", "optimizer"], ["merge", "merge the adapter"], ["overwrite", "overwrite"], ["verify", "verify"]] as const;
 const DTYPES = [["", "unchanged"], ["float32", "float32"], ["bfloat16", "bfloat16"], ["float16", "float16"]] as const;
 const WHENS = [["now", "now, once"], ["steps", "every n steps"]] as const;
 
@@ -154,7 +170,7 @@ export function Target(props: { all: readonly DestinationDocument[]; name: strin
   return (
     <>
       <Select label="Destination" name="destination" wide="broad" value={name} options={all.map((one) => [one.name, `${one.name} (${one.kind})`] as const)} onChange={(chosen) => onChange({ ...draft, name: chosen })} />
-      <Text label="Folder name" name="key" mono required placeholder="run-7/step-1000" value={draft.key} onChange={(key) => onChange({ ...draft, key })} />
+      <Text label="Folder name" name="key" mono required placeholder={`step-${STEP}`} value={draft.key} onChange={(key) => onChange({ ...draft, key })} />
     </>
   );
 }

@@ -5,12 +5,14 @@ import { type ReactNode, useState } from "react";
 import { del, exportFile, get } from "../api/client";
 import type { ExportInfo } from "../api/schema";
 import { bytes, clock, count, duration } from "../lib/format";
-import { Badge, Bar, Empty, Line, Name, Panel, Source, Trouble } from "../ui/bits";
-import { useMay, useShared, useWhyNot } from "../ui/context";
+import { loadText } from "../lib/checkpoint";
+import { Badge, Bar, Empty, Line, Name, Panel, Snippet, Source, Trouble } from "../ui/bits";
+import { useHas, useMay, useShared, useWhyNot } from "../ui/context";
 import { useSending } from "../ui/form";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
 import { save } from "../ui/save";
 import { ExportForm } from "./export_form";
+import { Load, whyNoLoad } from "./load";
 
 const UNDER_WAY = new Set(["PLANNED", "RUNNING", "VERIFYING"]);
 
@@ -90,6 +92,11 @@ function One(props: { one: ExportInfo; roots: Roots; mayExport: boolean; onChang
   const now = useNow();
   const { problem, send } = useSending();
   const [open, setOpen] = useQuery("export");
+  const [loading, setLoading] = useState(false);
+  const noEdit = useWhyNot("edit");
+  const admin = useMay("administer");
+  const whyNot = noEdit || whyNoLoad(one);
+  const place = placeOf(one, props.roots);
   const working = UNDER_WAY.has(one.state);
   const took = (one.ended_s ?? now / 1000) - one.created_s;
   const share = one.size_bytes > 0 ? one.written_bytes / one.size_bytes : working ? 0 : 1;
@@ -112,8 +119,13 @@ function One(props: { one: ExportInfo; roots: Roots; mayExport: boolean; onChang
           {bytes(one.written_bytes)} of {bytes(one.size_bytes)}
         </span>
         <button type="button" className="small" aria-expanded={open === one.id} onClick={() => setOpen(open === one.id ? "" : one.id)}>
-          Files
+          {open === one.id ? "Less" : "Files and code"}
         </button>
+        {one.state === "DONE" && !one.removed && (
+          <button type="button" className="small" disabled={whyNot !== ""} title={whyNot} onClick={() => setLoading(true)}>
+            Load …
+          </button>
+        )}
         {mayExport && working && (
           <button type="button" onClick={cancel}>
             Cancel
@@ -126,13 +138,24 @@ function One(props: { one: ExportInfo; roots: Roots; mayExport: boolean; onChang
       {one.state === "DONE" && !one.removed && (
         <>
           <p className="faint wrap">
-            {bytes(one.size_bytes)} in <code>{placeOf(one, props.roots)}</code>
-            {props.roots.get(nameOf(one)) ? "" : ", where DIR is the place of the destination, which admins see"}. To load it there, or back into a training (to download it, see Files):
+            {bytes(one.size_bytes)} in <code>{place}</code>
+            {props.roots.get(nameOf(one)) ? "" : `, a folder of the destination ${nameOf(one)}${admin ? "" : ", whose path admins see"}`}
           </p>
-          <Line>{loadLine(one, placeOf(one, props.roots))}</Line>
-          {one.format === "safetensors" && <Line>{`paramd restore ${one.destination} --job ${job}`}</Line>}
+          {open === one.id && (
+            <>
+              <p className="faint">To load it in a script:</p>
+              <Snippet label={`Lines that load ${one.destination}`}>{loadText(one.format, place)}</Snippet>
+              {one.format === "safetensors" && (
+                <>
+                  <p className="faint">To load it into the running training from a shell:</p>
+                  <Line>{`paramd restore ${one.destination} --job ${job}`}</Line>
+                </>
+              )}
+            </>
+          )}
         </>
       )}
+      {loading && <Load one={one} onClose={() => setLoading(false)} />}
       {open === one.id && <Files id={one.id} everyMs={working ? 1000 : 0} done={one.state === "DONE" && !one.removed} destination={one.destination} />}
     </li>
   );
@@ -140,25 +163,21 @@ function One(props: { one: ExportInfo; roots: Roots; mayExport: boolean; onChang
 
 const nameOf = (one: ExportInfo): string => one.destination.split("/")[0] ?? "";
 
-/** Where its files are; DIR stands for what this role is not told. */
+/** Where its files are: the path, or the destination's name where this role is not told its path. */
 function placeOf(one: ExportInfo, roots: Roots): string {
-  return `${roots.get(nameOf(one))?.replace(/\/$/, "") || "DIR"}/${one.destination.split("/").slice(1).join("/")}`;
+  const root = roots.get(nameOf(one))?.replace(/\/$/, "");
+  return root ? `${root}/${one.destination.split("/").slice(1).join("/")}` : one.destination;
 }
 
-/** The line that loads a checkpoint. */
-function loadLine(one: ExportInfo, place: string): string {
-  if (place.startsWith("s3://")) return `aws s3 cp --recursive ${place} ${place.split("/").at(-1)}`;
-  if (one.format === "peft") return `model = PeftModel.from_pretrained(base, "${place}")`;
-  return one.format === "dcp" ? `dcp.load(state, checkpoint_id="${place}")` : `for file in Path("${place}").glob("*.safetensors"): model.load_state_dict(load_file(file), strict=False)`;
-}
 
 /** A browser holds a download in memory until it is whole. */
 const MAX_DOWNLOAD = 2 ** 31;
 
 function Files(props: { id: string; everyMs: number; done: boolean; destination: string }): ReactNode {
   const { id, everyMs, done, destination } = props;
-  const { job } = useShared();
-  const mayEdit = useMay("edit");
+  const { job, summary } = useShared();
+  const over = summary?.state === "ended";
+  const mayEdit = useHas("edit") && !over;
   const [loading, setLoading] = useState("");
   const { problem, send } = useSending();
   const download = (name: string): void => {

@@ -4,10 +4,11 @@ import { type ReactNode, useState } from "react";
 
 import { get, post } from "../api/client";
 import type { Mark } from "../api/schema";
-import { count } from "../lib/format";
+import { defaultKey, STEP } from "../lib/checkpoint";
+import { clock, count } from "../lib/format";
 import { placeHash, type View } from "../lib/route";
 import { Trouble } from "../ui/bits";
-import { useShared } from "../ui/context";
+import { useShared, whyDead } from "../ui/context";
 import { Question, Text, Tick, useSending } from "../ui/form";
 import { go, usePoll } from "../ui/hooks";
 import { type Draft, EMPTY, NoDestination, requestOf, Target } from "./export_form";
@@ -19,8 +20,8 @@ export function whyNoMark(marks: readonly Mark[] | null): string {
 }
 
 export function RestorePoint(props: { onClose: () => void }): ReactNode {
-  const { job, live } = useShared();
-  const [name, setName] = useState(`step-${Math.max(0, live.step)}`);
+  const { job } = useShared();
+  const [name, setName] = useState(() => `at ${clock(Date.now() / 1000)}`);
   const sending = useSending();
   const [made, setMade] = useState<Mark | null>(null);
   const marks = usePoll(`${job} marks now`, (signal) => get("/api/v1/jobs/{job}/marks", { path: { job }, signal }), 5000);
@@ -46,8 +47,9 @@ function Elsewhere(props: { view: View; onClose: () => void; children: ReactNode
 }
 
 export function Checkpoint(props: { onClose: () => void }): ReactNode {
-  const { job, live } = useShared();
-  const [draft, setDraft] = useState<Draft>({ ...EMPTY, key: `${job}/step-${Math.max(0, live.step)}` });
+  const { job, jobs, summary } = useShared();
+  const dead = whyDead(summary);
+  const [draft, setDraft] = useState<Draft>({ ...EMPTY, key: defaultKey(job, jobs), buffers: dead === "" });
   const sending = useSending();
   const found = usePoll("destinations", (signal) => get("/api/v1/destinations", { signal }), 0);
   const all = found.data?.destinations ?? [];
@@ -60,7 +62,10 @@ export function Checkpoint(props: { onClose: () => void }): ReactNode {
   const more = <Elsewhere view="exports" onClose={props.onClose}>More choices</Elsewhere>;
   return (
     <Question title="Write a checkpoint now?" action="Write it" sending={sending} disabled={!chosen || !draft.key.trim()} onGo={start} onClose={props.onClose} beside={more}>
-      <p>Of the next step, while training goes on; its files are checked after they are written.</p>
+      <p>
+        {dead ? "Saves the last step from the memory that is still held here, without buffers, then verifies the files." : "Saves the next step without stopping training, then verifies the files."}
+        {draft.key.includes(STEP) ? ` ${STEP} becomes the step of the files.` : ""}
+      </p>
       {found.error && <Trouble>{found.error}</Trouble>}
       {found.data && all.length === 0 && <NoDestination />}
       <div className="form">

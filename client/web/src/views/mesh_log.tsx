@@ -4,6 +4,7 @@ import { type ReactNode, useState } from "react";
 
 import { get } from "../api/client";
 import type { LogTail } from "../api/schema";
+import { lineText } from "../lib/logs";
 import { Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
@@ -53,8 +54,8 @@ function Tail(props: { rank: number; tail: LogTail }): ReactNode {
       {tail.missing ? (
         <Empty>{tail.missing}</Empty>
       ) : (
-        <pre className="log" tabIndex={0} role="region" aria-label={`${tail.source} of rank ${rank}`}>
-          {tail.lines.join("\n")}
+        <pre className="log wrapped" tabIndex={0} role="region" aria-label={`${tail.source} of rank ${rank}`}>
+          {tail.lines.map(lineText).join("\n")}
         </pre>
       )}
     </>

@@ -3,6 +3,7 @@
 import { type ReactNode, useEffect, useMemo, useState } from "react";
 
 import { get, urlOf } from "../api/client";
+import type { JobSummary } from "../api/schema";
 import { follow } from "../api/sse";
 import type { Point } from "../lib/chart";
 import { bytes, clock, count, duration, number, plural } from "../lib/format";
@@ -12,7 +13,7 @@ import { placeHash } from "../lib/route";
 import { badCount } from "../lib/stats";
 import { changeBefore, drawnOf, type Happening } from "../lib/timeline";
 import { Badge, Facts, Panel, Source, Trouble } from "../ui/bits";
-import { useMay, useShared } from "../ui/context";
+import { useMay, useShared, whyDead } from "../ui/context";
 import { usePoll } from "../ui/hooks";
 import { ChartSpace, ModeControls, SeriesChart } from "../ui/series";
 import { CauseItem } from "./causes";
@@ -37,7 +38,7 @@ export default function Overview(): ReactNode {
         <h1>{job}</h1>
         {summary && (
           <span className="faint">
-            run {summary.incarnation}, {count(summary.joined_count)} of {plural(summary.world_size, "rank")}
+            run {summary.incarnation}, {standing(summary)}
           </span>
         )}
         <span className="sources" role="group" aria-label="Charts">
@@ -56,6 +57,13 @@ export default function Overview(): ReactNode {
       <StepTimes world={summary?.world_size ?? 0} incarnation={summary?.incarnation ?? -1} events={events} />
     </>
   );
+}
+
+/** How many of the job's processes there are. */
+function standing(summary: JobSummary): string {
+  if (summary.state === "ended") return plural(summary.world_size, "rank");
+  if (summary.state !== "starting" && summary.alive_count < summary.world_size) return `${count(summary.alive_count)} of ${plural(summary.world_size, "trainer")} alive`;
+  return `${count(summary.joined_count)} of ${plural(summary.world_size, "rank")}`;
 }
 
 /** What is left to be seen of a training that is over. */
@@ -89,7 +97,7 @@ function Firing(props: { history: History }): ReactNode {
     >
       {paused && (
         <p>
-          Training is {summary?.pause}: <a href={placeHash({ job, view: "edits", query: {} })}>roll back to a mark, or resume it</a>
+          Training is {summary?.pause}: <a href={placeHash({ job, view: "edits", query: {} })}>roll back to a restore point, or resume it</a>
         </p>
       )}
       <ul className="bare" aria-label="Causes">
@@ -133,7 +141,8 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
   const loading = !ranks.data && !ranks.error;
   const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes" | "trainer_rss_bytes"): string =>
     loading ? "…" : bytes(all.reduce((total, rank) => total + rank[key], 0));
-  const paused = summary?.pause === "paused";
+  const dead = whyDead(summary) !== "";
+  const paused = summary?.pause === "paused" && !dead;
   const step = Math.max(summary?.step ?? -1, live.incarnation === summary?.incarnation ? live.step : -1);
   return (
     <Panel title="Now" source={<Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />}>
@@ -142,12 +151,12 @@ function Numbers(props: { events: readonly Happening[] }): ReactNode {
         <Facts
           rows={[
             ["step", step >= 0 ? count(step) : "–"],
-            ["steps per second", paused ? "0, paused" : Number.isFinite(middle) ? number(1 / middle, 3) : "–"],
-            ["median step time", paused ? `${duration(middle)} before the pause` : duration(middle)],
-            ["stragglers", loading ? "…" : late.length ? late.map((rank) => <a key={rank} className="spaced" href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>rank {rank}</a>) : "none"],
+            ["steps per second", dead ? "–" : paused ? "0, paused" : Number.isFinite(middle) ? number(1 / middle, 3) : "–"],
+            ["median step time", dead ? "–" : paused ? `${duration(middle)} before the pause` : duration(middle)],
+            ["stragglers", loading ? "…" : dead ? "–" : late.length ? late.map((rank) => <a key={rank} className="spaced" href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>rank {rank}</a>) : "none"],
             ["gradient norm", gradient],
             ["learning rates", <a key="lr" href={placeHash({ job, view: "edits", query: {} })}>see and set</a>],
-            ["training", summary?.pause ?? "–"],
+            ["training", dead ? "–" : (summary?.pause ?? "–")],
             ["shared parameter memory", sum("arena_bytes")],
             ["snapshot memory", sum("snapshot_bytes")],
             ["trainers' memory", sum("trainer_rss_bytes")],

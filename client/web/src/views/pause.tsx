@@ -7,8 +7,9 @@ import type { PauseState } from "../api/schema";
 import { leaseLeft } from "../lib/edits";
 import { count, holderText, plural } from "../lib/format";
 import { Badge, Trouble } from "../ui/bits";
-import { useMay, useShared } from "../ui/context";
+import { useHas, useMay, useShared, useWhyNot, whyDead } from "../ui/context";
 import { useSending } from "../ui/form";
+import { Menu } from "../ui/menu";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
 import { Checkpoint, RestorePoint } from "./keep";
 
@@ -18,7 +19,9 @@ const LEASES = ["30", "60", "120", "300"] as const;
 
 export function Pause(): ReactNode {
   const { job, live, summary } = useShared();
-  const mayEdit = useMay("edit");
+  const hasEdit = useHas("edit");
+  const whyNot = useWhyNot("edit");
+  const mayEdit = whyNot === "";
   const mayExport = useMay("export");
   const now = useNow();
   const [lease, setLease] = useQuery("lease", "30");
@@ -37,10 +40,11 @@ export function Pause(): ReactNode {
   const act = (sent: Promise<PauseState>): void => send(sent.finally(pause.refresh));
   const found = pause.data;
   if (!summary || summary.state === "ended") return null;
-  const paused = found !== null && found.state !== "running";
+  const dead = whyDead(summary);
+  const paused = found !== null && found.state !== "running" && !dead;
   const left = leaseLeft(found?.lease_left_s, pause.at, now);
   return (
-    <section className="training" aria-label="Training">
+    <section className={`training${paused || dead ? " wide" : ""}`} aria-label="Training">
       {pause.error && <Trouble>{pause.error}</Trouble>}
       {problem && <Trouble>{problem}</Trouble>}
       {keeping === "checkpoint" && <Checkpoint onClose={() => setKeeping("")} />}
@@ -63,24 +67,29 @@ export function Pause(): ReactNode {
               )}
             </span>
           )}
-          {mayExport && (
-            <button type="button" onClick={() => setKeeping("checkpoint")}>
-              Checkpoint …
-            </button>
+          {dead && <span className="faint wrap">{dead}</span>}
+          {(mayExport || hasEdit) && (
+            <Menu label="Actions">
+              {mayExport && (
+                <button type="button" onClick={() => setKeeping("checkpoint")}>
+                  Checkpoint …
+                </button>
+              )}
+              {hasEdit && (
+                <button type="button" disabled={!mayEdit} title={whyNot} onClick={() => setKeeping("point")}>
+                  Restore point …
+                </button>
+              )}
+            </Menu>
           )}
-          {mayEdit && (
-            <button type="button" onClick={() => setKeeping("point")}>
-              Restore point …
-            </button>
-          )}
-          {mayEdit && (
+          {hasEdit && (
             <div className="actions">
               {paused ? (
                 <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/pause/renew", { path, body }))}>
                   Renew
                 </button>
               ) : (
-                <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/pause", { path, body }))}>
+                <button type="button" disabled={busy || !mayEdit} title={whyNot} onClick={() => act(post("/api/v1/jobs/{job}/pause", { path, body }))}>
                   Pause
                 </button>
               )}

@@ -77,8 +77,8 @@ _OPERATIONS: Final[dict[Action, str]] = {
     ),
     Action.LOGS: "get_rank_log",
     Action.EDIT: (
-        "read_export_file create_edit commit_edit preview_edit undo_edit abort_edit create_mark "
-        "delete_mark create_rollback set_hyperparameters begin_pause renew_pause "
+        "read_export_file load_export create_edit commit_edit preview_edit undo_edit abort_edit "
+        "create_mark delete_mark create_rollback set_hyperparameters begin_pause renew_pause "
         "step_pause end_pause"
     ),
     Action.EXPORT: (

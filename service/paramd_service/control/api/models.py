@@ -101,6 +101,19 @@ class EditRequest(WaitRequest):
     dry_run: bool = Field(False, description="Only compute the statistics before and after")
 
 
+class LoadRequest(WaitRequest):
+    """How to load an export back into the running training."""
+
+    id: str | None = Field(None, pattern=EDIT_ID, description="Id of the edit; as in create_edit")
+    reset_moments: bool = Field(False, description="Zero the optimizer's state")
+    note: str = Field("", max_length=1000, description="Reason; empty: names the export")
+    preview: bool = Field(
+        False,
+        description="Only send the values to the ranks, and compute the statistics before and "
+        "after; commit_edit then applies them, abort_edit frees them",
+    )
+
+
 class UndoRequest(WaitRequest):
     """How to undo."""
 
@@ -490,6 +503,7 @@ class JobSummary(BaseModel):
     incarnation: int = Field(description="Last run of the job")
     world_size: int = Field(description="Ranks of the mesh")
     joined_count: int = Field(description="Ranks whose sidecar is joined now")
+    alive_count: int = Field(description="Ranks whose trainer is known to be alive")
     step: int = Field(description="Lowest step reported by a joined rank; -1 when none is joined")
     state: str = Field(description="ok, starting, degraded, down or ended")
     reason: str = Field(description="Why the state is not ok; empty when it is")

@@ -212,7 +212,7 @@ class ExportService:
         if row.format != "safetensors":
             raise ConflictError(
                 f"export {row.id[:8]} is in the format {row.format}; only safetensors files are "
-                "compared"
+                "read"
             )
         found = self._directory(row.destination)
         if found["why_not"]:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import logging
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paramd import errors
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UsageError
 from paramd_service.admission import CALLER, Shares
+from paramd_service.control.base.processes import ask_process
 
 TIMEOUT_S = 30.0
 """Time for both states to exist and to be compared."""
-START_S = 12.0
-"""Additional time for the process to load torch."""
 MAX_CONCURRENT = 2
 """Most comparisons at a time; each takes some 300 MiB and a core."""
 
 PROCESS = "paramd_service.control.insight.diff_process"
-
-log = logging.getLogger("paramd.control")
 
 
 class Comparisons:
@@ -52,43 +43,20 @@ class Comparisons:
             "timeout_s": TIMEOUT_S,
         }  # fmt: skip
         with self._shares.one(CALLER.get()):
-            found = await _asked(json.dumps(asked).encode())
-        if "error" in found:
-            kind = getattr(errors, str(found["error"]), ParamdError)
-            message = str(found["message"])
-            if kind is DeadlineError:
-                raise _too_long(message)
-            for state in (a, b):
-                # Callers know destinations by name, never their paths.
-                if "path" in state:
-                    message = message.replace(state["path"], state["label"])
-            raise kind(message)
-        return found
-
-
-async def _asked(request: bytes) -> dict[str, Any]:
-    """The answer of the process, which is ended in any case."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", PROCESS,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        # One thread: the training may run on this host.
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(TIMEOUT_S + START_S):
-            answer, complaint = await process.communicate(request)
-    except TimeoutError as error:
-        raise _too_long("training is slow, paused or over, or the model is large") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode != 0:
-        log.error("comparison ended with %s: %s", process.returncode, complaint.decode()[-2000:])
-        raise ParamdError("the comparison ended unexpectedly; the control plane's log says why")
-    return dict(json.loads(answer))
+            try:
+                return await ask_process(PROCESS, asked, timeout_s=TIMEOUT_S)
+            except TimeoutError as error:
+                why = "training is slow, paused or over, or the model is large"
+                raise _too_long(why) from error
+            except DeadlineError as error:
+                raise _too_long(str(error)) from error
+            except ParamdError as error:
+                message = str(error)
+                for state in (a, b):
+                    # Callers know destinations by name, never their paths.
+                    if "path" in state:
+                        message = message.replace(state["path"], state["label"])
+                raise type(error)(message) from error
 
 
 def _too_long(why: str) -> ConflictError:

@@ -6,51 +6,22 @@ standard input, so that the ticket is in no argument; one goes out.
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paramd.errors import CODES, ConflictError, NotFoundError, ParamdError
+from paramd.errors import ConflictError
 from paramd.mesh.insight.diff import compute_diff
-from paramd.mesh.peers.control import JobDocument, parse_job
+from paramd.mesh.peers.control import parse_job
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.reading.transfer import Transfer
-from paramd_service import core_dumps
+from paramd_service.control.base.processes import GivenDirectory, answers
 from paramd_service.destinations.directory import export_of
 
 CELLS = 64
 """Most rows and columns of a heat map."""
-
-
-class GivenDirectory:
-    """Knows only the jobs that it was given; implements `Directory`."""
-
-    def __init__(self, jobs: Mapping[str, JobDocument]) -> None:
-        self._jobs = jobs
-
-    @property
-    def url(self) -> str:
-        return "the control plane"
-
-    def look_again(self) -> None:
-        """No-op: it never changes."""
-
-    async def jobs(self) -> list[str]:
-        return list(self._jobs)
-
-    async def job(self, job: str) -> JobDocument:
-        if job not in self._jobs:
-            raise NotFoundError(f"job {job[:64]!r} was not given")
-        return self._jobs[job]
-
-    async def close(self) -> None:
-        """No-op: nothing is open."""
 
 
 async def compare(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,17 +69,5 @@ def _state(given: Mapping[str, str], finders: Mapping[str, SidecarFinder]) -> An
     return Path(given["path"]) if "path" in given else given["text"]
 
 
-def main() -> None:
-    """Answer the one request."""
-    core_dumps.forbid()
-    os.nice(5)
-    try:
-        answer = asyncio.run(compare(json.load(sys.stdin)))
-    except ParamdError as error:
-        known = next(kind for kind in type(error).__mro__ if kind in CODES)
-        answer = {"error": known.__name__, "message": str(error)}
-    json.dump(answer, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    answers(compare)

@@ -239,8 +239,13 @@ def _waiting(rank: RankView) -> tuple[float, int]:
 
 def trains(view: MeshView) -> bool:
     """Whether any rank's trainer is known to be alive, so that the job's name is in use."""
+    return alive_count(view) > 0
+
+
+def alive_count(view: MeshView) -> int:
+    """Count the ranks whose trainer is known to be alive."""
     ended = (common_pb2.PHASE_WAITING, common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN)
-    return any(
+    return sum(
         rank.membership is Membership.JOINED
         and rank.report is not None
         and rank.report.state.phase not in ended

@@ -1,15 +1,23 @@
 """Exports: checkpoints of a running job, written to destinations that the operator allows."""
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from paramd.mesh.exports.calls import ExportInfo
+from paramd.errors import ParamdError
+from paramd.layout.edits.ops import EDIT_ENDS, OpSpec
+from paramd.mesh.edits.calls import Edit
+from paramd.mesh.exports.calls import ExportInfo, loaded_names
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.access.roles import Action
+from paramd_service.control.api.models import LoadRequest
+from paramd_service.control.api.routes.edits import stored_document
+from paramd_service.control.api.routes.jobs import job_document
 from paramd_service.control.api.routes.paging import PageToken, begin_of, make_token
 from paramd_service.control.api.services import Services
+from paramd_service.control.edits.spec import EditSpec
 from paramd_service.control.exports.documents import (
     AssetDocument,
     AssetRequest,
@@ -23,6 +31,7 @@ from paramd_service.control.exports.documents import (
     ScheduleRequest,
     schedule_document,
 )
+from paramd_service.control.exports.loading import Loading
 from paramd_service.control.exports.schedules import Cadence
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.destinations.destinations import parse_destinations
@@ -56,6 +65,7 @@ def router(services: Services) -> APIRouter:
     routes = APIRouter(tags=["exports"])
     _exports(services, routes)
     _schedules(services, routes)
+    _loading(services, routes)
 
     @routes.get("/jobs/{job}/export-file", response_class=Response, responses=_BYTES)
     async def read_export_file(
@@ -193,3 +203,46 @@ def _recorded(
     services: Services, mesh: Incarnation, request: Request, method: str, detail: dict[str, Any]
 ) -> Any:
     return services.records.recorded(principal_of(request), method, detail, mesh)
+
+
+def _loading(services: Services, routes: APIRouter) -> None:
+    edits, loading = services.edits, Loading()
+
+    @routes.post("/jobs/{job}/exports/{export}/load")
+    async def load_export(job: str, export: ShortId, wanted: LoadRequest, request: Request) -> Edit:
+        """Load the parameters of a finished safetensors export back into the running training, as
+        one edit: on all ranks at one step, or on none. Buffers stay as they are, and so does the
+        optimizer's state without `reset_moments`. The control plane's host reads the files.
+        Idempotent by id."""
+        mesh, who = services.jobs.get(job), principal_of(request)
+        path, destination, export_id = await services.exports.directory(job, export)
+        source = await services.exports.get(job, export_id)
+        _, index = await mesh.layouts.get(mesh.registry.view())
+        terms = wanted.model_dump(include={"reset_moments", "note"})
+        terms["note"] = wanted.note or f"loaded {destination}, step {source.step}"
+        ops = tuple(
+            OpSpec(pattern=name, op="set", data=True) for name in loaded_names(index.layout)
+        )
+        service = edits.service(job)
+        row = await service.create(who, EditSpec(ops=ops, **terms), wanted.id)
+        if row.state in EDIT_ENDS:
+            return stored_document(edits, row)
+        document = await job_document(services, mesh, who)
+        try:
+            await loading.upload(
+                job=job,
+                document=document.model_dump(mode="json"),
+                path=path,
+                label=f"export {destination}",
+                export_id=export_id,
+                edit={"id": row.id, **terms},
+            )
+            if wanted.preview:
+                return stored_document(edits, await service.preview(row))
+            await service.commit(who, row)
+        except BaseException:
+            # Free the staged operands now rather than when the edit expires.
+            with suppress(ParamdError):
+                await service.abort(who, row)
+            raise
+        return stored_document(edits, await edits.wait(row, wanted.wait_s))

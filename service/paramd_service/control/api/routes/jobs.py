@@ -31,7 +31,7 @@ from paramd_service.control.api.models import (
 from paramd_service.control.api.services import Services
 from paramd_service.control.edits.pauses import pause_word
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.registry import MeshView
+from paramd_service.control.mesh.registry import MeshView, alive_count
 
 MINTED_AT_ONCE = 32
 """Ranks whose two tickets (60 us each) are signed before the event loop serves other tasks."""
@@ -178,6 +178,7 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
         incarnation=mesh.number,
         world_size=mesh.bootstrap.world_size,
         joined_count=len(joined),
+        alive_count=alive_count(view) if mesh.over is None else 0,
         step=min((report.step for report in joined), default=mesh.last_step),
         state=view.state.value,
         reason=reason,

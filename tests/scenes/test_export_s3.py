@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from paramd import bounds
 from paramd.errors import ConflictError, DataLossError, DeniedError, NotFoundError, ParamdError
 from paramd.layout.exports.settings import ExportSettings
 from paramd.mesh.exports.calls import ExportState
@@ -288,7 +290,7 @@ def test_what_lies_there_takes_no_more_memory_than_an_export_could(
     emptied: Store, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limits are smaller here; the store says what it likes of the size."""
-    monkeypatch.setattr(object_store, "MAX_MANIFEST_BYTES", 1 << 20)
+    monkeypatch.setattr(bounds, "MANIFEST", replace(bounds.MANIFEST, most_bytes=1 << 20))
     emptied.s3.put_object(Bucket=BUCKET, Key=f"pre/best/{name}", Body=bytes(32 << 20))
     place = emptied.place("best", overwrite=True)
     tracemalloc.start()
@@ -308,7 +310,7 @@ def test_a_key_under_which_anybody_put_anything_is_listed_so_far(
     with pytest.raises(ConflictError, match="exists"):
         emptied.place("best").begin(0)
     monkeypatch.setattr(object_store, "LISTED", 5)
-    monkeypatch.setattr(object_store, "MAX_LISTED", 20)
+    monkeypatch.setattr(bounds, "LISTED", 20)
     with pytest.raises(DataLossError, match="over 20 objects"):
         emptied.place("best").commit({MANIFEST: b"{}"}, {"99": 0}, nothing)
 

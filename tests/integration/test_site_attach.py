@@ -103,6 +103,29 @@ def test_a_training_of_a_site_that_grows_goes_on_in_its_next_run(tmp_path: Path)
         assert "attachment.refresh" in listed[0]["reason"]
 
 
+def test_a_training_whose_site_was_away_at_attach_registers_with_the_next_refresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with site_plane() as control:
+        listen = control.url.removeprefix("http://")
+    monkeypatch.setenv("PARAMD_CONTROL_TIMEOUT_S", "0")
+    with running(control, "early", tmp_path, "auto") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"incarnation": 1, "url": ""}
+        with site_plane(listen=listen) as site:
+            process.stdin.write(b"grow\n")
+            process.stdin.flush()
+            said = json.loads(process.stdout.readline())
+            assert said == {"incarnation": 2, "url": site.url}
+            with paramd.connect(site.url, site_token(), job="early", timeout=PATIENCE_S) as mesh:
+                found = mesh.summon("weight")
+                assert (found.incarnation, tuple(found["weight"].shape)) == (2, (5, 8))
+                mesh.edit("weight", add=1.0)
+            process.stdin.close()
+            assert process.wait(PATIENCE_S) == 0
+
+
 def test_two_jobs_of_a_site_are_compared(tmp_path: Path) -> None:
     with (
         site_plane() as control,

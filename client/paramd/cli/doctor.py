@@ -323,7 +323,7 @@ def _job(target: Target) -> Iterator[Finding]:
     told = f"run {found.incarnation}, step {found.step}, {found.world_size} ranks"
     yield _finding(f"job {found.job}", True, f"{told}; dashboard: {url}")
     for row in found:
-        if row.reason:
+        if not row.healthy:
             yield _finding(
                 f"job {found.job} rank {row.rank}",
                 False,

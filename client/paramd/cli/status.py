@@ -268,8 +268,7 @@ def status(
         say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
     if found and all(row.phase in ("orphaned", "torn") for row in found):
         say(f"the training has ended; to free its memory: paramd cleanup {found.job}")
-    # A rank paused on request is healthy.
-    bad = [row.rank for row in found if row.reason and row.phase != "paused"]
+    bad = [row.rank for row in found if not row.healthy]
     if bad or len(found) < found.world_size:
         raise PartialError(
             f"{len(found) - len(bad)} of {found.world_size} ranks are healthy; see column NOTE, "

@@ -34,7 +34,8 @@ from paramd.layout.stats import STATISTICS, Statistic, Summary
 from paramd.layout.types import TensorKind, TensorLayout, joined
 from paramd.mesh.peers.grpc import PHASE_NAMES
 from paramd.mesh.peers.sidecars import Sidecars
-from paramd.v1 import sidecar_pb2
+from paramd.mesh.peers.waits import NOBODY, Awaited, awaited_of, with_waits
+from paramd.v1 import common_pb2
 
 if TYPE_CHECKING:
     import torch
@@ -391,7 +392,14 @@ class RankStatus(Shown):
     arena_bytes: int = 0
     address: str
     reason: str
-    """The problem; empty for a healthy rank."""
+    """The problem; empty for a healthy rank that waits for no other."""
+    awaits: tuple[int, ...] = ()
+    """Ranks that this healthy one has long been waiting for, and that work; empty: none."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong with the rank; one that is paused on request is healthy."""
+        return not self.reason or self.phase == "paused" or bool(self.awaits)
 
 
 class MeshStatus(Table[RankStatus]):
@@ -421,7 +429,7 @@ class MeshStatus(Table[RankStatus]):
     def summary(self) -> str:
         return (
             f"job {self.job!r}, run {self.incarnation}, step {self.step}, "
-            f"{sum(not row.reason for row in self)} of {self.world_size} ranks healthy"
+            f"{sum(row.healthy for row in self)} of {self.world_size} ranks healthy"
         )
 
 
@@ -690,15 +698,25 @@ async def mesh_status(sidecars: Sidecars, deadline_s: float) -> MeshStatus:
     """Query all ranks concurrently; unreachable ranks get a row that says why."""
     document = sidecars.document
     timeout_s = min(STATE_TIMEOUT_S, deadline_s - time.monotonic())
-    rows = await asyncio.gather(
-        *(_rank_status(sidecars, rank, timeout_s) for rank in range(document.world_size))
+    found = await asyncio.gather(
+        *(_rank_state(sidecars, rank, timeout_s) for rank in range(document.world_size))
     )
+    awaited = awaited_of(one for one in found if isinstance(one, common_pb2.RankState))
+    rows = [
+        one
+        if isinstance(one, RankStatus)
+        else rank_status(rank, document.peers[rank].address, one, awaited)
+        for rank, one in enumerate(found)
+    ]
     return MeshStatus(
         rows, job=document.job, incarnation=document.incarnation, world_size=document.world_size
     )
 
 
-async def _rank_status(sidecars: Sidecars, rank: int, timeout_s: float) -> RankStatus:
+async def _rank_state(
+    sidecars: Sidecars, rank: int, timeout_s: float
+) -> common_pb2.RankState | RankStatus:
+    """The rank's state, or the row of a rank that does not answer."""
     peer = sidecars.document.peers.get(rank)
     if peer is None:
         return _silent(rank, "", "its sidecar has not joined")
@@ -706,11 +724,14 @@ async def _rank_status(sidecars: Sidecars, rank: int, timeout_s: float) -> RankS
         answer = await sidecars.state(rank, timeout_s)
     except ParamdError as error:
         return _silent(rank, peer.address, str(error))
-    return rank_status(rank, peer.address, answer)
+    return answer.state
 
 
-def rank_status(rank: int, address: str, answer: sidecar_pb2.GetStateResponse) -> RankStatus:
-    state = answer.state
+def rank_status(
+    rank: int, address: str, told: common_pb2.RankState, awaited: Awaited = NOBODY
+) -> RankStatus:
+    """The row of a rank that answers; `awaited`: the ranks that others wait for."""
+    state = with_waits(told, awaited)
     phase = PHASE_NAMES.get(state.phase, "unknown")  # from a newer sidecar
     reason = _REASONS.get(phase, state.phase_reason)
     if not reason and state.unserved_reason:
@@ -728,6 +749,7 @@ def rank_status(rank: int, address: str, answer: sidecar_pb2.GetStateResponse) -
         arena_bytes=state.arena_bytes,
         address=address,
         reason=reason,
+        awaits=awaited.ranks if state is not told and reason == state.phase_reason else (),
     )
 
 

@@ -59,6 +59,9 @@ LASTING = frozenset(
 )
 """Phases reported as soon as entered or left; the others change many times a second."""
 
+MEETING = frozenset({"paramd", "optimizer", "backward", "forward"})
+"""Activities that call collectives in native code, where the Python stack does not show them."""
+
 _HELD = 1
 
 _ENDED = {
@@ -75,6 +78,10 @@ class Doing:
 
     phase: common_pb2.Phase.ValueType
     reason: str = ""
+    waits: bool = False
+    """No boundary for longer than a step takes, and it only waits for other ranks."""
+    works: bool = False
+    """No boundary for longer than a step takes, and it works by itself."""
 
 
 class Work:
@@ -108,10 +115,11 @@ def doing(
     process_state: str,
     now_ns: int,
     works: bool = False,
+    activity: str = "",
 ) -> Doing:
     """What the rank is doing now. The control page's `words` are read only when it is OWNED;
     `process_state` is the trainer's letter in /proc/<pid>/stat, or empty; `now_ns` is monotonic;
-    `works`: as `Work` says."""
+    `works`: as `Work` says; `activity`: the kind of what its stack shows; empty: unknown."""
     if ownership is not Ownership.OWNED:
         return Doing(_ENDED[ownership], ownership.value)
     if process_state in STOPPED_STATES:
@@ -121,15 +129,26 @@ def doing(
     inside = words[Word.SEQ] & 1 == 1 and not words[Word.REST]
     boundary_ns, step_ns = words[Word.BOUNDARY_NS], words[Word.STEP_TIME_NS]
     age_ns = max(now_ns - boundary_ns, 0) if boundary_ns else 0
+    late = not boundary_ns or age_ns > max(IDLE_STEPS * step_ns, IDLE_LEAST_S * 1e9)
+    waits = late and waits_for_others(activity, works=works)
+    works = late and works and not waits
     if age_ns > stall_after_ns(step_ns, works=works):
-        return Doing(common_pb2.PHASE_STALLED, _overdue(age_ns, step_ns, inside=inside))
+        reason = _overdue(age_ns, step_ns, inside=inside)
+        return Doing(common_pb2.PHASE_STALLED, reason, waits, works)
+    phase = common_pb2.PHASE_FORWARD_BACKWARD
     if inside:
-        return Doing(common_pb2.PHASE_UPDATE)
-    if _summoned(words):
-        return Doing(common_pb2.PHASE_SUMMON)
-    if not boundary_ns or age_ns > max(IDLE_STEPS * step_ns, IDLE_LEAST_S * 1e9):
-        return Doing(common_pb2.PHASE_IDLE)
-    return Doing(common_pb2.PHASE_FORWARD_BACKWARD)
+        phase = common_pb2.PHASE_UPDATE
+    elif _summoned(words):
+        phase = common_pb2.PHASE_SUMMON
+    elif late:
+        phase = common_pb2.PHASE_IDLE
+    return Doing(phase, "", waits, works)
+
+
+def waits_for_others(activity: str, *, works: bool) -> bool:
+    """Whether a trainer that is late only waits for other ranks. `works`: its process is busy,
+    which proves nothing in a collective: a wait for a device keeps a core busy."""
+    return activity == "collective" or (activity in MEETING and not works)
 
 
 def stall_after_ns(step_time_ns: int, *, works: bool = False) -> int:

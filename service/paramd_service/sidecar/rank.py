@@ -296,6 +296,11 @@ class RankSidecar:
         return attached.trainer_pid if attached is not None and self.trainer_lives else 0
 
     @property
+    def activity(self) -> str:
+        """Kind of what a trainer that is overdue was last seen doing; empty: not seen."""
+        return self._insight.activity if self._insight is not None else ""
+
+    @property
     def logged_count(self) -> int:
         """Entries that the script has logged here."""
         return self._insight.numbers.count if self._insight is not None else 0

@@ -2,8 +2,20 @@
 
 import pytest
 
-from paramd_service.control.mesh.registry import Report, why_end
-from tests.unit.control.reports import report, view
+from paramd.v1 import common_pb2
+from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.mesh.origin import Origin
+from paramd_service.control.mesh.registry import Registry, Report, State, waited_for, why_end
+from tests.unit.control.reports import join_request, report, view
+
+S = 1_000_000_000
+STALLED = {
+    "phase": common_pb2.PHASE_STALLED,
+    "phase_reason": "no boundary for 70 s",
+    "boundary_age_ns": 70 * S,
+}
+WAITS = STALLED | {"waits_for_others": True}
+WORKS = {"phase": common_pb2.PHASE_IDLE, "works": True, "boundary_age_ns": 69 * S}
 
 LEFT = {"leaving": True, "connected": False}
 
@@ -25,3 +37,61 @@ def test_it_ends_when_nothing_is_left_to_do(
 ) -> None:
     found = why_end(view(*reports), empty_since_s=empty_since_s, now_s=now_s, empty_end_s=60.0)
     assert found == expected
+
+
+def test_ranks_that_only_wait_for_one_that_works_are_well_and_say_for_whom() -> None:
+    """A checkpoint, an evaluation or a compilation of one rank."""
+    found = view(report(0, **WAITS), report(1, **WORKS))
+    assert found.state is State.OK
+    waiting, working = found.ranks
+    assert waiting.state is State.OK
+    assert waiting.report is not None
+    assert waiting.report.state.phase == common_pb2.PHASE_IDLE
+    assert waiting.reason == "waits for rank 1, which works: no boundary there for 69 s"
+    assert working.reason == ""
+    assert waited_for(found).startswith("rank 1 (idle, step 7): no boundary for 70 s")
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        pytest.param([report(0, **WAITS), report(1, **WAITS)], id="all wait: the network"),
+        pytest.param([report(0, **WAITS), report(1, **STALLED)], id="the other hangs"),
+        pytest.param([report(0, **STALLED), report(1, **WORKS)], id="it hangs by itself"),
+        pytest.param(
+            [report(0, **WAITS), report(1, **WORKS | STALLED)], id="work is no proof for ever"
+        ),
+        pytest.param(
+            [report(0, **WAITS), report(1, **WORKS, connected=False)], id="the other is lost"
+        ),
+    ],
+)
+def test_a_rank_that_waits_in_vain_is_stalled(reports: list[Report]) -> None:
+    stalled = view(*reports).ranks[0]
+    assert (stalled.state, stalled.reason) == (State.DEGRADED, "no boundary for 70 s")
+    assert stalled.report is not None
+    assert stalled.report.state.phase == common_pb2.PHASE_STALLED
+
+
+def test_a_rank_waits_for_none_that_is_ahead_of_it() -> None:
+    ahead = report(1, **WORKS)
+    ahead.state.step = 1
+    assert view(report(0, **WAITS), ahead).ranks[0].state is State.DEGRADED
+
+
+def test_each_part_of_a_large_mesh_knows_whom_all_wait_for() -> None:
+    """REST lists ranks in chunks, each of the moment."""
+    job = Bootstrap(job="run", incarnation=3, world_size=3, private_key=bytes(32), token="t" * 32)
+    registry = Registry(job, silent_after_s=10.0)
+    here = Origin("127.0.0.1")
+    members = [
+        registry.join(join_request(rank, world_size=3, **state), here)
+        for rank, state in enumerate((WAITS, WAITS, WORKS))
+    ]
+    for begin in range(2):
+        (one,) = registry.rank_views(range(begin, begin + 1))
+        assert one.reason.startswith("waits for rank 2, which works")
+    # The long step is over: nothing is left of it.
+    for rank, member in enumerate(members):
+        registry.update(member, join_request(rank, world_size=3))
+    assert [one.reason for one in registry.rank_views(range(3))] == [""] * 3

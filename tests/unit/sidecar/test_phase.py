@@ -13,6 +13,7 @@ from paramd_service.sidecar.phase import (
     FIRST_STEP_S,
     STALL_LEAST_S,
     WORKING_S,
+    Doing,
     Work,
     doing,
     stall_after_ns,
@@ -90,6 +91,40 @@ def test_one_long_step_in_which_the_trainer_works_is_no_stall_for_minutes_and_a_
         found = doing(Ownership.OWNED, words(), process_state="S", now_ns=now_ns, works=works)
         assert found.phase == expected, (age_s, works)
         assert bool(found.reason) == (expected == common_pb2.PHASE_STALLED)
+
+
+@pytest.mark.parametrize(
+    ("activity", "works", "waits"),
+    [
+        ("collective", False, True),
+        # A wait for a device keeps a core busy: no work, and a stall as soon as any other.
+        ("collective", True, True),
+        ("backward", False, True),
+        ("backward", True, False),
+        # These wait for nobody else.
+        ("dataloader", False, False),
+        ("lock", False, False),
+        ("code", False, False),
+        ("", False, False),
+    ],
+)
+def test_a_late_trainer_waits_for_others_or_works_by_itself(
+    activity: str, works: bool, waits: bool
+) -> None:
+    def found(age_s: float) -> Doing:
+        return doing(
+            Ownership.OWNED,
+            words(),
+            process_state="S",
+            now_ns=NOW_NS + round(age_s * S),
+            works=works,
+            activity=activity,
+        )
+
+    stalled = found(70).phase == common_pb2.PHASE_STALLED
+    assert stalled == (waits or not works)
+    assert (found(70).waits, found(70).works) == (waits, works and not waits)
+    assert (found(0).waits, found(0).works) == (False, False), "on schedule"
 
 
 def test_a_trainer_works_while_it_computes_or_writes_and_no_longer() -> None:

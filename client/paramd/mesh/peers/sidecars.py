@@ -290,11 +290,16 @@ class _Waiting:
     def on(self, states: Iterable[tuple[int, common_pb2.RankState | None]]) -> None:
         """The ranks' states now; None of one that gives none."""
         now_s = time.monotonic()
-        known = [(boundary_age_s(state), -rank, state) for rank, state in states if state]
+        # A rank that itself only waits is named last.
+        known = [
+            (not state.waits_for_others, boundary_age_s(state), -rank, state)
+            for rank, state in states
+            if state
+        ]
         if not known or now_s - self._told_s < TELL_S:
             return
         self._told_s = now_s
-        age_s, rank, state = max(known, key=itemgetter(0, 1))
+        _, age_s, rank, state = max(known, key=itemgetter(0, 1, 2))
         log.warning(
             "paramd: a boundary of all ranks is waited for, since %.0f s, for %s",
             now_s - self._began_s,

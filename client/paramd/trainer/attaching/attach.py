@@ -55,7 +55,8 @@ def attach(
         control: URL of a site's control plane, where rank 0 registers the job with the token
             in PARAMD_TOKEN or PARAMD_TOKEN_FILE. None takes `settings.control`; if that is
             empty too, rank 0 starts a control plane for this job alone. If the control plane does
-            not answer within `settings.control_timeout_s`, the job trains without the service.
+            not answer within `settings.control_timeout_s`, the job trains without the service until
+            `refresh` registers it.
         arena: "auto", "host", "device" or "mirror", see AttachSettings; None takes
             `settings.arena`. By default, parameters on devices stay there and are mirrored: they
             can be read only at agreed boundaries, never from a trainer that hangs or has ended.

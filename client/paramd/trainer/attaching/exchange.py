@@ -70,8 +70,12 @@ def take_incarnation(
                 settings, job=job, world_size=world_size, hosts=hosts, succeeds=succeeds
             )
         except UnreachableError as error:
+            # Its number, tickets and certificates are the site's to give. This host's own serve
+            # the ranks' sidecars meanwhile; the site could not tell their tickets from forged ones.
             log.warning(
-                "paramd: %s; training continues without a control plane until it attaches again",
+                "paramd: %s; training continues without a control plane. Once the site answers, "
+                "attachment.refresh() on all ranks registers the running training there; to train "
+                "without the site, leave PARAMD_CONTROL and attach(control=...) out",
                 error,
             )
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from typing import NamedTuple
 from paramd.errors import ConflictError, UsageError
 from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.peers.grpc import RankUnreachableError, boundary_age_s, no_way, slow_text
+from paramd.mesh.peers.waits import NOBODY, Awaited, awaited_of, with_waits
 from paramd.security.tls import check_address
 from paramd.state_files import host_id
 from paramd.v1 import common_pb2, control_pb2
@@ -176,7 +177,13 @@ def mesh_view(
     reports: Mapping[int, Report], *, world_size: int, now_s: float, silent_after_s: float
 ) -> MeshView:
     """The mesh at `now_s` (monotonic), from the reports by rank."""
-    ranks = rank_views(reports, range(world_size), now_s=now_s, silent_after_s=silent_after_s)
+    ranks = rank_views(
+        reports,
+        range(world_size),
+        now_s=now_s,
+        silent_after_s=silent_after_s,
+        awaited=awaited_now(reports.values()),
+    )
     digests = {
         rank.report.layout_digest
         for rank in ranks
@@ -192,10 +199,20 @@ def mesh_view(
 
 
 def rank_views(
-    reports: Mapping[int, Report], ranks: range, *, now_s: float, silent_after_s: float
+    reports: Mapping[int, Report],
+    ranks: range,
+    *,
+    now_s: float,
+    silent_after_s: float,
+    awaited: Awaited,
 ) -> tuple[RankView, ...]:
-    """A range of the mesh's ranks at `now_s` (monotonic)."""
-    return tuple([_rank_view(r, reports.get(r), now_s, silent_after_s) for r in ranks])
+    """A range of the mesh's ranks at `now_s` (monotonic). `awaited`: as `awaited_now` says."""
+    return tuple([_rank_view(r, reports.get(r), now_s, silent_after_s, awaited) for r in ranks])
+
+
+def awaited_now(reports: Iterable[Report]) -> Awaited:
+    """The ranks that work while others wait for them."""
+    return awaited_of(one.state for one in reports if _present(one))
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -220,21 +237,23 @@ def why_end(
 
 def waited_for(view: MeshView) -> str:
     """Which rank a boundary of all ranks waits for, and since when, in words: the rank with the
-    oldest boundary, as the others wait for it, or soon will."""
+    oldest boundary, as the others wait for it, or soon will. A rank that itself only waits is
+    named last."""
     rank = max(view.ranks, key=_waiting)
     if rank.report is None or not rank.connected:
         return f"rank {rank.rank}: {rank.reason}"
     told = f"; {rank.reason}" if rank.reason else ""
-    said, age_s = rank.report.state, _waiting(rank)[0]
+    said, age_s = rank.report.state, _waiting(rank)[1]
     return slow_text(rank.rank, said.phase, rank.report.step, age_s) + told
 
 
-def _waiting(rank: RankView) -> tuple[float, int]:
-    """Seconds since the last boundary of a rank; of equal ranks, the lower comes first."""
+def _waiting(rank: RankView) -> tuple[bool, float, int]:
+    """(it does not only wait itself, seconds since its last boundary, the negative rank, so that
+    of equal ranks the lower comes first)."""
     state = rank.report.state if rank.report is not None and rank.connected else None
     if state is None:
-        return math.inf, -rank.rank
-    return boundary_age_s(state) + rank.age_s, -rank.rank
+        return True, math.inf, -rank.rank
+    return not state.waits_for_others, boundary_age_s(state) + rank.age_s, -rank.rank
 
 
 def trains(view: MeshView) -> bool:
@@ -259,8 +278,12 @@ def ended_s_of(rank: RankView) -> float:
     return ended_ms / 1e3 + rank.age_s if ended_ms else 0.0
 
 
-def _rank_view(rank: int, report: Report | None, now_s: float, silent_after_s: float) -> RankView:
+def _rank_view(
+    rank: int, report: Report | None, now_s: float, silent_after_s: float, awaited: Awaited
+) -> RankView:
     age_s = max(now_s - report.changed_s, 0.0) if report is not None else 0.0
+    if report is not None and awaited.holds(report.state):
+        report = replace(report, state=with_waits(report.state, awaited))
     membership, state, reason = _standing(report, age_s, silent_after_s)
     return RankView(rank, membership, state, reason, report, age_s)
 
@@ -313,8 +336,12 @@ def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:
         return f"{len(ranks) - len(absent)} of {len(ranks)} ranks are joined; not: {listed(absent)}"
     if digest_count > 1:
         return "the ranks report different layouts"
-    # The rank whose trainer ended first: others end because of it.
-    troubled = sorted((rank for rank in ranks if rank.reason), key=lambda rank: -ended_s_of(rank))
+    # The rank whose trainer ended first: others end because of it. A rank that is well may have a
+    # reason, too, such as the rank that it waits for.
+    troubled = sorted(
+        (rank for rank in ranks if rank.reason),
+        key=lambda rank: (rank.state is State.OK, -ended_s_of(rank)),
+    )
     if troubled:
         also = f" (and {len(troubled) - 1} more)" if len(troubled) > 1 else ""
         return f"rank {troubled[0].rank}: {troubled[0].reason}{also}"
@@ -347,6 +374,8 @@ class Registry:
         self._reports: dict[int, Report] = {}
         self._serials: dict[int, int] = {}
         self._digests: Counter[str] = Counter()
+        self._stalled: set[int] = set()
+        """Ranks whose own sidecars call them stalled; some may only wait for others."""
         self._next_serial = 0
         self.is_past = False
         """The incarnation ended before this process began: nobody has joined, or will."""
@@ -380,7 +409,12 @@ class Registry:
             past = Membership.LEFT, State.ENDED, "the job has ended", None, 0.0
             return tuple([RankView(rank, *past) for rank in ranks])
         return rank_views(
-            self._reports, ranks, now_s=self._clock(), silent_after_s=self._silent_after_s
+            self._reports,
+            ranks,
+            now_s=self._clock(),
+            silent_after_s=self._silent_after_s,
+            # Of all ranks, in each chunk of a large mesh: only when it matters.
+            awaited=awaited_now(self._reports.values()) if self._stalled else NOBODY,
         )
 
     def peers(self) -> list[PeerAddress]:
@@ -441,6 +475,10 @@ class Registry:
         self._count(self._reports.get(report.rank), -1)
         self._reports[report.rank] = report
         self._count(report, +1)
+        if report.state.phase == common_pb2.PHASE_STALLED:
+            self._stalled.add(report.rank)
+        else:
+            self._stalled.discard(report.rank)
         # When a rank leaves, all are examined: O(ranks) once per rank, not once per report.
         ranks = map(self._reports.__getitem__, self._serials)
         if self._serials and (_present(report) or any(map(_present, ranks))):

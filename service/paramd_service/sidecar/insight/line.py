@@ -338,7 +338,7 @@ class TrainerInsight:
         self._pid = attached.trainer_pid
         self._page = attached.page
         self._task: asyncio.Task[None] | None = None
-        self._place: tuple[object, ...] = ()
+        self._place: tuple[int, Activity] | None = None
         self._since_s = 0.0
 
     def start(self) -> None:
@@ -364,6 +364,13 @@ class TrainerInsight:
             return False
         least_s = max(OVERDUE_LEAST_S, OVERDUE_STEPS * self._page[Word.STEP_TIME_NS] / 1e9)
         return time.monotonic() - boundary_ns / 1e9 > least_s
+
+    @property
+    def activity(self) -> str:
+        """Kind of what the trainer was seen doing since its last boundary; empty: not seen."""
+        place = self._place
+        seen = place is not None and place[0] == self._page[Word.BOUNDARY_NS]
+        return place[1].kind if place is not None and seen else ""
 
     async def look(self, *, with_collectives: bool = False) -> Looked:
         """Stacks, with collectives on request or if overdue. A failing trainer raises nothing."""

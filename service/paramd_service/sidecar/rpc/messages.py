@@ -137,6 +137,7 @@ def doing_now(rank: RankSidecar) -> Doing:
         process_state=process_state(pid),
         now_ns=now_ns,
         works=rank.work.seen(pid, worked(pid), now_ns),
+        activity=rank.activity,
     )
 
 
@@ -147,6 +148,8 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         rank=rank.config.rank,
         phase=now.phase,
         phase_reason=now.reason,
+        waits_for_others=now.waits,
+        works=now.works,
         sidecar_rss_bytes=resident_bytes(os.getpid()),
         step=rank.step,
         sidecar_pid=os.getpid(),

@@ -247,7 +247,12 @@ def _count_parts(kind: Descriptor, data: bytes, left: int) -> int:
 
 @lru_cache(maxsize=256)
 def _can_have_many(kind: Descriptor) -> bool:
-    return any(one.is_repeated and one.cpp_type >= one.CPPTYPE_STRING for one in kind.fields)
+    """Whether a message, or a part of it, has as many fields as its sender likes."""
+    return any(
+        (one.is_repeated and one.cpp_type >= one.CPPTYPE_STRING)
+        or (one.message_type not in (None, kind) and _can_have_many(one.message_type))
+        for one in kind.fields
+    )
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -13,10 +13,16 @@ import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
-from google.protobuf.message import DecodeError
+from google.protobuf.descriptor import FieldDescriptor as Field
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
-from paramd import streams
+from paramd import bounds, streams
+from paramd.answers import has_over, parsed, parsed_json, unpacked
 from paramd.errors import DataLossError, DeniedError, ParamdError, UsageError
 from paramd.filters import Facts, parse_filter
 from paramd.layout import codec
@@ -34,7 +40,9 @@ from paramd.mesh.reading import stream as reading
 from paramd.security import loopback, tickets
 from paramd.state import StateName
 from paramd.trainer.resume import codec as kept_codec
-from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
+from paramd.trainer.resume import copies, succession
+from paramd.trainer.resume.choice import RankOffer
+from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
 from paramd.wire import Chunk, data_chunk, parse_chunk
 from paramd_service.control.metrics import passed_on
 from paramd_service.sidecar.edits.entry import body_at, records_of
@@ -80,6 +88,13 @@ NUMBERS = summarize(EMPTY)
 SIGNER = tickets.Signer(bytes(range(32)))
 VERIFIER = tickets.Verifier(SIGNER.public_key)
 SECRET = bytes(range(32))
+METHODS: tuple[MethodDescriptor, ...] = (
+    *sidecar_pb2.DESCRIPTOR.services_by_name["SidecarService"].methods,
+    *control_pb2.DESCRIPTOR.services_by_name["ControlService"].methods,
+)
+PARTS = 8
+"""Most fields of a message, and values of a document, where a fuzzer's input is to have more."""
+DOCUMENT = replace(bounds.ENGINE_ANSWER, most_bytes=1 << 14, parts=PARTS)
 
 
 def text_of(data: bytes) -> str:
@@ -307,7 +322,7 @@ def table(data: bytes) -> None:
 def metrics(data: bytes) -> None:
     """A sidecar's metrics, as a control plane passes them on: its own series alone."""
     found = passed_on.own_series(text_of(data), job="job", rank=1)
-    assert len(found) <= passed_on.MAX_BYTES
+    assert len(found) <= bounds.METRICS_BYTES
     for line in found.splitlines():
         assert line.isprintable()
         if not line.startswith("# "):
@@ -336,10 +351,79 @@ def kept_state(data: bytes) -> None:
         kept_codec.decode(data)
 
 
+def answer(data: bytes) -> None:
+    """What a peer answers to the method that the first byte says: a message of its kind, or an
+    error of the call once it is used."""
+    method = METHODS[(data[0] if data else 0) % len(METHODS)]
+    kind = GetMessageClass(method.output_type)
+    found, body = parsed(method.name, kind.FromString, data[1:]), data[1:]
+    if isinstance(found, Message):
+        # Counted before it is parsed, and no part of it is left out.
+        assert has_over(method.output_type, body, PARTS) or _count(found) <= PARTS
+        return
+    try:
+        _ = found.header
+    except DataLossError:
+        return
+    raise AssertionError(f"{found} is neither a message nor an error")
+
+
+def _count(message: Message) -> int:
+    """What a message and all its parts have of what a sender may repeat."""
+    count = 0
+    for field, value in message.ListFields():
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            count += len(value)
+            continue
+        several = value if field.is_repeated else [value]
+        if field.is_repeated and field.cpp_type >= Field.CPPTYPE_STRING:
+            count += len(several)
+        if field.message_type is not None:
+            count += sum(map(_count, several))
+    return count
+
+
+def document(data: bytes) -> None:
+    """A JSON document of somebody else, as it is and packed."""
+    for read in (parsed_json, unpacked):
+        with suppress(ValueError):
+            found = read(data, DOCUMENT)
+            assert _values(found) <= PARTS + 1, found
+
+
+def _values(found: object) -> int:
+    """Values of a document that are no containers, and containers that have none."""
+    if isinstance(found, dict):
+        found = list(found.values())
+    if isinstance(found, list):
+        return sum(map(_values, found)) or 1
+    return 1
+
+
+def buddy(data: bytes) -> None:
+    """What a sidecar says of the copies that it keeps; a copy's label on its way to its rank."""
+    memory = memoryview(data)
+    with suppress(UsageError), kept_codec.legible():
+        succession._snapshots_in(memory, copies._label_of(data))
+    try:
+        told = handover._parse(data)
+    except UsageError:
+        return
+    here = copies.Copies(job="job", rank=0, sockets={1: Path("/nowhere/rank-1.sock")})
+    with suppress(UsageError), kept_codec.legible():
+        here._heard(1, told, RankOffer())
+    for (rank, mark), (number, label) in here._labels.items():
+        # Its sidecar does not answer any more: the next way is taken.
+        assert here.prepare(mark, {rank: 0}, []) == [copies.Damaged(rank, 0, mark)]
+        assert number == 1
+        again = copies._label_of(copies._packed_label(label))
+        assert copies.marks_of(again) == copies.marks_of(label)
+
+
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "manifest": manifest, "filter": filter_, "glob": glob, "selection": selection,
     "layout": layout_codec, "handover": handover_message, "chunk": chunk, "stream": stream,
     "stream_framing": stream_framing, "safetensors": safetensors, "ticket": ticket,
     "program": program, "table": table, "metrics": metrics, "proof": proof,
-    "kept_state": kept_state,
+    "kept_state": kept_state, "answer": answer, "document": document, "buddy": buddy,
 }  # fmt: skip

@@ -24,7 +24,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk
 from paramd_service.sidecar.rpc.service import render
 from tests.edit_ops import edit_op
-from tests.fuzz.parsers import LAYOUT, SECRET, SIGNER
+from tests.fuzz.parsers import LAYOUT, METHODS, PARTS, SECRET, SIGNER
 from tests.integration.fake_trainer import TrainerSettings, attach_message
 
 TERMS = (
@@ -183,6 +183,51 @@ def _kept_state() -> list[bytes]:
     return [kept_codec.encode(value) for value in values]
 
 
+def _answer() -> list[bytes]:
+    frame = pb.StreamGradientsResponse()
+    frame.frame.facts.notes.extend([pb.GradientNote()] * (PARTS + 1))
+    logged = pb.GetLoggedResponse(count=7)
+    logged.entries.extend([pb.LoggedEntry(number=1, values={"loss": 0.5})] * (PARTS + 1))
+    said = {
+        "GetLogged": logged,
+        "GetMetrics": pb.GetMetricsResponse(text="step 7"),
+        "GetLayout": pb.GetLayoutResponse(layout=codec.encode_layout(LAYOUT)),
+        "StreamGradients": frame,
+    }
+    places = {method.name: place for place, method in enumerate(METHODS)}
+    return [bytes([places[name]]) + one.SerializeToString() for name, one in said.items()]
+
+
+def _document() -> list[bytes]:
+    texts = (b'{"jobs": [1, "a", null, {"b": []}]}', b"[" * 2000, b"[1" + b",1" * 200 + b"]")
+    wide = "[1,2,3]".encode("utf-16")
+    return [*texts, wide, *map(zlib.compress, texts)]
+
+
+def _buddy() -> list[bytes]:
+    label = {
+        "step": 7, "lineage": 3, "edits": 0, "before": [1, 2], "digest": 5, "arena_bytes": 64,
+        "optimizer_bytes": 0, "record_bytes": 0, "table_bytes": 0,
+    }  # fmt: skip
+    whole = {"copies": [{"rank": 0, "label": label}], "pid": 1, "ownership": "OWNED"}
+    whole |= {"incarnation": 1, "step": 7, "op": "copies"}
+    without = {name: value for name, value in label.items() if name != "digest"}
+    bad = (without, label | {"before": [1 << 60] * 300}, label | {"arena_bytes": 1 << 80})
+    wrong = [whole | {"copies": [{"rank": 0, "label": one}]} for one in bad]
+    return [json.dumps(one).encode() for one in (label, whole, *wrong)]
+
+
+def _http_answer() -> list[bytes]:
+    heads = (
+        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n9\r\n",
+        b"HTTP/1.1 503 No\r\ncontent-encoding: gzip\r\n\r\n",
+        b"HTTP/1.1 302 There\r\nlocation: /\r\n\r\n",
+        b"HTTP/1.1 100 Go on\r\n\r\nHTTP/1.0 200 OK\r\n\r\n",
+    )
+    return [head + b'{"a": 7}\n\r\n0\r\n\r\n' for head in heads]
+
+
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "manifest": _manifest,
     "filter": lambda: [text.encode() for text in TERMS],
@@ -203,4 +248,8 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "metrics": _metrics,
     "proof": _proof,
     "kept_state": _kept_state,
+    "answer": _answer,
+    "document": _document,
+    "buddy": _buddy,
+    "http_answer": _http_answer,
 }

@@ -27,6 +27,8 @@ import httpx2
 from google.protobuf.message_factory import GetMessageClass
 
 from paramd import streams
+from paramd.answers import asked_once
+from paramd.bounds import Bound, OverBoundError
 from paramd.layout.merge import layout_digest
 from paramd.memory import handover
 from paramd.security.tickets import Role
@@ -53,6 +55,8 @@ KEY = bytes(range(32))
 TOKEN = "0123456789abcdef" * 2
 CALL_S = 0.1
 """Deadline of a call: some wait for a boundary that never comes."""
+
+LIES = Bound(what="an answer of a peer that lies", most_bytes=1000, within_s=5.0, parts=8)
 
 BROKEN = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 """What no input may bring about."""
@@ -393,6 +397,43 @@ def doors() -> Doors:
     return Doors(Servers(Path(folder.name)))
 
 
+class _Liar:
+    """A peer that answers every request with `says`, and then leaves."""
+
+    def __init__(self) -> None:
+        self.says = b""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(self.says)
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(1)
+
+
+@functools.cache
+def _liar() -> _Liar:
+    return _Liar()
+
+
+def http_answer(data: bytes) -> None:
+    """What a peer answers over HTTP: an answer within its bound, or an error of ours."""
+    _liar().says = data
+    try:
+        found = asked_once("GET", _liar().url, LIES, timeout_s=5.0, verify=False)
+    except (httpx2.HTTPError, OverBoundError, TimeoutError):
+        return
+    assert len(found.content) <= LIES.most_bytes
+    assert isinstance(found.text, str)
+    with contextlib.suppress(ValueError):
+        found.json()
+
+
 def _choices(data: bytes) -> Choices:
     import atheris
 
@@ -405,4 +446,5 @@ SERVERS = {
     "control": lambda data: doors().control(_choices(data)),
     "socket": lambda data: doors().socket(_choices(data)),
     "streams": lambda data: doors().streams(_choices(data)),
+    "http_answer": http_answer,
 }

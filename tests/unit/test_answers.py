@@ -16,7 +16,16 @@ import httpx2
 import pytest
 
 from paramd import bounds
-from paramd.answers import NOT_PACKED, asked, asked_once, parsed_json, read_file, said, unpacked
+from paramd.answers import (
+    NOT_PACKED,
+    asked,
+    asked_once,
+    has_over,
+    parsed_json,
+    read_file,
+    said,
+    unpacked,
+)
 from paramd.bounds import Bound, OverBoundError
 from paramd.errors import DataLossError, UnreachableError
 from paramd.mesh.peers.control import RestClient
@@ -160,6 +169,15 @@ def test_a_command_is_heard_whole() -> None:
 def many_entries() -> bytes:
     """More fields than are read, two bytes each: an empty entry."""
     return b"\x0a\x00" * (bounds.GRPC_PARTS + 1)
+
+
+def test_fields_are_counted_below_parts_that_have_one_of_each() -> None:
+    """A frame has facts, and the facts have as many notes as a peer likes."""
+    said = pb.StreamGradientsResponse()
+    said.frame.facts.notes.extend([pb.GradientNote()] * 100)
+    data = said.SerializeToString()
+    assert has_over(pb.StreamGradientsResponse.DESCRIPTOR, data, 90)
+    assert not has_over(pb.StreamGradientsResponse.DESCRIPTOR, data, 110)
 
 
 @pytest.mark.parametrize(

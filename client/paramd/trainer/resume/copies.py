@@ -149,6 +149,9 @@ class Copies:
             with suppress(UsageError), legible():
                 rank, label = int(told["rank"]), told["label"]
                 marks, size_bytes = marks_of(label), sum(sizes_of(label))
+                # Now, while another copy can be chosen; at the exchange a rank waits for it.
+                int(label["digest"])
+                _packed_label(label)
                 if size_bytes > 0 and (number, rank) != (self._rank, self._rank):
                     self._labels |= {(rank, mark): (number, label) for mark in marks}
         return RankOffer(
@@ -192,8 +195,8 @@ class Copies:
                 got = self._given[rank]
             elif holder == self._rank:
                 label, memory = self._given[rank]
-                head = json.dumps(label).encode().ljust(_MAX_LABEL_BYTES)
-                for part in (memoryview(bytearray(head)), *_parts(memory)):
+                head = memoryview(bytearray(_packed_label(label)))
+                for part in (head, *_parts(memory)):
                     dist.send(_tensor(part), dst=rank, group=group)
             elif rank == self._rank:
                 told = bytearray(_MAX_LABEL_BYTES)
@@ -244,6 +247,14 @@ def marks_of(label: Mapping[str, Any]) -> list[Mark]:
         Mark(int(label["step"]), int(lineage), int(label["edits"]))
         for lineage in (label["lineage"], *label["before"])
     ]
+
+
+def _packed_label(label: Mapping[str, Any]) -> bytes:
+    """As a rank is sent it, always of one size. Raises UsageError if it is longer than that."""
+    told = json.dumps(label).encode()
+    if len(told) > _MAX_LABEL_BYTES:
+        raise UsageError(f"the label of a copy has over {_MAX_LABEL_BYTES:,} bytes")
+    return told.ljust(_MAX_LABEL_BYTES)
 
 
 def _label_of(told: bytes) -> dict[str, Any]:

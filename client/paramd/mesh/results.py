@@ -296,7 +296,8 @@ class TensorStats:
 
     @property
     def exponents(self) -> tuple[tuple[int, int], ...]:
-        """With `stats(histogram=True)`: (e, count) of 2**e <= |x| < 2**(e+1), ascending."""
+        """Pairs (e, count) of elements with 2**e <= abs(x) < 2**(e+1), e ascending; needs
+        `stats(histogram=True)`."""
         return self.summary.exponents
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,11 +20,13 @@ The state dir is PARAMD_STATE_DIR, else $XDG_STATE_HOME/paramd, else ~/.local/st
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
 import stat
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from dataclasses import replace as changed
@@ -43,6 +45,8 @@ from paramd.state_files import job_dir as job_dir
 from paramd.state_files import process_start as process_start
 from paramd.state_files import socket_path as socket_path
 from paramd.state_files import state_dir as state_dir
+
+log = logging.getLogger("paramd")
 
 ENDPOINT_FILE = "endpoint.json"
 INCARNATION_FILE = "incarnation"
@@ -114,6 +118,11 @@ class IncarnationRecord(Document):
 class StartingError(UnreachableError):
     """The job is starting: its control plane is not there yet."""
 
+    def __init__(self, text: str, jobs: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.jobs = tuple(jobs)
+        """Names of the jobs that are starting."""
+
 
 def write_endpoint(endpoint: Endpoint, *, past: bool = False) -> Path:
     """Replace the job's endpoint.json atomically, or with `past` its past.json.
@@ -158,9 +167,10 @@ def remove_endpoint(endpoint: Endpoint) -> bool:
 def read_endpoint(job: str | None = None) -> Endpoint:
     """The control plane of `job`, or of the only running job when none is named.
 
-    Skips endpoints whose process has ended. Raises UsageError for no job name, or if several run
-    and none was named; NotFoundError: this host never had that job; StartingError: it is starting;
-    UnreachableError: it has ended, or no job is running here.
+    Skips endpoints whose process has ended and, of several, jobs whose trainers have all ended.
+    Raises UsageError for no job name, or if several run and none was named; NotFoundError: this
+    host never had that job; StartingError: it is starting; UnreachableError: it has ended, or no
+    job is running here.
     """
     if job is not None:
         found = _load(state_dir() / check_job_name(job) / ENDPOINT_FILE)
@@ -171,7 +181,8 @@ def read_endpoint(job: str | None = None) -> Endpoint:
         if is_starting(job):
             raise StartingError(
                 f"job {job!r} is starting: its control plane is not there yet; try again in a few "
-                f"seconds, or see the training's log. State dir searched: {state_dir()}"
+                f"seconds, or see the training's log. State dir searched: {state_dir()}",
+                [job],
             )
         past = incarnations(job)
         began = "has ended" if found is not None else "has not begun yet, or its start failed"
@@ -179,19 +190,59 @@ def read_endpoint(job: str | None = None) -> Endpoint:
         raise UnreachableError(f"job {job!r} {how}; {_next_step(running_jobs(), ended=job)}")
     running = running_jobs()
     if len(running) > 1:
-        names = ", ".join(sorted(endpoint.job for endpoint in running))
-        raise UsageError(f"several jobs run here: {names}; name one (job=, --job)")
+        return _living(running)
     if not running:
         known = known_jobs()
         if starting := [name for name in known if is_starting(name)]:
             raise StartingError(
-                f"no job runs here yet; starting: {', '.join(starting[:8])}; try again in a few "
-                "seconds"
+                f"{_names(starting)} {'is' if len(starting) == 1 else 'are'} starting; try again "
+                "in a few seconds",
+                starting,
             )
-        ended = ", ".join(known[:8])
-        told = f" (ended: {ended}; --job NAME shows one)" if ended else ""
-        raise UnreachableError(f"no job runs here{told}; {_next_step(running)}")
+        ended = f"\nended: {_names(known)} (name one to see what is stored of it)" if known else ""
+        raise UnreachableError(
+            "no job runs here; paramd.attach(model, optimizer, job=...) starts one"
+            f"{ended}\nif it runs elsewhere, give url and token (PARAMD_URL, PARAMD_TOKEN), or its "
+            f"PARAMD_STATE_DIR; searched here: {state_dir()}"
+        )
     return running[0]
+
+
+def _living(running: Sequence[Endpoint]) -> Endpoint:
+    """The only one of several jobs whose trainers live; UsageError if they are more, or none."""
+    # Only here: importing it takes longer than all else of a command that names its job.
+    from paramd.memory.lingering import has_ended
+
+    ended = [one.job for one in running if has_ended(one.job, _world_size(one))]
+    living = [one for one in running if one.job not in ended]
+    if len(living) == 1:
+        log.warning(
+            "paramd: taking job %r; no trainer of %s is alive (paramd cleanup frees its memory)",
+            living[0].job,
+            _names(ended),
+        )
+        return living[0]
+    if not living:
+        raise UsageError(
+            f"the trainers of all jobs here have ended: {_names(ended)}; name one to read its last "
+            "step (job=, --job)"
+        )
+    raise UsageError(
+        f"several jobs run here: {_names([one.job for one in living])}; name one (job=, --job)"
+    )
+
+
+def _world_size(endpoint: Endpoint) -> int:
+    """Ranks of the endpoint's run; 0: unknown, or the job is not of this host."""
+    last = incarnations(endpoint.job)[-1:]
+    here = not endpoint.via and kernel_of(endpoint.host_id) in ("", kernel_of(host_id()))
+    known = here and last and last[0].incarnation == endpoint.incarnation
+    return last[0].world_size if known else 0
+
+
+def _names(jobs: Sequence[str]) -> str:
+    """Names in words, the first eight of them."""
+    return ", ".join([*jobs[:8], *(["..."] if len(jobs) > 8 else [])])
 
 
 def past_endpoint(job: str) -> Endpoint | None:

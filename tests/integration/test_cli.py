@@ -1,5 +1,6 @@
 """The command line against a real job: what it prints is right, and how it ends."""
 
+import json
 import os
 import socket
 import subprocess
@@ -143,3 +144,29 @@ def test_control_planes_that_hang_are_asked_at_once_and_told(
         monkeypatch.setattr(status, "ANSWER_S", 1.0)
         told = document(capsys, "jobs")["jobs"]
     assert [one["state"] for one in told] == ["unreachable"] * 12
+
+
+def test_without_a_running_job_those_that_ended_last_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "state"))
+    assert "no job runs here" in answer(capsys, "jobs")[1]
+    for n in range(7):
+        line = {"incarnation": 1, "world_size": 2, "began_s": 1e9, "ended_s": 1e9 + n, "step": n}
+        (places.job_dir(f"run-{n}") / places.HISTORY_FILE).write_text(json.dumps(line) + "\n")
+    out, err = answer(capsys, "jobs")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0][:5] == ["JOB", "STATE", "RUN", "RANKS", "STEP"]
+    assert [row[:5] for row in rows[1:]] == [
+        [f"run-{n}", "ended", "1", "2", str(n)] for n in (6, 5, 4, 3, 2)
+    ]
+    assert "All 7: paramd jobs --all" in err
+    assert document(capsys, "jobs")["jobs"] == []
+    found = document(capsys, "jobs", "--all")["jobs"]
+    assert [(one["state"], one["step"], one["ended_s"]) for one in found] == [
+        ("ended", n, 1e9 + n) for n in range(7)
+    ]
+    places.next_incarnation("new")
+    assert [line.split()[:2] for line in answer(capsys, "jobs")[0].splitlines()[1:]] == [
+        ["new", "starting"]
+    ]

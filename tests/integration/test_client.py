@@ -291,11 +291,14 @@ def refusals_in_a_fork(job: Job, mesh: Mesh) -> Iterator[str]:
 
 
 def test_a_wrong_token_and_a_wrong_url_say_what_to_do(job: Job) -> None:
-    with pytest.raises(DeniedError, match=r"endpoint\.json"):
+    with pytest.raises(DeniedError, match=r"the owner has one in endpoint\.json; an admin") as told:
         paramd.connect(job.url, "wrong")
+    assert str(told.value).count("endpoint.json") == 1
     with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:1"):
         paramd.connect("http://127.0.0.1:1", job.token)
-    with pytest.raises(UsageError, match="expected one like"):
+    with pytest.raises(UsageError, match=r"no scheme; write 'http://127\.0\.0\.1:8470'"):
         paramd.connect("127.0.0.1:8470", job.token)
+    with pytest.raises(UsageError, match="expected one like"):
+        paramd.connect("ftp://127.0.0.1:8470", job.token)
     with pytest.raises(NotFoundError, match="other-job"):
         paramd.connect(job.url, job.token, job="other-job")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx2
@@ -14,6 +14,7 @@ import pytest
 
 from paramd import places
 from paramd.cli.main import main
+from paramd.errors import UsageError
 from paramd.memory import handover
 from tests.integration.client_job import JOB, Capture, Job, answer, document, running_job, wait_for
 from tests.integration.test_client import layout
@@ -131,6 +132,13 @@ def test_edits_and_audit_of_an_ended_job_come_from_disk(past: str, capsys: Captu
     checks = document(capsys, "audit", "verify", "--job", JOB)["checks"]
     assert (checks[0]["good"], checks[0]["count"]) == (True, len(methods))
     assert "ended at" in answer(capsys, "edits", "--job", JOB)[1]
+    # The logs of all its ranks, without their numbers.
+    out, _ = answer(capsys, "logs", "--job", JOB)
+    headings = [line for line in out.splitlines() if line.startswith("==>")]
+    assert headings == [f"==> rank {rank}, sidecar <==" for rank in (0, 1)]
+    rows = document(capsys, "logs", "-n", "3", "--job", JOB)["logs"]
+    assert [(row["rank"], len(row["lines"])) for row in rows] == [(0, 3), (1, 3)]
+    assert document(capsys, "logs", "1", "-n", "2", "--job", JOB)["rank"] == 1
 
 
 def test_an_ended_job_is_its_owners_alone(past: str, state: Path, capsys: Capture) -> None:
@@ -186,6 +194,36 @@ def dying() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         for pid, start in zip(pids, starts, strict=True):
             if places.process_start(pid) == start:
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_a_dead_training_says_how_to_go_on_first_and_is_not_in_the_way(
+    dying: tuple[subprocess.Popen[str], list[int]],
+    capsys: Capture,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer, _ = dying
+    other = places.Endpoint(
+        url="http://127.0.0.1:1", token="t", pid=os.getpid(), job="other",
+        grpc_address="127.0.0.1:1", pid_start=places.process_start(os.getpid()),
+    )  # fmt: skip
+    places.write_endpoint(other)
+    with pytest.raises(UsageError, match=f"several jobs run here: {JOB}, other; name one"):
+        places.read_endpoint()
+    trainer.kill()
+    trainer.wait()
+
+    def is_alone() -> bool:
+        with suppress(UsageError):
+            return places.read_endpoint() == other
+        return False
+
+    wait_for(is_alone, "the sidecars have noticed the end")
+    assert f"no trainer of {JOB} is alive" in caplog.text
+    places.remove_endpoint(other)
+    main(["status", "--job", JOB])
+    err = capsys.readouterr().err
+    assert "start the script again (with attach(..., resume='auto'))" in err
+    assert err.index("start the script again") < err.index(f"paramd cleanup {JOB}")
 
 
 def test_end_frees_what_a_dead_training_left_and_never_a_living_one(

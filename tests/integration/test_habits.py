@@ -14,7 +14,14 @@ import pytest
 import torch
 
 import paramd
-from paramd.errors import NotFoundError, UnknownNameError, UsageError
+from paramd.errors import (
+    ConflictError,
+    DeadlineError,
+    DeniedError,
+    NotFoundError,
+    UnknownNameError,
+    UsageError,
+)
 from tests.integration.client_job import answer, demo_training
 
 Capture = pytest.CaptureFixture[str]
@@ -235,3 +242,56 @@ def test_every_type_that_is_printed_can_be_imported(mesh: paramd.Mesh) -> None:
         assert isinstance(found, getattr(paramd, name)), name
     assert isinstance(table, paramd.StatsTable)
     assert isinstance(mesh.summon(WEIGHT), paramd.Summoned)
+
+
+def test_a_dry_run_is_called_one_everywhere(mesh: paramd.Mesh, capsys: Capture) -> None:
+    edit = mesh.edit(WEIGHT, mul=1.0, dry_run=True)
+    out, _ = answer(capsys, "edits")
+    (line,) = [line for line in out.splitlines() if line.startswith(edit.id[:8])]
+    assert "  DRY RUN  " in line
+    assert "DRY RUN" in answer(capsys, "edit", WEIGHT, "--mul", "1", "--dry-run")[0]
+    # Documents keep the control plane's word, beside what it was.
+    (row,) = json.loads(answer(capsys, "edits", edit.id, "-o", "json")[0])["edits"]
+    assert (row["state"], row["dry_run"]) == ("ABORTED", True)
+
+
+def test_a_timeout_bounds_copies_too(mesh: paramd.Mesh) -> None:
+    mesh.summon(WEIGHT)
+    for transport in ("auto", "same-host", "stream", "grpc"):
+        with pytest.raises(DeadlineError):
+            mesh.summon(WEIGHT, timeout=1e-6, transport=transport)
+
+
+def test_logs_without_a_rank_are_those_of_all(capsys: Capture) -> None:
+    out, _ = answer(capsys, "logs")
+    assert out.startswith("==> rank 0, sidecar <==")
+    (first, *_) = json.loads(answer(capsys, "logs", "-n", "2", "-o", "json")[0])["logs"]
+    assert (first["rank"], first["source"], len(first["lines"])) == (0, "sidecar", 2)
+
+
+def test_a_viewer_is_told_its_role_and_never_to_fetch_the_owners_token(
+    mesh: paramd.Mesh, capsys: Capture
+) -> None:
+    made = json.loads(answer(capsys, "token", "create", "--role", "viewer", "-o", "json")[0])
+    (token,) = [one["token"] for one in made["tokens"]]
+    with paramd.connect(mesh.url, token, job=JOB) as viewer:
+        with pytest.raises(DeniedError) as editing:
+            viewer.edit(WEIGHT, mul=1.0)
+        with pytest.raises(DeniedError) as reading:
+            viewer.summon(WEIGHT)
+    assert str(editing.value).startswith("this token's role is viewer; changing a training needs")
+    assert "this token's role is viewer; this call needs reader" in str(reading.value)
+    for told in (editing, reading):
+        assert "paramd token create --role" in str(told.value)
+        assert "endpoint.json" not in str(told.value)
+        assert "token=" not in str(told.value)
+
+
+def test_errors_say_what_to_do_in_one_breath(mesh: paramd.Mesh) -> None:
+    with pytest.raises(UsageError, match=r"dtype: 'fp16'; did you mean 'float16'\?"):
+        mesh.summon(WEIGHT, dtype="fp16")
+    with pytest.raises(UsageError, match="no scheme; write 'http://localhost:8470'"):
+        paramd.connect("localhost:8470")
+    refused = r"^edit [0-9a-f]{8} was applied on no rank: if_step is 0, but .*; pause training"
+    with pytest.raises(ConflictError, match=refused):
+        mesh.edit(WEIGHT, mul=1.0, if_step=0)

@@ -296,7 +296,7 @@ def test_a_training_that_cannot_be_put_back_says_why_up_front(
     ranks, mesh = begun(stack, tmp_path, "plain", "--resume", "never")
     with pytest.raises(ConflictError, match="attach it with resume='auto'"):
         mesh.mark("safe")
-    with pytest.raises(NotFoundError, match="step 3 is not kept; nothing is"):
+    with pytest.raises(NotFoundError, match=r"step 3 is not kept; there are no marks: mesh\.mark"):
         mesh.rollback(3)
     changed = mesh.set_hyperparameters(lr=0.25)
     assert dict(changed.hyperparameters) == {"optimizer": 0, "group": 0, "values": {"lr": 0.25}}

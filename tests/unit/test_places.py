@@ -8,6 +8,8 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 
 from paramd import places
 from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.memory import handover
 from paramd.mesh.connect import async_connect
 from paramd.places import Endpoint
 from paramd.state_files import beside_port
@@ -116,6 +119,67 @@ def test_several_jobs_must_be_told_apart() -> None:
     assert places.read_endpoint("two").job == "two"
 
 
+@contextmanager
+def sidecar(job: str, told: dict[str, object]) -> Iterator[None]:
+    """The only rank's socket of a job, which answers each connection with that."""
+    places.write_endpoint(endpoint(job))
+    line = {"incarnation": 1, "world_size": 1, "began_s": 1.0}
+    (places.job_dir(job) / places.HISTORY_FILE).write_text(json.dumps(line) + "\n")
+    listener = handover.listen(places.socket_path(job, 0))
+    listener.setblocking(True)
+
+    def answer() -> None:
+        while True:
+            with listener.accept()[0] as peer:
+                try:
+                    asked, _ = handover.receive(peer)
+                except EOFError:
+                    return
+                assert asked == {"op": "where"}
+                handover.send(peer, told)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        # A connection that asks nothing ends it.
+        handover.connect(places.socket_path(job, 0)).close()
+        thread.join(60.0)
+        listener.close()
+
+
+def test_a_job_whose_trainers_have_ended_is_not_one_of_several(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with sidecar("dead", {"op": "where", "ended": True}):
+        places.write_endpoint(endpoint("silent"))
+        assert places.read_endpoint().job == "silent"
+        assert "taking job 'silent'; no trainer of dead is alive" in caplog.text
+        several = pytest.raises(UsageError, match="several jobs run here: old, silent; name one")
+        with sidecar("old", {"op": "where", "address": "as of an older version"}), several:
+            places.read_endpoint()
+        places.remove_endpoint(endpoint("silent"))
+        places.remove_endpoint(endpoint("old"))
+        none = pytest.raises(UsageError, match=r"trainers .* have ended: dead, too; name one")
+        with sidecar("too", {"op": "where", "ended": True}), none:
+            places.read_endpoint()
+
+
+def test_without_a_job_each_thing_to_do_has_a_line(state: Path, ended_pid: int) -> None:
+    with pytest.raises(UnreachableError) as nothing:
+        places.read_endpoint()
+    places.write_endpoint(endpoint("old", pid=ended_pid))
+    with pytest.raises(UnreachableError) as ended:
+        places.read_endpoint()
+    first, second, third = str(ended.value).split("\n")
+    assert first == "no job runs here; paramd.attach(model, optimizer, job=...) starts one"
+    assert second == "ended: old (name one to see what is stored of it)"
+    assert third.startswith("if it runs elsewhere, give url and token (PARAMD_URL, PARAMD_TOKEN)")
+    assert third.endswith(str(state))
+    assert str(nothing.value).split("\n") == [first, third]
+
+
 def test_an_endpoint_whose_process_ended_is_skipped(ended_pid: int) -> None:
     places.write_endpoint(endpoint("old", pid=ended_pid))
     places.write_endpoint(endpoint("new"))
@@ -125,7 +189,7 @@ def test_an_endpoint_whose_process_ended_is_skipped(ended_pid: int) -> None:
 
 
 def test_a_job_is_starting_until_its_control_plane_has_begun(
-    ended_pid: int, monkeypatch: pytest.MonkeyPatch
+    ended_pid: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     places.write_endpoint(endpoint("old", pid=ended_pid))
     taken = places.next_incarnation("old", above=1)
@@ -147,6 +211,7 @@ def test_a_job_is_starting_until_its_control_plane_has_begun(
 
     with pytest.raises(UnreachableError, match=re.escape(endpoint("old").url)):
         asyncio.run(entered())
+    assert caplog.messages[0] == "paramd: old is starting; waiting until it is there"
     begins.join()
     places.write_endpoint(endpoint("old", pid=ended_pid))
     monkeypatch.setattr(places, "STARTING_S", 0.0)

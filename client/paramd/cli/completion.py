@@ -137,7 +137,7 @@ def ranks(ask: Ask, incomplete: str) -> Iterator[Item]:
 def jobs(ctx: typer.Context, incomplete: str) -> Iterator[Item]:
     running = {endpoint.job for endpoint in places.running_jobs()}
     yield from ((job, "running") for job in sorted(running))
-    yield from ((job, "not running") for job in places.known_jobs() if job not in running)
+    yield from ((job, "ended") for job in places.known_jobs() if job not in running)
 
 
 contexts = _completer(

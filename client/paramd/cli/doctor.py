@@ -27,7 +27,7 @@ from paramd.answers import asked_once
 from paramd.bounds import HEALTH, OverBoundError
 from paramd.cli.options import Target, with_output
 from paramd.cli.output import Column, seconds
-from paramd.cli.shell import explain, say
+from paramd.cli.shell import explain, one_line, say
 from paramd.errors import ExhaustedError, ParamdError, UsageError
 from paramd.integrations.versions import release
 from paramd.security.tickets import CLOCK_SKEW_S
@@ -299,7 +299,7 @@ async def _served(target: Target) -> list[str]:
 
 def _silent(name: str, error: Exception) -> Finding:
     advice = f"is it still running? Its logs are in {places.state_dir()}"
-    return _finding(name, False, explain(error)[0], advice)
+    return _finding(name, False, one_line(explain(error)[0]), advice)
 
 
 LANES = {

@@ -142,7 +142,7 @@ def _told_if_interrupted() -> Iterator[None]:
 
 def show_edit(target: Target, edit: Edit) -> None:
     """Print one edit to stdout; with a table, also before and after to stderr."""
-    row = _row(edit)
+    row = _row(edit, target.format)
     if target.format in (Format.JSON, Format.JSONL):
         told = asdict(edit) | {"undoable": edit.undoable, "undo_refusal": edit.undo_refusal}
         row |= {name: told[name] for name in _TOLD_OF_ONE}
@@ -163,14 +163,18 @@ _TOLD_OF_ONE = (
 
 
 def _show(target: Target, found: Sequence[Edit], **about: Any) -> None:
-    target.show("edits", [_row(edit) for edit in found], COLUMNS, id_key="id", **about)
+    rows = [_row(edit, target.format) for edit in found]
+    target.show("edits", rows, COLUMNS, id_key="id", **about)
 
 
-def _row(edit: Edit) -> dict[str, Any]:
+def _row(edit: Edit, form: Format) -> dict[str, Any]:
+    """A row of `COLUMNS`. Tables show a dry run as one; documents keep the state that the control
+    plane gives it, beside `dry_run`."""
     from paramd.mesh.edits.calls import what_text
 
     return {name: getattr(edit, name) for name in _TOLD} | {
-        "state": str(edit.state),
+        "state": edit.shown_state if form.is_table else str(edit.state),
+        "dry_run": edit.dry_run,
         "what": what_text(edit),
         "names": list(edit.names),
         "why": edit.reason or (f"undone by {edit.undone_by[:8]}" if edit.undone_by else ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -269,6 +270,9 @@ def _rank_lines(one: RankActivity, *, named: bool) -> Iterator[str]:
         yield f"no output: {one.log_missing}"
 
 
+LINES_OF_ONE = 100
+LINES_OF_EACH = 20
+
 LOG_COLUMNS = (
     Column("source", "SOURCE"),
     Column("lines", "LINES", lambda lines: str(len(lines)), right=True),
@@ -279,15 +283,17 @@ LOG_COLUMNS = (
 def logs(
     target: Target,
     rank: Annotated[
-        int, Argument(metavar="RANK", min=0, help="Rank to show.", autocompletion=completion.ranks)
-    ],
+        int | None,
+        Argument(metavar="[RANK]", min=0, help="Rank to show; all unless given.",
+                 autocompletion=completion.ranks),
+    ] = None,
     lines: Annotated[
-        int,
+        int | None,
         Option("-n", "--lines", min=1, max=state_files.MAX_LOG_LINES,
-               help="Lines from the end of each log."),
-    ] = 100,
+               help="Lines from the end of each log; 100 of one rank, 20 of each of all."),
+    ] = None,
 ) -> None:  # fmt: skip
-    """Show the last lines of a rank's sidecar, and of its trainer.
+    """Show the last lines of a rank's sidecar, and of its trainer; without RANK, of all ranks.
 
     The trainer's lines are available if its output goes to a file (torchrun
     --log-dir DIR --redirects 3), also after it has died, until its sidecar
@@ -297,16 +303,33 @@ def logs(
     past = ended.find(target)
     if past is not None:
         past.say()
-        found = _left(past, rank, lines)
+        ranks = range(past.last.world_size) if rank is None else (rank,)
+        found = [_left(past, one, _count(lines, rank)) for one in ranks]
     else:
         with target.connect() as mesh:
-            found = mesh.logs(rank, lines=lines)
+            ranks = range(mesh.world_size) if rank is None else (rank,)
+            found = [mesh.logs(one, lines=_count(lines, rank)) for one in ranks]
     if target.format.is_table:
-        for line in found.text():
+        for line in chain.from_iterable(one.text() for one in found):
             print(one_line(line))
-        return
-    about = asdict(found)
-    target.show("logs", about.pop("logs"), LOG_COLUMNS, id_key="source", **about)
+    elif rank is not None:
+        about = asdict(found[0])
+        target.show("logs", about.pop("logs"), LOG_COLUMNS, id_key="source", **about)
+    else:
+        rows = [
+            {"rank": one.rank, "error": one.error, **asdict(log)}
+            for one in found
+            for log in one.logs
+        ]
+        about = {"job": found[0].job, "incarnation": found[0].incarnation} if found else {}
+        target.show("logs", rows, LOG_COLUMNS, id_key="source", **about)
+
+
+def _count(lines: int | None, rank: int | None) -> int:
+    """Lines to show of each log: fewer where all ranks are shown."""
+    if lines is not None:
+        return lines
+    return LINES_OF_ONE if rank is not None else LINES_OF_EACH
 
 
 def _left(past: ended.Past, rank: int, lines: int) -> RankLog:

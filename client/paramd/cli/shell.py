@@ -1,4 +1,4 @@
-"""Exit of the program: one line per error, its exit code, a traceback with --debug."""
+"""Exit of the program: an error's text, its exit code, a traceback with --debug."""
 
 import os
 import re
@@ -62,9 +62,10 @@ def _unread(stdout: TextIO) -> int:
 
 
 def explain(error: Exception, given: Sequence[str] = ()) -> tuple[str, int]:
-    """One line and an exit code for any exception."""
+    """A text and an exit code for any exception; the text has one line but for a ParamdError of
+    several, whose lines `say` sets in."""
     if isinstance(error, ParamdError):
-        return one_line(str(error)), codes_of(error).exit
+        return "\n".join(map(one_line, str(error).split("\n"))), codes_of(error).exit
     message = getattr(error, "format_message", None)
     if message is not None:
         # A usage error from click.

@@ -45,10 +45,15 @@ ANSWER_S = 4.0
 
 CLEAR = "\033[H\033[2J"
 
+
+def _step_text(step: int) -> str:
+    return count(step) if step >= 0 else "-"
+
+
 COLUMNS = (
     Column("rank", "RANK", right=True),
     Column("phase", "PHASE"),
-    Column("step", "STEP", lambda step: count(step) if step >= 0 else "-", right=True),
+    Column("step", "STEP", _step_text, right=True),
     Column("step_time_s", "STEP TIME", lambda s: seconds(s) if s else "-", right=True, drop=1),
     Column("stall_count", "STALLS", count, right=True, drop=2),
     Column("stall_total_s", "STALLED", seconds, right=True, drop=3),
@@ -63,9 +68,14 @@ JOB_COLUMNS = (
     Column("state", "STATE"),
     Column("incarnation", "RUN", right=True),
     Column("world_size", "RANKS", right=True),
-    Column("began_s", "BEGAN", when),
+    Column("step", "STEP", _step_text, right=True),
+    Column("began_s", "BEGAN", when, drop=2),
+    Column("ended_s", "ENDED", when),
     Column("url", "URL", drop=1),
 )
+
+ENDED_SHOWN = 5
+"""Jobs that `paramd jobs` lists if none runs: those that ended last."""
 
 
 @with_output
@@ -73,35 +83,63 @@ def jobs(
     target: Target,
     all_: Annotated[bool, Option("--all", help="Also those that do not run.")] = False,
 ) -> None:
-    """List the jobs on this host, of this user."""
+    """List the jobs on this host, of this user.
+
+    If none runs, a table lists those that ended last.
+    """
     running = {one.job: one for one in places.running_jobs()}
 
-    async def ask() -> list[str]:
+    async def ask() -> list[tuple[str, int]]:
         return await asyncio.gather(*(_state_of(target.at(one)) for one in running.values()))
 
     states = dict(zip(running, asyncio.run(ask()), strict=True))
     rows = []
     for job in places.known_jobs():
-        if all_ or job in running:
-            last = places.incarnations(job)[-1:]
-            found = asdict(last[0]) if last else {}
-            here = running.get(job)
-            about = {"state": states.get(job, "not running"), "url": here.url if here else ""}
-            names = ("incarnation", "world_size", "began_s")
-            rows.append({"job": job, **about, **{name: found.get(name) for name in names}})
-    target.show("jobs", rows, JOB_COLUMNS, id_key="job")
+        state, step = states.get(job, ("", -1))
+        starts = not state and places.is_starting(job)
+        row = _row_of_job(job, "starting" if starts else state or "ended", step)
+        rows.append(row | {"url": running[job].url if job in running else ""})
+    current = [row for row in rows if row["state"] != "ended"]
+    if all_ or current or not target.format.is_table:
+        target.show("jobs", rows if all_ else current, JOB_COLUMNS, id_key="job")
+        return
+    last = sorted(rows, key=lambda row: row["ended_s"] or row["began_s"] or 0.0)[-ENDED_SHOWN:]
+    target.show("jobs", last[::-1], JOB_COLUMNS, id_key="job")
+    if len(rows) > len(last):
+        say(f"no job runs here; these ended last. All {len(rows)}: paramd jobs --all")
+    else:
+        say(f"no job runs here{'; these have ended' if rows else ''}")
 
 
-async def _state_of(target: Target) -> str:
-    """Whether a job with a control plane runs: its trainers may all have ended."""
+def _row_of_job(job: str, state: str, step: int) -> dict[str, Any]:
+    """A row of `JOB_COLUMNS` without its url; `step` is the one of a job that has not ended."""
+    row: dict[str, Any] = {"job": job, "state": state, "step": step}
+    if state == "starting":
+        # What is stored is of the run before.
+        return row | {"incarnation": None, "world_size": None, "began_s": None, "ended_s": None}
+    last = places.incarnations(job)[-1:]
+    found = asdict(last[0]) if last else {}
+    if state == "ended":
+        row["step"] = found.get("step", -1)
+    return row | {
+        "incarnation": found.get("incarnation"),
+        "world_size": found.get("world_size"),
+        "began_s": found.get("began_s"),
+        "ended_s": found.get("ended_s") if state == "ended" else None,
+    }
+
+
+async def _state_of(target: Target) -> tuple[str, int]:
+    """The state and the step of a job with a control plane: its trainers may all have ended."""
     try:
         async with asyncio.timeout(ANSWER_S), target.async_connect() as mesh:
-            phases = {row.phase for row in await mesh.status()}
+            found = await mesh.status()
     except (ParamdError, TimeoutError):
-        return "unreachable"
+        return "unreachable", -1
+    phases = {row.phase for row in found}
     if phases - {"orphaned", "torn"}:
-        return "running"
-    return "torn" if "torn" in phases else "orphaned"
+        return "running", found.step
+    return "torn" if "torn" in phases else "orphaned", found.step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +305,12 @@ def status(
             say(_health(target, found.job))
         say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
     if found and all(row.phase in ("orphaned", "torn") for row in found):
-        say(f"the training has ended; to free its memory: paramd cleanup {found.job}")
+        # How to go on comes first: cleanup ends what a restart would go on from.
+        say(
+            "the training has ended; to go on from its last step, start the script again (with "
+            "attach(..., resume='auto'))"
+        )
+        say(f"to give that up and free its memory: paramd cleanup {found.job}")
     bad = [row.rank for row in found if not row.healthy]
     if bad or len(found) < found.world_size:
         raise PartialError(

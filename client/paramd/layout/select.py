@@ -645,5 +645,29 @@ def _nothing(index: NameIndex, pattern: str, found: int) -> str:
     wanted = split_slices(pattern)[0]
     if inside := index.columns.match(parse_glob(f"{literal(wanted)}.*")):
         return f"{shown} is a module, with {inside.bit_count()} tensors: write {wanted + '.*'!r}"
+    if meant := _with_prefix(index, wanted):
+        mask = index.columns.match(parse_glob(meant))
+        count = f"{mask.bit_count()} tensor{'s' if mask.bit_count() > 1 else ''}"
+        slices = pattern[len(wanted) :]
+        return f"no parameter matches {shown}; did you mean {meant + slices!r} ({count})?"
     hint = "".join(f"; {text}" for form, text in _OTHER_FORMS if form.search(pattern))
     return f"no parameter matches {shown}{did_you_mean(index.names, index.columns, wanted)}{hint}"
+
+
+def _with_prefix(index: NameIndex, wanted: str) -> str:
+    """The glob that `wanted` becomes with what the names have before it, such as "model."; "" if
+    no name has it as whole parts. A module's becomes the glob of its tensors."""
+    if wanted.startswith("*"):
+        return ""
+    for glob in (wanted, f"{wanted}.*"):
+        inside = index.columns.match(parse_glob(f"*.{glob}"))
+        if not inside:
+            continue
+        # The shortest prefix of the first name that finds it: the others may have another.
+        parts = index.names[index.columns.positions(inside)[0]].split(".")
+        for count in range(1, len(parts)):
+            prefixed = literal(".".join(parts[:count])) + "." + glob
+            found = index.columns.match(parse_glob(prefixed))
+            if found:
+                return prefixed if found == inside else f"*.{glob}"
+    return ""

@@ -602,7 +602,14 @@ class AsyncMesh:
                 state, rests = held.state, held.unsettled
             elif not unsettled:
                 live = await self._transfer.read_live(
-                    sidecars, chosen, targets, transport, samples, self._reach.leave_out, landed
+                    sidecars,
+                    chosen,
+                    targets,
+                    transport,
+                    samples,
+                    self._reach.leave_out,
+                    landed,
+                    deadline_s,
                 )
                 if (live is None or live[1] is None) and self._reach.costs():
                     # Without the ranks that were just found not to respond.

@@ -76,7 +76,8 @@ def located(
     try:
         at, secret, name = resolve(url, token, job)
     except StartingError as error:
-        log.warning("paramd: %s; waiting for it", error)
+        starts = "is starting" if len(error.jobs) == 1 else "are starting"
+        log.warning("paramd: %s %s; waiting until it is there", ", ".join(error.jobs), starts)
         at, secret, name = NOT_BEGUN, "", job
     return at, secret, name, _finder(url, token, name)
 
@@ -93,6 +94,8 @@ def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, s
     if url is None:
         endpoint = read_endpoint(job)
         return endpoint.url, token if token is not None else endpoint.token, endpoint.job
+    if "://" not in url:
+        raise UsageError(f"url: {url!r} has no scheme; write 'http://{url}' (or https://)")
     if token is None:
         token = _known_token(url, job)
     return url, token, job
@@ -128,6 +131,6 @@ def _known_token(url: str, job: str | None) -> str:
         if endpoint.url == url.rstrip("/") and job in (None, endpoint.job):
             return endpoint.token
     raise UsageError(
-        f"token: none is known for {url}; give the one from the job's endpoint.json "
-        "(token=, --token or PARAMD_TOKEN)"
+        f"token: none is known for {url}; give one (token=, --token or PARAMD_TOKEN): the owner's "
+        "is in the job's endpoint.json, an admin creates others (paramd token create)"
     )

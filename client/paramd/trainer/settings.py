@@ -138,9 +138,8 @@ class AttachSettings:
                 raise UsageError(f"{name} must not be negative, is {getattr(self, name)}")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
-                raise UsageError(
-                    f"{name} must be one of {', '.join(known)}, is {getattr(self, name)!r}"
-                )
+                words = " or ".join(f'"{word}"' for word in known)
+                raise UsageError(f"{name} must be {words}, not {getattr(self, name)!r}")
         for name, least in (("keep_every", 1), ("standing_every", 0)):
             value = getattr(self, name)
             if value is not None and not (

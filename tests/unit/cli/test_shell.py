@@ -24,7 +24,7 @@ EXIT_CODES = {
 @pytest.mark.parametrize(
     ("kind", "code"), EXIT_CODES.items(), ids=lambda v: getattr(v, "__name__", v)
 )
-def test_every_error_is_one_line_and_has_its_exit_code(
+def test_every_error_has_its_exit_code_and_sets_further_lines_in(
     kind: type[errors.ParamdError], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
@@ -32,7 +32,7 @@ def test_every_error_is_one_line_and_has_its_exit_code(
 
     assert shell.run(fail, debug=False) == code
     captured = capsys.readouterr()
-    assert captured.err == "paramd: what was wrong and what to do\n"
+    assert captured.err == "paramd: what was wrong\n        and what to do\n"
     assert captured.out == ""
 
 

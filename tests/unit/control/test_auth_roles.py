@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
 from paramd.errors import DeniedError
+from paramd.mesh.peers.control import error_of_http
 from paramd.security.tickets import Role, Verifier, handed, new_token, shown_of
 from paramd_service.control.access.authority import OWNER, Tokens
 from paramd_service.control.access.doorway import OPEN_PATHS
@@ -206,6 +207,28 @@ async def test_an_operation_that_nobody_named_is_for_admins_alone(site: Site) ->
     for role in UserRole:
         answer = await site.ask("GET", "/careless", site.of[role])
         assert answer.status_code == (200 if role is A else 403), role
+
+
+@pytest.mark.parametrize(
+    ("role", "method", "path", "needs"),
+    [
+        (UserRole.VIEWER, "GET", "why", "reading values needs reader"),
+        (UserRole.VIEWER, "POST", "edits", "changing a training needs editor"),
+        (UserRole.READER, "GET", "ranks/0/log", "reading logs needs editor"),
+        (UserRole.EDITOR, "POST", "exports", "exporting needs exporter"),
+        (UserRole.EXPORTER, "POST", "end", "administration needs admin"),
+    ],
+)
+async def test_who_is_refused_by_role_is_told_the_least_role_and_of_no_other_token(
+    site: Site, role: UserRole, method: str, path: str, needs: str
+) -> None:
+    answer = await site.ask(method, f"/api/v1/jobs/none/{path}", site.of[role])
+    said = answer.json()["detail"]
+    least = needs.split()[-1]
+    advice = f"Ask an admin for such a token: paramd token create --role {least}"
+    assert said == f"this token's role is {role}; {needs}. {advice}"
+    # A client adds nothing to it, least of all where the owner's token is.
+    assert str(error_of_http("http://x", 403, said, answer.json()["type"])) == said
 
 
 @pytest.mark.parametrize("query", ["pattern=w[0:1]", "pattern=w%5B0%5D", "q=%255B&pattern=w[0]"])

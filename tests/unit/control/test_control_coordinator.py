@@ -22,6 +22,7 @@ from paramd_service.control.mesh.coordinator import (
     Verdict,
     decide,
     token_of,
+    worst,
 )
 from paramd_service.control.mesh.registry import MeshView
 from tests.unit.control.reports import mesh
@@ -252,3 +253,15 @@ async def test_an_edit_has_a_number_of_its_own_and_captures_wait_for_its_turn() 
     with pytest.raises(UnreachableError, match="all 2 ranks"):
         async with coordinator(sidecars, mesh(0)).turn():
             pass
+
+
+def test_what_several_ranks_say_alike_is_said_once() -> None:
+    failures: dict[int, ParamdError] = {
+        0: ConflictError("rank 0 (127.0.0.1:1): it keeps no states"),
+        1: UnreachableError("rank 1 (127.0.0.1:2): it is away"),
+        2: ConflictError("rank 2 (127.0.0.1:3): it keeps no states"),
+    }
+    found = worst(failures)
+    assert isinstance(found, ConflictError)
+    said = "ranks 0, 2: it keeps no states; rank 1 (127.0.0.1:2): it is away"
+    assert str(found) == said

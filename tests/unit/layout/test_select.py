@@ -199,3 +199,30 @@ def _select_s(index: NameIndex, pattern: str) -> float:
     with contextlib.suppress(NotFoundError):
         len(select(index, pattern))
     return time.thread_time() - begin_s
+
+
+@pytest.mark.parametrize(
+    ("wanted", "meant"),
+    [
+        ("layers.3.*", "'model.layers.3.*' (2 tensors)"),
+        ("layers.3", "'model.layers.3.*' (2 tensors)"),
+        ("3.up.*", "'model.layers.3.up.*' (2 tensors)"),
+        ("embed.weight", "'model.embed.weight' (1 tensor)"),
+        ("embed.weight[0:2]", "'model.embed.weight[0:2]' (1 tensor)"),
+        ("layers.?.up.bias", "'model.layers.?.up.bias' (2 tensors)"),
+        ("blocks.0.w", "'*.blocks.0.w' (2 tensors)"),
+        ("blocks.0", "'*.blocks.0.*' (2 tensors)"),
+    ],
+)
+def test_what_is_before_the_names_is_added_in_the_answer(wanted: str, meant: str) -> None:
+    names = [
+        "model.embed.weight",
+        *(f"model.layers.{n}.up.{kind}" for n in (3, 4) for kind in ("weight", "bias")),
+        "encoder.blocks.0.w",
+        "decoder.blocks.0.w",
+    ]
+    index = index_of(*map(tensor, names))
+    with pytest.raises(NotFoundError, match=re.escape(f"did you mean {meant}?")):
+        select(index, wanted)
+    advised = meant.split("'")[1]
+    assert len(select(index, advised)) == int(meant.split("(")[1].split()[0])

@@ -1,6 +1,7 @@
 """Bytes land where places say, however a stream is cut and whoever copies."""
 
 import ctypes
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramd.errors import UnreachableError
+from paramd.errors import DeadlineError, UnreachableError
 from paramd.mesh.reading import transfer
 from paramd.mesh.reading.places import PART_BYTES, Place, PlaceSink, fill_from
 
@@ -83,6 +84,23 @@ def test_a_source_that_fails_fails_the_whole_after_all_threads_ended() -> None:
     memory = Broken(100)
     with ThreadPoolExecutor(2) as pool, pytest.raises(UnreachableError, match="gone"):
         fill_from([(memory, [memory.direct(0, 50), memory.direct(50, 100)])], pool, 2)
+
+
+def test_a_copy_ends_at_the_deadline_of_its_read() -> None:
+    class Slow(Memory):
+        def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
+            super().read_into(address, offset_bytes, size_bytes)
+            while time.monotonic() <= deadline_s:
+                time.sleep(0.001)
+
+    memory = Slow(3 * PART_BYTES)
+    jobs = [(memory, [memory.direct(0, len(memory.source))])]
+    deadline_s = time.monotonic() + 0.2
+    with ThreadPoolExecutor(1) as pool, pytest.raises(DeadlineError, match="timeout="):
+        fill_from(jobs, pool, 1, deadline_s=deadline_s)
+    # The part that had begun is whole; none began after the deadline.
+    assert memory.target[:PART_BYTES] in (memory.source[:PART_BYTES], bytes(PART_BYTES))
+    assert not any(memory.target[PART_BYTES:])
 
 
 @given(spans=SPANS, count=st.integers(1, 6), least=st.integers(1, 300))

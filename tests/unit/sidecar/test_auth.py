@@ -86,7 +86,9 @@ async def test_who_calls_is_known_while_the_call_is_served() -> None:
 @pytest.mark.parametrize(
     ("method", "metadata", "code", "text"),
     [
-        (PIN, [of("viewer")], DENIED, "a ticket of role viewer may not call this; needed: cont"),
+        (PIN, [of("viewer")], DENIED, "this token's role is viewer; this call needs reader. Ask"),
+        (REACH, [of("editor")], DENIED, "a ticket of role editor may not call this"),
+        (PIN, [of("copier")], DENIED, "a ticket of role copier may not call this"),
         (PIN, [], UNKNOWN, "the call has no ticket"), (PIN, [of("bad")], UNKNOWN, "it is bad"),
         (PIN, [of("reader"), of("reader")], UNKNOWN, "the call has no ticket"),
         (PIN, [of("again")], AWAY, "it is again"), ("/x.Y/Z", [of("control")], DENIED, "'/x.Y/Z'"),

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import paramd
-from paramd.errors import UsageError
-from paramd.trainer.attaching.checks import optimizers_of
+from paramd.errors import ConflictError, UsageError
+from paramd.trainer.attaching.checks import check_trained, optimizers_of
+from paramd.trainer.home.mirrored import MirroredHome
 
 
 class Wrapper:
@@ -100,6 +101,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "model has the key 'a.b'": {"model": {"a.b": MODEL}},
     "optimizer is missing; call paramd.attach(model, optimizer, job=NAME)": {"optimizer": None},
     "job must be a name, not NoneType": {"job": None},
+    'resume must be "never" or "auto", not True': {"resume": True},
     "derive its class from torch.optim.Optimizer": {"optimizer": Own()},
     "must be an accelerate.Accelerator, not object": {
         "model": None, "optimizer": None, "accelerator": object()
@@ -115,3 +117,10 @@ def test_what_cannot_be_is_named_before_anything_is_moved(said: str) -> None:
         paramd.attach(**{name: value for name, value in wanted.items() if value is not None})
     assert said in str(caught.value)
     assert MODEL.weight.data_ptr() == address
+
+
+def test_a_model_that_has_nothing_to_serve_says_why() -> None:
+    with pytest.raises(UsageError, match="the model has no parameters; attach the one that is"):
+        check_trained(torch.nn.ReLU(), [sgd()])
+    with pytest.raises(ConflictError, match=r"'weight' is on meta, so .*model\.to_empty\("):
+        MirroredHome(torch.nn.Linear(2, 2, device="meta"))

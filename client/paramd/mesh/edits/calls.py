@@ -270,13 +270,13 @@ def check_applied(edit: Edit) -> Edit:
     if edit.state is EditState.APPLIED:
         return edit
     if edit.state is EditState.ABORTED:
-        raise ConflictError(f"edit {edit.id} was applied on no rank: {edit.reason}")
+        raise ConflictError(f"edit {edit.id[:8]} was applied on no rank: {edit.reason}")
     if edit.state is EditState.LOST:
-        raise ConflictError(f"edit {edit.id} was lost with its run: {edit.reason}")
+        raise ConflictError(f"edit {edit.id[:8]} was lost with its run: {edit.reason}")
     why = f" ({edit.reason})" if edit.reason else ""
     raise DeadlineError(
-        f"edit {edit.id} is still {edit.state}{why}; it will be applied on all ranks or none. See "
-        f"mesh.get_edit({edit.id!r}), or {MORE_TIME}"
+        f"edit {edit.id[:8]} is still {edit.state}{why}; it will be applied on all ranks or none. "
+        f"See mesh.get_edit({edit.id!r}), or {MORE_TIME}"
     )
 
 

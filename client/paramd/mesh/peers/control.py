@@ -439,12 +439,16 @@ def problem_of_text(text: str) -> tuple[str, str]:
 
 def error_of_http(url: str, status: int, text: str, kind: str = "") -> ParamdError:
     """The domain error named by the problem type `kind`, else the one for the HTTP status."""
+    named = _BY_TYPE.get(kind)
+    if status == 403 and named is DeniedError:
+        # The token is good, its role is not: no other token is advised than the one it names.
+        return DeniedError(text)
     if status in (401, 403):
         return DeniedError(
-            f"{url} refused the token ({text}); give the job's token (token=, PARAMD_TOKEN), "
-            "which is in endpoint.json in its state dir"
+            f"{url}: {text}"
+            if named is DeniedError
+            else f"{url} refused the token ({text}); give another one (token=, PARAMD_TOKEN)"
         )
-    named = _BY_TYPE.get(kind)
     if named is not None and named is not ParamdError:
         return named(text)
     by_status = _BY_STATUS.get(status)

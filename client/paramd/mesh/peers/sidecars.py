@@ -26,6 +26,7 @@ from paramd.errors import (
 from paramd.layout.codec import LayoutBound
 from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.grpc import (
+    PHASE_NAMES,
     TELL_S,
     Background,
     Channels,
@@ -36,7 +37,6 @@ from paramd.mesh.peers.grpc import (
     boundary_age_s,
     cancelled,
     is_relayed,
-    slow_text,
     told_errors,
     watched,
 )
@@ -299,11 +299,14 @@ class _Waiting:
         if not known or now_s - self._told_s < TELL_S:
             return
         self._told_s = now_s
-        _, age_s, rank, state = max(known, key=itemgetter(0, 1, 2))
+        *_, rank, state = max(known, key=itemgetter(0, 1, 2))
         log.warning(
-            "paramd: a boundary of all ranks is waited for, since %.0f s, for %s",
+            "paramd: waiting %.0f s for all ranks to reach a step boundary; rank %d is late (in "
+            "%s, step %d)",
             now_s - self._began_s,
-            slow_text(-rank, state.phase, state.step, age_s),
+            -rank,
+            PHASE_NAMES.get(state.phase, "an unknown phase"),
+            state.step,
         )
 
 

@@ -32,13 +32,24 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+_SHORT = {
+    "fp16": "float16", "bf16": "bfloat16", "fp32": "float32",
+    "fp64": "float64", "f16": "float16", "f32": "float32", "f64": "float64", "i8": "int8",
+    "i16": "int16", "i32": "int32", "i64": "int64", "u8": "uint8",
+}  # fmt: skip
+"""Short names that other programs have for dtypes, and torch's."""
+
+
 def dtype_of(given: torch.dtype | str) -> torch.dtype:
     """A dtype from itself or its name, such as "bfloat16". Raises UsageError."""
     if isinstance(given, torch.dtype):
         return given
-    found = getattr(torch, str(given).removeprefix("torch."), None)
+    name = str(given).removeprefix("torch.")
+    found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise UsageError(f"dtype: {given!r}; expected a dtype of torch, such as 'bfloat16'")
+        meant = _SHORT.get(name.lower())
+        hint = f"did you mean {meant!r}?" if meant else "expected torch's name, such as 'bfloat16'"
+        raise UsageError(f"dtype: {given!r}; {hint}")
     return found
 
 

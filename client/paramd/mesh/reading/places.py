@@ -8,13 +8,17 @@ filled in order of offsets (`PlaceSink`), or by threads that copy from shared me
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
+
+from paramd.errors import DeadlineError
 
 MAX_BLOCK_BYTES = 8 << 20
 """Largest place with a `store`, and so of its scratch memory."""
@@ -156,10 +160,12 @@ def fill_from(
     pool: Executor,
     thread_count: int,
     landed: Callable[[int], object] = lambda size_bytes: None,
+    deadline_s: float = math.inf,
 ) -> None:
     """Fill the places of every snapshot with threads of the pool. Blocks until done.
 
-    Raises the ParamdError of a source; the contents of the places are then undefined.
+    Raises the ParamdError of a source, or DeadlineError once `deadline_s` on the monotonic clock
+    has passed, which is looked at before each part; the contents of the places are then undefined.
     """
     # Shared by the threads: `next` on a list iterator is atomic under the GIL.
     parts = iter([(source, part) for source, places in jobs for part in _parts(places)])
@@ -171,6 +177,8 @@ def fill_from(
             for source, part in parts:
                 if failed.is_set():
                     return
+                if time.monotonic() > deadline_s:
+                    raise DeadlineError("not all bytes were copied in time; allow more (timeout=)")
                 _fill(source, part, scratch)
                 landed(part.size_bytes)
         except BaseException:

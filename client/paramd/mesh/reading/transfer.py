@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import mmap
 import os
 import socket
@@ -419,12 +420,14 @@ class Transfer:
         samples: Sequence[Sample],
         leave_out: Callable[[int], None],
         landed: Landed,
+        deadline_s: float,
     ) -> tuple[StateName, tuple[str, ...] | None] | None:
         """Fill the targets straight from the arenas, if all needed ranks are on this host; the
         state, and the tensors that differ there (None: not all ranks of `samples` had it still).
 
         `leave_out` is told the ranks of `samples` alone that do not respond. Returns None if it
-        cannot be done, or training was too quick: read snapshots instead.
+        cannot be done, or training was too quick: read snapshots instead. Raises DeadlineError: the
+        copy was not done at `deadline_s` on the monotonic clock.
         """
         reads = chosen.plan.ranks
         document = sidecars.document
@@ -445,7 +448,7 @@ class Transfer:
 
             def copy() -> None:
                 landed.begin(chosen.plan.size_bytes)
-                fill_from(jobs, self._copiers, self._copy_threads, landed)
+                fill_from(jobs, self._copiers, self._copy_threads, landed, deadline_s)
 
             def read_all() -> tuple[StateName, tuple[str, ...] | None] | None:
                 state = read_live(ranks, document.incarnation, copy)
@@ -548,9 +551,12 @@ class Transfer:
         self,
         jobs: Sequence[tuple[RandomAccess, Sequence[Place]]],
         landed: Callable[[int], object] = lambda size_bytes: None,
+        deadline_s: float = math.inf,
     ) -> None:
-        """Fill the places of snapshots that are here."""
-        await self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads, landed))
+        """Fill the places of snapshots that are here. Raises DeadlineError as `fill_from`."""
+        await self.run(
+            lambda: fill_from(jobs, self._copiers, self._copy_threads, landed, deadline_s)
+        )
 
     async def _fill(
         self,
@@ -569,7 +575,7 @@ class Transfer:
                 if read.rank in shared
             ]
             if jobs:
-                works.append(self.land(jobs, reading.landed))
+                works.append(self.land(jobs, reading.landed, reading.deadline_s))
             await all_ended(works)
 
     async def view(self, reading: Reading, chosen: Chosen, stack: AsyncExitStack) -> SnapshotView:

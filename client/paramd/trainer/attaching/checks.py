@@ -233,6 +233,8 @@ def check_trained(
     updated: set[int] = set()
     for index, optimizer in enumerate(optimizers):
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not parameters:
+            raise UsageError("the model has no parameters; attach the one that is trained")
         if not mine & parameters:
             raise UsageError(
                 f"optimizer {index} ({type(optimizer).__name__}) updates no parameter of this "

@@ -61,10 +61,16 @@ def mirrored_devices() -> tuple[str, ...]:
 
 def _check_reachable(shard: LocalShard) -> None:
     """Raise ConflictError for a tensor that cannot be copied into host memory."""
-    if shard.tensor.device.type not in mirrored_devices():
+    kind = shard.tensor.device.type
+    if kind == "meta":
         raise ConflictError(
-            f"tensor {shard.fqn!r} is on {shard.tensor.device}; expected one of "
-            f"{', '.join(mirrored_devices())}"
+            f"tensor {shard.fqn!r} is on meta, so it has no values yet; before attaching, "
+            "materialize the model (model.to_empty(device=...)) and load or initialize its weights"
+        )
+    if kind not in mirrored_devices():
+        raise ConflictError(
+            f"tensor {shard.fqn!r} is on {shard.tensor.device}, which cannot be copied from; move "
+            f"it to {' or '.join(mirrored_devices())}"
         )
 
 

@@ -46,6 +46,7 @@ from paramd_service.control.access.roles import (
     Action,
     allowed,
     needed_action,
+    why_refused,
 )
 from paramd_service.control.base.problems import problem
 
@@ -260,8 +261,8 @@ class TokenGate:
             401,
             "denied",
             "the token is missing, unknown, expired or revoked; send 'Authorization: Bearer "
-            "<token>' with the token in endpoint.json in the job's directory of the state dir, "
-            "or one created by an admin (paramd token create)",
+            "<token>'. On the job's host the owner has one in endpoint.json; an admin "
+            "creates others (paramd token create)",
             {"www-authenticate": 'Bearer realm="paramd"'},
         )
 
@@ -280,13 +281,12 @@ def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], 
         keeps = not readonly or action is not Action.ADMINISTER or request.method == "GET"
         if keeps and action in allowed(principal.role, readonly=readonly):
             return
-        reason = f"the role {principal.role} does not permit the action {action.value!r}"
         if principal.may(action):
             reason = "this control plane runs with --readonly, so nothing can be changed"
+        else:
+            reason = why_refused(principal.role, action)
         denied(principal.name, principal.role, operation, reason)
-        raise DeniedError(
-            f"{reason}; ask an admin for another token (paramd token create --role ...)"
-        )
+        raise DeniedError(reason)
 
     return check_role
 

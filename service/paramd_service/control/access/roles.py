@@ -121,6 +121,28 @@ def needed_action(operation: str, query: str = "") -> Action:
     return Action.READ if needed is Action.VIEW and "[" in query else needed
 
 
+_DOING: Final[dict[Action, str]] = {
+    Action.VIEW: "seeing a job",
+    Action.READ: "reading values",
+    Action.LOGS: "reading logs",
+    Action.EDIT: "changing a training",
+    Action.EDIT_ANY: "changing what others have begun",
+    Action.EXPORT: "exporting",
+    Action.TUNNEL: "reading through the control plane",
+    Action.ATTACH: "attaching a training",
+    Action.ADMINISTER: "administration",
+}
+
+
+def why_refused(role: UserRole, action: Action) -> str:
+    """What the holder of a token is told whose role does not permit an action, and what helps."""
+    least = next(one for one in UserRole if may(one, action))
+    return (
+        f"this token's role is {role}; {_DOING[action]} needs {least}. Ask an admin for such a "
+        f"token: paramd token create --role {least}"
+    )
+
+
 def may(role: UserRole, action: Action) -> bool:
     return action in PERMITTED[role]
 

@@ -238,7 +238,10 @@ class IncarnationEdits:
         if not moved:
             return ""
         rank = min(moved)
-        return f"if_step is {wanted}, and rank {rank} is at step {moved[rank]}"
+        return (
+            f"if_step is {wanted}, but rank {rank} is at step {moved[rank]} already; pause "
+            "training first, then edit at the step of the pause"
+        )
 
     async def _ranges(self, driver: EditRun, index: NameIndex, ops: tuple[PlannedOp, ...]) -> None:
         """Add statistics before and after for the audit if they arrive within range_s."""

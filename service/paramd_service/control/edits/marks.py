@@ -105,9 +105,11 @@ class Marks:
         if named:
             raise ConflictError(f"{_called(to)}: {named[0].reason}")
         there = [_named(one) for one in states if one.whole]
+        if there:
+            raise NotFoundError(f"{_called(to)} is not kept; there is {', '.join(there)}")
         raise NotFoundError(
-            f"{_called(to)} is not kept; "
-            + (f"there is {', '.join(there)}" if there else "nothing is")
+            f"{_called(to)} is not kept; there are no marks: mesh.mark(name), or paramd mark NAME, "
+            "makes one"
         )
 
     async def make(self, by: Principal, name: str) -> KeptState:

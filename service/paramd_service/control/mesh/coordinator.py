@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -159,8 +160,19 @@ def worst(failures: Mapping[int, ParamdError]) -> ParamdError:
         rank for wanted in order for rank in sorted(failures) if isinstance(failures[rank], wanted)
     )
     kind = next(kind for kind in type(failures[rank]).__mro__ if kind in CODES)
-    others = [str(failures[other]) for other in sorted(failures) if other != rank]
-    return kind("; ".join([str(failures[rank]), *others[:7]]))
+    texts: dict[str, list[int]] = {}
+    for one in [rank, *(other for other in sorted(failures) if other != rank)]:
+        texts.setdefault(_without_rank(str(failures[one]), one), []).append(one)
+    told = [
+        str(failures[ranks[0]]) if len(ranks) == 1 else f"ranks {listed(sorted(ranks))}: {text}"
+        for text, ranks in texts.items()
+    ]
+    return kind("; ".join(told[:8]))
+
+
+def _without_rank(text: str, rank: int) -> str:
+    """An error's text without the rank and the address that it begins with, to group equal ones."""
+    return re.sub(rf"\Arank {rank}( \([^()]*\))?: ", "", text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,8 @@ READERS = EDITORS | {Role.READER}
 GATHERERS = READERS | {Role.GATHERER}
 _VIEWERS = READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
+_OF_USERS = (Role.VIEWER, Role.READER, Role.EDITOR)
+"""Roles of users' tickets, the least one first."""
 
 _METHODS: dict[frozenset[Role], str] = {
     _VIEWERS: "GetState GetMesh GetLayout ListKeptStates GetMetrics ReachPeers",
@@ -284,9 +286,12 @@ def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> Claims | 
 def check_role(claims: Claims, allowed: frozenset[Role]) -> None:
     """Raise DeniedError unless the ticket is of one of these roles."""
     if claims.role not in allowed:
-        roles = ", ".join(sorted(role.value for role in allowed))
+        least = next((role for role in _OF_USERS if role in allowed), None)
+        if claims.role not in _OF_USERS or least is None:
+            raise DeniedError(f"a ticket of role {claims.role.value} may not call this")
         raise DeniedError(
-            f"a ticket of role {claims.role.value} may not call this; needed: {roles}"
+            f"this token's role is {claims.role.value}; this call needs {least.value}. Ask an "
+            f"admin for such a token: paramd token create --role {least.value}"
         )
 
 

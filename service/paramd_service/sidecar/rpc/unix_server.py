@@ -290,8 +290,11 @@ class _Connection:
         self._rank.detach()
 
     async def _where(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        # Asked before a trainer takes the sidecar over: it cannot move to another address.
-        handover.send(self._socket, {"op": "where", "address": self._server.address()})
+        # Asked before a trainer takes the sidecar over, which cannot move to another address; and
+        # by clients, before they have a ticket, to find the job whose trainers live.
+        answer = {"op": "where", "address": self._server.address()}
+        ended = self._rank.ownership in (Ownership.ORPHANED, Ownership.GONE, Ownership.TORN)
+        handover.send(self._socket, {**answer, "ended": ended})
 
     async def _leave(self, message: dict[str, Any], descriptors: list[int]) -> None:
         # Without a ticket, which nobody can mint once the control plane has ended. The kernel

@@ -646,10 +646,10 @@ def _nothing(index: NameIndex, pattern: str, found: int) -> str:
     if inside := index.columns.match(parse_glob(f"{literal(wanted)}.*")):
         return f"{shown} is a module, with {inside.bit_count()} tensors: write {wanted + '.*'!r}"
     if meant := _with_prefix(index, wanted):
-        mask = index.columns.match(parse_glob(meant))
-        count = f"{mask.bit_count()} tensor{'s' if mask.bit_count() > 1 else ''}"
+        inside = index.columns.match(parse_glob(meant))
+        many = f"{inside.bit_count()} tensor{'s' if inside.bit_count() > 1 else ''}"
         slices = pattern[len(wanted) :]
-        return f"no parameter matches {shown}; did you mean {meant + slices!r} ({count})?"
+        return f"no parameter matches {shown}; did you mean {meant + slices!r} ({many})?"
     hint = "".join(f"; {text}" for form, text in _OTHER_FORMS if form.search(pattern))
     return f"no parameter matches {shown}{did_you_mean(index.names, index.columns, wanted)}{hint}"
 

@@ -3,6 +3,11 @@ python -m tests.sequences --loop closure [--kind fsdp2] --seed 7
 
 Without a kind or a loop, sequences of all kinds and loops take turns; `--loop any`: of all loops.
 A loop without a kind has one that its seed draws. Prints a line for each operation.
+
+    python -m tests.sequences --all-loops --readers 6 --minutes 30
+
+goes through each loop with each of its kinds once, with threads that read and verify beside the
+operations, prints what each of them found, and exits 1 if anything was wrong.
 """
 
 import argparse
@@ -12,11 +17,13 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from tests import leaks
 from tests.launch import end_warm_start, warm_children
 from tests.sequences import reading
-from tests.sequences.generate import BY_NAME, OF_LOOPS, Failure, Item, drawn, run, shrunk
+from tests.sequences.generate import BY_NAME, OF_LOOPS, Beside, Failure, Item, drawn, run, shrunk
 from tests.sequences.loops.loops import LOOPS
 from tests.sequences.model import KINDS, WORLD_SIZES
 from tests.sequences.session import SHORT, Counts
@@ -30,35 +37,101 @@ def main() -> int:
     given = _parsed()
     reading.WRITES, reading.BURST = "writes" not in given.without.split(","), given.burst
     SHORT.update(one.split("=", 1) for one in given.set)
-    # Ended by its time, it ends the training that it has started.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _cut)
     leaks.adopt_orphans()
-    warm_children()
+    rows: list[Row] = []
+    try:
+        warm_children()
+        _take_turns(given, rows)
+    except KeyboardInterrupt:
+        print("cut", flush=True)
+    if given.all_loops or given.readers:
+        print(table(rows), flush=True)
+    counts = sum((row.counts for row in rows), Counts())
+    failed = sum(row.failure is not None for row in rows)
+    print(f"{counts}; {failed} sequences failed", flush=True)
+    return int(failed > 0)
+
+
+def _cut(*_: object) -> None:
+    """Ended from outside, it ends the training that it has started, however often it is told."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+@dataclass
+class Row:
+    """What one sequence did."""
+
+    kind: str
+    loop: str
+    seed: int
+    seconds: float = 0.0
+    counts: Counts = field(default_factory=Counts)
+    beside: Beside = field(default_factory=Beside)
+    failure: Failure | None = None
+
+
+def _take_turns(given: argparse.Namespace, rows: list[Row]) -> None:
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(10**6)
     turns = _turns(given, seed)
     until_s = time.monotonic() + 60 * given.minutes
-    counts, failed, turn = Counts(), 0, 0
-    while time.monotonic() < until_s and (turn == 0 or not given.only):
+    turn = 0
+    while turn == 0 or not (given.only or (given.all_loops and turn == len(turns))):
+        if time.monotonic() > until_s:
+            break
         (kinds, loop), here = turns[turn % len(turns)], seed + turn // len(turns)
         kind = random.Random(f"kind {here} {loop}").choice(kinds)
         items = _chosen(given.only) if given.only else drawn(here, given.steps, loop)
         left_out, kept = given.without.split(","), given.of.split(",") if given.of else NAMES
         items = [item for item in items if item.name in kept and item.name not in left_out]
-        share_s = (until_s - time.monotonic()) / max(1, len(turns) - turn)
+        began_s = time.monotonic()
+        share_s = (until_s - began_s) / max(1, len(turns) - turn)
         print(f"--- {kind}{', ' * bool(loop)}{loop}, seed {here}", flush=True)
-        failure = run(
-            kind, here, items, loop=loop, verifies=given.verify,
-            until_s=time.monotonic() + share_s, counts=counts, tell=_say,
-        )  # fmt: skip
-        if failure is not None:
-            failed += 1
-            least = failure if given.whole else shrunk(kind, here, failure, _say, loop)
+        rows.append(row := Row(kind, loop, here))
+        try:
+            row.failure = run(
+                kind, here, items, loop=loop, verifies=given.verify, reader_count=given.readers,
+                until_s=began_s + share_s, counts=row.counts, beside=row.beside, tell=_say,
+            )  # fmt: skip
+        finally:
+            row.seconds = time.monotonic() - began_s
+        if row.failure is not None:
+            # What runs beside the operations is not in a shorter sequence.
+            whole = given.whole or given.readers or given.verify
+            least = row.failure if whole else shrunk(kind, here, row.failure, _say, loop)
             _tell(kind, loop, here, least)
-            if not given.go_on:
+            if not (given.go_on or given.all_loops):
                 break
         turn += 1
-    print(f"{counts}; {failed} sequences failed", flush=True)
-    return int(failed > 0)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What each sequence did, and all of them."""
+    lines = [f"{'loop':16} {'kind':9} {'s':>5} {'answers':>8} {'/s':>5} {'refused':>8} "
+             f"{'verified':>8} {'kills':>5}  finding"]  # fmt: skip
+    everything = Row("", "all", 0)
+    for row in rows:
+        everything.seconds += row.seconds
+        everything.counts += row.counts
+        everything.beside.answers += row.beside.answers
+        everything.beside.refused += row.beside.refused
+        everything.beside.verified += row.beside.verified
+    for row in [*rows, everything]:
+        answers = row.counts.answers + row.beside.answers.total()
+        finding = str(row.failure.error).splitlines()[0][:160] if row.failure is not None else ""
+        lines.append(
+            f"{row.loop:16} {row.kind:9} {row.seconds:5.0f} {answers:8} "
+            f"{answers / max(1.0, row.seconds):5.0f} {row.beside.refused.total():8} "
+            f"{row.beside.verified['verified']:8} {row.counts.kills:5}  {finding}"
+        )
+    for name, found in (("answers", everything.beside.answers),
+                        ("refused", everything.beside.refused),
+                        ("verify", everything.beside.verified)):  # fmt: skip
+        lines.append(f"{name}: " + ", ".join(f"{n} {what}" for what, n in found.most_common()))
+    return "\n".join(lines)
 
 
 def _turns(given: argparse.Namespace, seed: int) -> list[tuple[tuple[str, ...], str]]:
@@ -73,6 +146,8 @@ def _turns(given: argparse.Namespace, seed: int) -> list[tuple[tuple[str, ...], 
         names = []
     fitting = {n: tuple(k for k in LOOPS[n].kinds if not kinds or k in kinds) for n in names}
     turns = [(of, name) for name, of in fitting.items() if of]
+    if given.all_loops:
+        turns = [((kind,), name) for of, name in turns for kind in of]
     if not given.loop:
         turns += [((kind,), "") for kind in kinds or KINDS]
     if not kinds:
@@ -86,8 +161,15 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--kind", default="", help="one of, or several: " + ", ".join(WORLD_SIZES))
     parser.add_argument("--loop", default="", help="any, one of, or several: " + ", ".join(LOOPS))
     parser.add_argument(
-        "--verify", action="store_true", help="of a loop: verify updates all the time"
+        "--all-loops", action="store_true", help="each loop with each of its kinds, in --minutes"
     )
+    parser.add_argument(
+        "--readers", type=int, default=0, help="threads that read beside the operations of a loop"
+    )
+    parser.add_argument(
+        "--verify", "--verify-beside", action="store_true",
+        help="of a loop: verify updates beside the operations; a part of --all-loops",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int)
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=STEPS, help="operations of one training")
@@ -102,7 +184,10 @@ def _parsed() -> argparse.Namespace:
     )
     parser.add_argument("--whole", action="store_true", help="do not look for a shorter sequence")
     parser.add_argument("--go-on", action="store_true", help="with other sequences after a failure")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.all_loops:
+        given.loop, given.verify = given.loop or "any", True
+    return given
 
 
 def _chosen(text: str) -> list[Item]:
@@ -127,6 +212,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    status = 1
     try:
         status = main()
     finally:

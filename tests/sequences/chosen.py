@@ -38,6 +38,11 @@ def check_loops(names: str, minutes: float) -> None:
     _run("--loop", names, minutes)
 
 
+def check_all_loops(minutes: float) -> None:
+    """Each loop with each of its kinds, with readers and verification beside the operations."""
+    _run("--all-loops", "--readers=6", minutes)
+
+
 def _run(option: str, names: str, minutes: float) -> None:
     how = [] if takes_all() else ["--whole"]
     said = told(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 import psutil
@@ -50,6 +51,23 @@ class Failure:
 
     error: BaseException
     items: Sequence[Item]
+
+
+@dataclass
+class Beside:
+    """What ran beside the operations of loops: answers, refusals and verified updates."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    verified: Counter[str] = field(default_factory=Counter)
+
+    def add(self, session: LoopSession) -> None:
+        """Those of one session."""
+        if session.readers is not None:
+            self.answers += session.readers.answers
+            self.refused += session.readers.refused
+        if session.verifier is not None:
+            self.verified += session.verifier.told
 
 
 class Watch:
@@ -107,19 +125,21 @@ def drawn(seed: int, count: int, loop: str = "") -> list[Item]:
 
 def run(
     kind: str, seed: int, items: Sequence[Item], *, loop: str = "", verifies: bool = False,
-    until_s: float = float("inf"), tell: Callable[[str], object] = print,
-    counts: Counts | None = None,
+    reader_count: int = 0, until_s: float = float("inf"), tell: Callable[[str], object] = print,
+    counts: Counts | None = None, beside: Beside | None = None,
 ) -> Failure | None:  # fmt: skip
     """Runs a sequence on a new training.
 
     Args:
         loop: What it does in its loop; empty: what `training.py` does.
         verifies: Whether its updates are verified all the time beside the operations.
+        reader_count: Threads that read all the time beside the operations, of a loop.
+        beside: What these did is added here, however the sequence ends.
     """
     done: list[Item] = []
     watch, counts = Watch(), counts if counts is not None else Counts()
     made = (
-        LoopSession(kind, counts=counts, loop=loop, verifies=verifies)
+        LoopSession(kind, counts=counts, loop=loop, verifies=verifies, reader_count=reader_count)
         if loop
         else Session(kind, counts=counts)
     )
@@ -139,9 +159,8 @@ def run(
                     tell(f"{item.number:5} {item.name:22} FAILED {error}")
                     tell(_logs(session))
                     raise
-            if isinstance(session, LoopSession) and session.verifier is not None:
-                session.verifier.end()
-                tell(f"verify: {dict(session.verifier.told)}")
+            if isinstance(session, LoopSession):
+                session.end_beside()
                 session.check_beside()
             rows = watch.tell()
             for row in rows:
@@ -150,6 +169,9 @@ def run(
                 raise DefectError("\n".join(rows))
     except Exception as error:
         return Failure(error, done)
+    finally:
+        if isinstance(made, LoopSession) and beside is not None:
+            beside.add(made)
     return None
 
 

@@ -99,6 +99,10 @@ class Counts:
     rollbacks: int = 0
     kills: int = 0
 
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(mine + its for mine, its in zip(
+            vars(self).values(), vars(other).values(), strict=True)))  # fmt: skip
+
     def __str__(self) -> str:
         return ", ".join(f"{number} {name}" for name, number in vars(self).items())
 

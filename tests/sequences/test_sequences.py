@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from tests.longer import takes_all
-from tests.sequences.chosen import LONGEST_S, check, check_loops, seed, told
+from tests.sequences.chosen import LONGEST_S, check, check_all_loops, check_loops, seed, told
 from tests.sequences.loops.loops import LOOPS
 from tests.sequences.model import KINDS
 from tests.sequences.pairs import CELLS, EVENTS
@@ -36,7 +36,7 @@ def test_every_answer_of_a_random_sequence_is_what_it_says(kinds: str) -> None:
 def test_every_answer_is_right_whatever_the_script_has_in_its_loop() -> None:
     """Each loop, with each of its kinds; or two that are drawn."""
     if takes_all():
-        return check_loops("any", LOOP_MINUTES)
+        return check_all_loops(LOOP_MINUTES)
     return check_loops(",".join(Random(seed()).sample(SOON, 2)), LOOP_MINUTES)
 
 

@@ -431,6 +431,7 @@ class Loop:
 
 
 LOOPS: dict[str, Loop] = {
+    "usual": Loop(iteration=usual, kinds=("plain", "ddp", "fsdp2", "device")),
     "accumulated": Loop(iteration=accumulated),
     "scaled": Loop(iteration=scaled, kinds=("plain", "ddp")),
     "closure": Loop(iteration=closure),

@@ -14,9 +14,10 @@ import torch
 
 import paramd
 from paramd.errors import ConflictError, ParamdError
-from paramd.mesh.results import OptimizerState, Summoned
+from paramd.mesh.results import OptimizerState, StatsTable, Summoned
 from tests.sequences import changing, reading, striking
 from tests.sequences.loops.loops import LOOPS, RESTS_S
+from tests.sequences.loops.readers import ENDS_S, Readers
 from tests.sequences.loops.truth import Name, Recorded, Truth, Update
 from tests.sequences.model import TIED, State, names_of
 from tests.sequences.reference import Incarnation, differing, value
@@ -31,6 +32,7 @@ from tests.sequences.session import (
     wait_for,
 )
 
+VERIFY_EVERY_S = 0.2
 HOW = {"fsdp2": "dim 0", "pipeline": "other tensors"}
 """What the ranks of a kind have of a tensor; the others have all of it."""
 
@@ -49,6 +51,8 @@ class LoopSession(Session):
     loop: str = ""
     verifies: bool = False
     """Whether updates are verified all the time beside the operations."""
+    reader_count: int = 0
+    """Threads that read without a pause beside the operations."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +61,7 @@ class LoopSession(Session):
         self.stands_in = False
         self.names = names_of(self.kind)
         self.verifier: Verifier | None = None
+        self.readers: Readers | None = None
 
     def launch(self) -> None:
         for path in self.folder.glob("truth-*"):
@@ -84,7 +89,17 @@ class LoopSession(Session):
             self.verifier = Verifier(self)
             self.verifier.start()
             self._stack.callback(self.verifier.end)
+        if self.reader_count and self.readers is None:
+            self.readers = Readers(self, self.reader_count)
+            self.readers.start()
+            self._stack.callback(self.readers.end)
         return how
+
+    def end_beside(self) -> None:
+        """Ends what runs beside the operations."""
+        for one in (self.readers, self.verifier):
+            if one is not None:
+                one.end()
 
     def attached(self) -> tuple[int, int, str]:
         found = super().attached()
@@ -101,6 +116,8 @@ class LoopSession(Session):
         self.truth.read()
         if self.verifier is not None and self.verifier.failed is not None:
             raise self.verifier.failed
+        if self.readers is not None and self.readers.failed is not None:
+            raise self.readers.failed
 
     def judge(
         self, what: str, found: Any, got: Mapping[str, Any] | None = None, *,
@@ -110,25 +127,42 @@ class LoopSession(Session):
         history = self._history(what, found.incarnation)
         self.seen = found.step
         segments = edits if edits is not None else range(history.edits, history.edits + 1)
-        named = isinstance(found, Summoned)
+        return self.judge_by_name(
+            f"{what}, edits {list(segments)[:3]}", found, got if got is not None else found,
+            wanted=wanted, differs=differs, edits=segments,
+        )  # fmt: skip
+
+    def judge_by_name(
+        self, what: str, found: Any, got: Mapping[str, Any], *,
+        wanted: Callable[[State, str], torch.Tensor] = value, edits: range | None = None,
+        differs: Callable[[Any, torch.Tensor], str] = differing,
+    ) -> State:  # fmt: skip
+        """Compares an answer with the recorded states of the name that it carries; any thread may.
+
+        Args:
+            edits: The edits that it may be after, as far as it does not say; None: any.
+        """
+        named, told = isinstance(found, Summoned), isinstance(found, OptimizerState)
+        history = found.history if isinstance(found, Summoned | StatsTable) else None
         # What does not say it is of a settled state.
         resting = isinstance(found, SaysResting) and found.unsettled
 
         def fits(name: Name) -> bool:
             if (name.incarnation, name.step) != (found.incarnation, found.step):
                 return False
-            if named and (name.history, name.edits) != (found.history, found.edits):
+            if history is not None and name.history != history:
                 return False
-            return name.edits in segments
+            if (named or told) and name.edits != found.edits:
+                return False
+            return edits is None or name.edits in edits
 
-        values = got if got is not None else found
         variants = self.truth.wait(lambda: self.truth.variants(fits, resting=resting))
-        where = f"{what}, step {found.step}, edits {list(segments)[:3]}"
+        where = f"{what}, step {found.step}"
         if not variants:
-            near = [tuple(n) for n in self.truth.states if abs(n.step - found.step) < 2]
+            near = [n for n in self.truth.names() if abs(n.step - found.step) < 2]
             raise DefectError(f"{where}: there was no such state; beside it: {near[-6:]}")
         return self._matching(
-            where + " (unsettled)" * resting, iter(variants), wanted, values, differs
+            where + " (unsettled)" * resting, iter(variants), wanted, got, differs
         )
 
     def judge_gradients(
@@ -181,7 +215,8 @@ class Verifier(threading.Thread):
                 except RETRYABLE as error:
                     self.told[type(error).__name__] += 1
                 except ConflictError as error:
-                    self.told[str(error)[:120]] += 1
+                    # Without the rank's name.
+                    self.told[str(error).partition("): ")[2][:100]] += 1
                 except ParamdError as error:
                     if not self._session.disturbed:
                         self.failed = DefectError(f"verify: {error!r}")
@@ -191,12 +226,13 @@ class Verifier(threading.Thread):
                         self.failed = DefectError(
                             f"verify: a false alarm: {found.summary()}; {found.differing[:3]}"
                         )
-                self._ends.wait(0.05)
+                self._ends.wait(VERIFY_EVERY_S)
 
     def end(self) -> None:
         """Ends it."""
         self._ends.set()
-        self.join(20)
+        if self.is_alive():
+            self.join(ENDS_S)
 
 
 def at_rest(s: Session, rng: Random) -> str:

@@ -121,6 +121,11 @@ class Truth:
                         found += [(name, one) for one in self._joined(kinds["resting"])]
             return found
 
+    def names(self) -> list[Name]:
+        """All states that are kept, in the order of recording."""
+        with self._lock:
+            return list(self.states)
+
     def state(self, incarnation: int, edits: int, step: int) -> State:
         """The one that was published last under this name. Raises KeyError: there was none."""
 
@@ -221,7 +226,7 @@ class Recorded:
         self._truth.read()
         return any(
             (name.incarnation, name.edits, name.step) == (self._number, edits, step)
-            for name in self._truth.states
+            for name in self._truth.names()
         )
 
     def add(self, event: Event, step: int) -> None:

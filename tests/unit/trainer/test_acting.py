@@ -60,6 +60,7 @@ def acting(
     agreed: bool = False,
     copied: list[str] | None = None,
     computes: Callable[[], bool] = lambda: False,
+    collect: Callable[[], Round | None] = lambda: None,
 ) -> BoundaryHandler:
     """A rank whose rounds agree on nothing, or on what it promised; a hold ends after some."""
     left = [rounds_left]
@@ -75,7 +76,7 @@ def acting(
         alone=alone,
         due=True,
         passes=lambda *, wanted: False,
-        collect=lambda: None,
+        collect=collect,
         exchange=exchange,
         launch=launch,
     )
@@ -211,13 +212,18 @@ def test_an_edit_agreed_on_within_a_forward_of_fsdp_is_applied_after_it(
     found: list[str] = []
     computes = [False]
     editor = Applying(found)
-    handler = acting(page, editor, alone=False, copied=found, computes=lambda: computes[0])
+    heard: list[Round | None] = [None]
+    handler = acting(
+        page, editor, alone=False, copied=found, computes=lambda: computes[0],
+        collect=lambda: heard[0],
+    )  # fmt: skip
     page[Word.READY], page[Word.TOKEN], page[Word.ACTION] = 3, 5, EDIT
     handler.at_boundary(True)
     assert page[Word.PROMISED] == 3
     computes[0] = True
     handler._hear(Round(Request(3, 5, EDIT, 0), True), True)
     assert (page[Word.AGREED], page[Word.EDIT_AGREED], page[Word.PROMISED]) == (3, 3, 0)
+    heard[0] = Round(None, True, postponed=3)
     # Others are promised meanwhile: a pause at this boundary can be ended. Another edit waits.
     page[Word.READY] = 4
     handler.at_boundary(True)
@@ -236,6 +242,34 @@ def test_an_edit_agreed_on_within_a_forward_of_fsdp_is_applied_after_it(
         handler.at_boundary(True)
         handler.at_boundary(True)
         assert found == ["edit 3", "gathered"]
+
+
+def test_an_edit_that_others_have_applied_already_is_not_applied_at_a_later_step(
+    page: ControlPage,
+) -> None:
+    """Stages of a pipeline: FSDP computes at the boundary of one, and not of the other."""
+    found: list[str] = []
+    computes, sent = [False], list[dict[str, Any]]()
+    heard: list[Round | None] = [None]
+    handler = acting(
+        page, Applying(found), alone=False, computes=lambda: computes[0], collect=lambda: heard[0],
+        launch=lambda request, **more: sent.append(more),
+    )  # fmt: skip
+    page[Word.READY], page[Word.TOKEN], page[Word.ACTION] = 3, 5, EDIT
+    handler.at_boundary(True)
+    computes[0], heard[0] = True, Round(Request(3, 5, EDIT, 0), True)
+    handler.at_boundary(True)
+    assert (sent[-1]["within"], sent[-1]["postponed"], sent[-1]["pending"]) == (True, 3, True)
+    # The round of that boundary: not all ranks have postponed it.
+    computes[0], heard[0] = False, Round(None, True, differs=True)
+    handler.at_boundary(True)
+    assert found == []
+    assert (page[Word.EDIT_AGREED], page[Word.EDIT_FAILED]) == (3, 3)
+    assert sent[-1]["postponed"] == 0
+    # From now on all ranks refuse edits, rather than wait for a boundary that all can take.
+    heard[0], page[Word.READY], page[Word.TOKEN] = None, 4, 6
+    handler.at_boundary(True)
+    assert (page[Word.REFUSED], page[Word.REFUSED_STEP]) == (4, Refusal.GATHERED)
 
 
 @pytest.mark.parametrize(("wanted", "copied"), [(2, []), (3, ["buffers", "moments"]), (4, [])])

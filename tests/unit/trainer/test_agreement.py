@@ -63,6 +63,8 @@ class Ranks:
         step_time_ns: int = 200 * MS,
         clients: Sequence[bool] = (True, True, True),
         iterations: tuple[int, ...] = (),
+        within: Sequence[bool | None] = (None, None, None),
+        postponed: Sequence[int] = (0, 0, 0),
     ) -> list[Round | None]:
         """One boundary of every rank, in which each takes part with its request.
 
@@ -81,6 +83,8 @@ class Ranks:
                     iteration=iterations[self.agreements.index(agreement)] if iterations else 0,
                     expected=False,
                     quiet=not clients[self.agreements.index(agreement)],
+                    within=within[self.agreements.index(agreement)],
+                    postponed=postponed[self.agreements.index(agreement)],
                 )
             return heard
 
@@ -134,6 +138,30 @@ def test_ranks_at_different_iterations_agree_on_nothing_and_are_told_how_far_apa
     assert told(apart) == [None] * 2
     assert [heard.iterations for heard in apart if heard is not None] == [(10, 11)] * 2
     assert told(ranks.boundary(NOTHING, NOTHING)) == [edit(4)] * 2
+
+
+@pytest.mark.parametrize(
+    ("within", "differs"),
+    [
+        ((None, None), False),
+        ((True, None), False),
+        ((None, False), False),
+        ((True, True), False),
+        ((False, False), False),
+        ((True, False), True),
+    ],
+)
+def test_all_ranks_learn_that_fsdp_computes_at_the_boundaries_of_some_only(
+    make: Callable[..., Ranks], within: tuple[bool | None, ...], differs: bool
+) -> None:
+    """A rank that did not look, as no request has reached it yet, says nothing."""
+    ranks = make(2)
+    ranks.boundary(edit(4), NOTHING, within=within, postponed=(3, 3))
+    first = ranks.boundary(NOTHING, NOTHING, postponed=(3, 0))
+    assert [heard.differs for heard in first if heard] == [differs] * 2
+    assert [heard.postponed for heard in first if heard] == [3] * 2
+    second = ranks.boundary(NOTHING, NOTHING)
+    assert [(heard.differs, heard.postponed) for heard in second if heard] == [(False, 0)] * 2
 
 
 def test_a_request_that_was_agreed_is_not_agreed_again(make: Callable[..., Ranks]) -> None:

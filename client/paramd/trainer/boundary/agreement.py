@@ -70,6 +70,10 @@ class Round(NamedTuple):
     """This rank's backward passes when it contributed."""
     iterations: tuple[int, int] = (0, 0)
     """Lowest and highest backward passes; equal when ranks are in lock-step."""
+    differs: bool = False
+    """FSDP computed at this boundary of some ranks, and not of others."""
+    postponed: int = 0
+    """The number of the edit that all ranks had postponed; 0: none, or not all of them."""
 
 
 def promise(words: Words, last_agreed: int, accept: Callable[[Request], bool]) -> Request:
@@ -122,7 +126,7 @@ class Agreement:
         self._group = group
         self._timeout_s = timeout_s
         self._edit_timeout_s = max(timeout_s, edit_timeout_s if edit_timeout_s is not None else 0.0)
-        buffer = bytearray(13 * 8)
+        buffer = bytearray(17 * 8)
         self._message = memoryview(buffer).cast("q")
         self._tensor = torch.frombuffer(buffer, dtype=torch.int64)
         self._options = dist.AllreduceOptions()
@@ -204,6 +208,8 @@ class Agreement:
         iteration: int = 0,
         expected: bool = False,
         quiet: bool = False,
+        within: bool | None = None,
+        postponed: int = 0,
     ) -> None:
         """Launch a round, to be collected at the next boundary; `request`: from `promise`.
 
@@ -211,7 +217,8 @@ class Agreement:
         `stay`: it wants training to stay paused. `iteration`: backward passes it has seen; ranks
         that differ are not at the same point of training, whatever their step counts, and agree on
         nothing. `quiet`: it has no clients; the shortest interval of all ranks counts, so one rank
-        with clients keeps rounds frequent on all.
+        with clients keeps rounds frequent on all. `within`: whether FSDP computes at this boundary;
+        None: this rank did not look. `postponed`: the edit that it has postponed; 0: none.
         """
         assert self._group is not None
         if expected:
@@ -220,18 +227,37 @@ class Agreement:
             interval = quiet_interval(step_time_ns) if quiet else idle_interval(step_time_ns)
         interval = min(interval, self._longest)
         self._fill(request, pending=pending, stay=stay, interval=interval, iteration=iteration)
+        self._fill_postponed(within, postponed)
         try:
             # The group's own method: `dist.all_reduce` doubles the cost of a round.
             self._work = self._group.allreduce([self._tensor], self._options)
         except (RuntimeError, ValueError) as error:
             raise AgreementLost(f"a round could not be launched: {error}") from error
 
-    def exchange(self, request: Request, *, pending: bool, stay: bool, iteration: int = 0) -> Round:
+    def exchange(
+        self,
+        request: Request,
+        *,
+        pending: bool,
+        stay: bool,
+        iteration: int = 0,
+        within: bool | None = None,
+        postponed: int = 0,
+    ) -> Round:
         """Run a whole round synchronously: while paused, and always in a world of one."""
         if self._group is None:
             self._fill(request, pending=pending, stay=stay, interval=1, iteration=iteration)
+            self._fill_postponed(within, postponed)
         else:
-            self.launch(request, pending=pending, stay=stay, step_time_ns=0, iteration=iteration)
+            self.launch(
+                request,
+                pending=pending,
+                stay=stay,
+                step_time_ns=0,
+                iteration=iteration,
+                within=within,
+                postponed=postponed,
+            )
         return self._collected()
 
     def finish(self) -> None:
@@ -264,6 +290,12 @@ class Agreement:
         self._request = request
         self._launched_at = self._boundary
 
+    def _fill_postponed(self, within: bool | None, postponed: int) -> None:
+        # The minimum of the first is 0 once FSDP does not compute on one rank, that of the second
+        # once it computes on one. A rank that did not look changes neither.
+        self._message[13], self._message[14] = int(within is not False), int(within is not True)
+        self._message[15], self._message[16] = postponed, -postponed
+
     def _collected(self) -> Round:
         work, self._work = self._work, None
         if work is not None:
@@ -282,19 +314,27 @@ class Agreement:
         number, minus_number, token, minus_token, interval, stay, lowest, minus_highest = (
             self._message[:8]
         )
-        slowest, self._agreed_made, settled, copied, minus_copied = self._message[8:]
+        slowest, self._agreed_made, settled, copied, minus_copied = self._message[8:13]
+        outside, inside, postponed, minus_postponed = self._message[13:]
         self._agreed_pace = -slowest
         self._agreed_copies = settled, copied if copied == -minus_copied else 0
         self._next_launch = self._launched_at + max(1, interval)
-        apart = (lowest, -minus_highest)
+        heard = Round(
+            None,
+            bool(stay),
+            self._iteration,
+            (lowest, -minus_highest),
+            differs=not (outside or inside),
+            postponed=postponed if postponed == -minus_postponed else 0,
+        )
         # MIN over x and -x gives opposite numbers only if every rank sent the same x.
         same = number == -minus_number and token == -minus_token and lowest == -minus_highest
         if not same or number <= self._last_agreed:
-            return Round(None, bool(stay), self._iteration, apart)
+            return heard
         self._last_agreed = number
         self._eager_until = self._boundary + EAGER_BOUNDARIES
         self._next_launch = self._launched_at + 1
-        return Round(self._request, bool(stay), self._iteration, apart)
+        return heard._replace(agreed=self._request)
 
 
 def idle_interval(step_time_ns: int, round_ns: int = IDLE_ROUND_NS) -> int:

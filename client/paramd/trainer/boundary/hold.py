@@ -190,6 +190,10 @@ class BoundaryHandler:
         """An edit that boundaries within FSDP's computation could not take, and their number."""
         self._postponed: tuple[Request, int] | None = None
         """An edit that was agreed on at such a boundary, and how many requests were until then."""
+        self._within: bool | None = None
+        """Whether FSDP computes at this boundary; None: nobody looked."""
+        self._differs = False
+        """FSDP computes at boundaries of some ranks and not of others: no edit reaches all."""
         self.stays: Callable[[], bool] | None = None
         """Whether to stay at this boundary; None: do not."""
         self._words[Word.AGREEMENT_STATE] = AGREEMENT_WORKS
@@ -200,9 +204,9 @@ class BoundaryHandler:
         the others must not wait for it. `iteration`: backward passes this rank has seen; equal on
         all ranks in lock-step."""
         self._iteration = iteration
-        if self._postponed is not None and not self._home.computes():
-            self._make_up_for_it(at_home)
         agreement, words = self._agreement, self._words
+        if agreement is None and self._postponed is not None and not self._home.computes():
+            self._make_up_for_it(at_home)
         stays = self.stays is not None or words[_HELD]
         if agreement is None or (
             not stays and agreement.passes(wanted=words[_READY] > self._agreed)
@@ -240,6 +244,7 @@ class BoundaryHandler:
 
     def _rounds(self, agreement: Agreement, at_home: bool) -> None:
         words = self._words
+        self._within = None
         if words[_HELD]:
             self._hold.pass_boundary()
         begin_ns = time.monotonic_ns()
@@ -259,12 +264,14 @@ class BoundaryHandler:
             words[Word.ROUNDS_LAUNCHED] += 1
             agreement.launch(
                 request,
-                pending=words[Word.READY] > self._agreed,
+                pending=self._pending,
                 stay=self._hold.stay(),
                 step_time_ns=words[Word.STEP_TIME_NS],
                 iteration=self._iteration,
                 expected=words[Word.EXPECTED_NS] > now_ns,
                 quiet=words[Word.CLIENTS_UNTIL_NS] < now_ns,
+                within=self._within,
+                postponed=self._postponed[0].number if self._postponed is not None else 0,
             )
 
     def _stay(self, agreement: Agreement, at_home: bool) -> None:
@@ -307,10 +314,18 @@ class BoundaryHandler:
         self._words[Word.ROUNDS_LAUNCHED] += 1
         return agreement.exchange(
             request,
-            pending=self._words[Word.READY] > self._agreed,
+            pending=self._pending,
             stay=self._wants_to_stay(),
             iteration=self._iteration,
+            within=self._within,
+            postponed=self._postponed[0].number if self._postponed is not None else 0,
         )
+
+    @property
+    def _pending(self) -> bool:
+        """Whether to have a round at each boundary: for a request, or to learn of the others
+        whether they have postponed the edit, too."""
+        return self._words[Word.READY] > self._agreed or self._postponed is not None
 
     def _request(self, at_home: bool, *, now: bool) -> Request:
         """This rank's promise; `now`: the round ends at this boundary, else at the next.
@@ -334,8 +349,11 @@ class BoundaryHandler:
             if self._postponed is not None:
                 # One at a time, in the order of their numbers.
                 return False
+            if self._differs:
+                self._refuse(request.number, Refusal.GATHERED)
+                return False
             # FSDP works on gathered parameters: an edit of the shards would not reach them. Wait.
-            if self._home.computes():
+            if self._computes():
                 self._missed = self._missed + 1 if request.number == self._missing else 1
                 self._missing = request.number
                 if self._waits() or self._missed >= MOST_MISSED:
@@ -346,6 +364,11 @@ class BoundaryHandler:
             self._refuse(request.number, Refusal.FAULTY)
             return False
         return True
+
+    def _computes(self) -> bool:
+        """Whether FSDP computes at this boundary; the next round says so to the other ranks."""
+        self._within = self._home.computes()
+        return self._within
 
     def _waits(self) -> bool:
         """Whether training is paused at this boundary, where nothing changes until it continues."""
@@ -359,6 +382,14 @@ class BoundaryHandler:
     def _hear(self, heard: Round, at_home: bool) -> bool:
         """Publish a round's outcome and act on it; return whether to announce it."""
         words, request = self._words, heard.agreed
+        if heard.differs and not self._differs:
+            self._differs = True
+            log.warning(
+                "paramd: FSDP computes at boundaries of some ranks and not of others, as between "
+                "stages of a pipeline; edits, which all ranks apply at one boundary, are refused"
+            )
+        if self._postponed is not None:
+            self._settle(heard, at_home)
         if request is not None:
             self._agreed = request.number
             # Of every request: a later one may have replaced BUFFERS_WANTED since the promise.
@@ -383,13 +414,37 @@ class BoundaryHandler:
         self._hold.update(heard)
         if request is None:
             return False
-        if request.action == EDIT and self._home.computes():
+        if request.action == EDIT and self._computes():
             # It was promised at the boundary before. A forward that has begun would compute partly
-            # with the old values: all ranks, which are in the same forward, wait for its end.
+            # with the old values: all ranks, which are in the same forward, wait for its end. The
+            # next round shows whether all are.
             self._postponed = request, self._agreed_count
         else:
             self._carry_out(request, self._agreed_count, lambda: self._do(request, at_home))
         return True
+
+    def _settle(self, heard: Round, at_home: bool) -> None:
+        """By a round since an edit was postponed: apply it where all ranks do, or give it up."""
+        assert self._postponed is not None
+        request, count = self._postponed
+        if heard.postponed != request.number:
+            # Others have applied it, at a boundary that is over: here it would be of another step.
+            self._postponed = None
+            log.error(
+                "paramd: edit %d is not applied on this rank: FSDP computed at the boundary at "
+                "which other ranks applied it",
+                request.number,
+            )
+            self._carry_out(request, count, self._fail)
+            self._answer(True)
+            return
+        if not self._computes():
+            self._make_up_for_it(at_home)
+
+    def _fail(self) -> None:
+        """Report an edit that the other ranks have applied as failed on this one."""
+        self._words[Word.EDIT_FAILED] = self._words[Word.EDIT_AGREED]
+        self._after_edit()
 
     def _make_up_for_it(self, at_home: bool) -> None:
         """Apply the edit that was postponed, at the first boundary outside of FSDP's computation.

@@ -32,8 +32,9 @@ _REFUSALS: Mapping[int, str] = {
     Refusal.FAULTY: "the trainer cannot carry it out; its log says why",
     Refusal.AWAY: "the parameters of this rank are not served (paramd status says why)",
     Refusal.GATHERED: (
-        "the training's boundary lies within a forward of FSDP, which works on gathered "
-        "parameters that an edit would not reach; if it is paused, let it pass a step (paramd step)"
+        "the training's boundary lies within a forward of FSDP, on this rank or on others, which "
+        "works on gathered parameters that an edit would not reach; if it is paused, let it pass a "
+        "step (paramd step)"
     ),
     Refusal.NOT_HELD: "training is no longer paused; try again",
 }

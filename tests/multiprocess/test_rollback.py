@@ -4,14 +4,17 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import httpx2
 import psutil
 import pytest
 import torch
 
+from paramd import places
 from paramd.errors import ConflictError, ExistsError, NotFoundError, ParamdError, UsageError
 from paramd.layout.edits.ops import EditState
 from paramd.mesh.insight.reports import Alert
@@ -115,6 +118,8 @@ def test_a_rollback_is_undone_to_the_state_that_was_left(tmp_path: Path, stack: 
     with pytest.raises(NotFoundError, match=r"mark 'second' is not kept; there is .*'first'"):
         mesh.rollback("second")
     wait_for(lambda: at(tmp_path) >= first.step + 20, ranks)
+    followed_over_a_rollback(tmp_path, ranks, mesh, "first")
+    wait_for(lambda: at(tmp_path) >= first.step + 20, ranks)
     with mesh_held(mesh):
         before = mesh.summon("*", buffers=False)
         there = mesh.rollback(first.step)
@@ -147,6 +152,51 @@ def test_a_rollback_is_undone_to_the_state_that_was_left(tmp_path: Path, stack: 
     assert (second.step, first.step) in steps
     assert steps[-2:] == [(steps[-2][0], second.step), (third.step, first.step)]
     assert final(tmp_path / "life", 2) == undisturbed(tmp_path, "ddp", last)
+
+
+def followed_over_a_rollback(folder: Path, ranks: Ranks, mesh: Mesh, mark: str) -> None:
+    """Each update, those that come again too, is a frame of a subscription or counted by one."""
+    found: dict[str, list[tuple[int, int]]] = {"python": [], "sse": []}
+    known = len(left(folder, 0))
+
+    def over(step: int) -> bool:
+        # Steps after the one that was left have never been before.
+        put_back = left(folder, 0)[known:]
+        return bool(put_back) and step > put_back[0][0]
+
+    def read() -> None:
+        with connect_to(folder / "state", "rewinding") as own:
+            for frame in own.grads("*", kind="stats"):
+                found["python"].append((frame.step, frame.dropped))
+                if over(frame.step):
+                    return
+
+    def stream() -> None:
+        endpoint = places._load(folder / "state" / "rewinding" / places.ENDPOINT_FILE)
+        assert endpoint is not None
+        headers = {"Authorization": f"Bearer {endpoint.token}"}
+        url = f"{endpoint.url}/api/v1/jobs/rewinding/grads?filter=*"
+        with httpx2.stream("GET", url, headers=headers, timeout=DEADLINE_S) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                if not line.startswith("data: "):
+                    continue
+                frame = json.loads(line.removeprefix("data: "))
+                found["sse"].append((frame["step"], frame["dropped"]))
+                if over(frame["step"]):
+                    return
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read), pool.submit(stream)]
+        wait_for(lambda: all(found.values()) or any(one.done() for one in readers), ranks)
+        mesh.rollback(mark)
+        for one in readers:
+            one.result(DEADLINE_S)
+    ((left_at, put_back_to),) = left(folder, 0)[known:]
+    for reader, frames in found.items():
+        (begin, _), *after = frames
+        updates = left_at - begin + after[-1][0] - put_back_to
+        assert sum(1 + dropped for _, dropped in after) == updates, (reader, frames)
 
 
 @contextmanager

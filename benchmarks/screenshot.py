@@ -114,7 +114,7 @@ def training(*, busy: bool) -> Iterator[Endpoint]:
         os.environ |= {
             "PARAMD_STATE_DIR": str(folder / "state"),
             "PARAMD_LISTEN": "127.0.0.1:0",
-            "PARAMD_ALERTS": json.dumps({"watch": True, "stats_every_s": 5.0}),
+            "PARAMD_ALERTS": json.dumps({"watch_share": 1, "stats_every_s": 5.0}),
             "PARAMD_DESTINATIONS": json.dumps({"checkpoints": str(folder / "exports")}),
         }
         (folder / "state").mkdir(mode=0o700)

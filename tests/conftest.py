@@ -19,6 +19,9 @@ settings.load_profile("paramd")
 
 def pytest_configure(config: pytest.Config) -> None:
     leaks.adopt_orphans()
+    # Samples of values and stacks would be among what tests count and time; those that are about
+    # them turn them on.
+    os.environ["PARAMD_ALERTS"] = '{"watch": false, "look": false}'
     config.pluginmanager.register(costs.Durations(config))
 
 

@@ -30,7 +30,9 @@ three ahead, and further where one was missed."""
 def training(folder: Path, world_size: int, *options: str) -> Iterator[tuple[Mesh, Ranks]]:
     """Ranks that train, all of whose replicas are compared; they end when the block does."""
     state_dir = folder / "state"
-    env = {"PARAMD_ALERTS": json.dumps({"compare_steps": EVERY, "sample_bytes": 2000})}
+    env = {
+        "PARAMD_ALERTS": json.dumps({"watch": False, "compare_steps": EVERY, "sample_bytes": 2000})
+    }
     args = [str(folder), *options]
     with start_ranks(WORKER, world_size, args=args, env=env, state_dir=state_dir) as ranks:
         try:
@@ -110,7 +112,7 @@ def test_in_hybrid_sharding_both_replicas_of_the_shard_are_named(tmp_path: Path)
 def test_nan_is_told_with_its_tensor_until_it_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PARAMD_ALERTS", json.dumps({"watch": True, "stats_every_s": 0.5}))
+    monkeypatch.setenv("PARAMD_ALERTS", json.dumps({"watch_share": 1, "stats_every_s": 0.5}))
     with frozen(tmp_path, "ddp", 2) as ranks, connect_to(ranks.state_dir, "frozen") as mesh:
 
         def told(state: str) -> dict[str, str]:

@@ -45,7 +45,7 @@ def begun(stack: ExitStack, folder: Path, kind: str, *options: str) -> tuple[Ran
     environment = {
         "PARAMD_FAULTS_DIR": str(faults),
         "PARAMD_TRAINER_FAULTS_DIR": str(faults),
-        "PARAMD_ALERTS": '{"numbers": ["loss > 1000"], "pause": ["logged-number"]}',
+        "PARAMD_ALERTS": '{"watch": false, "numbers": ["loss > 1000"], "pause": ["logged-number"]}',
     }
     state_dir = folder / "state"
     ranks = stack.enter_context(

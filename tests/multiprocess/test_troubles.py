@@ -24,7 +24,7 @@ from tests.web.training import JOB
 WORKER = "tests.multiprocess.workers.troubled"
 TOLD_S = 30.0
 """Within this time the cause is told."""
-WATCH = {"watch": True, "stats_every_s": 2.0, "gradients_every_s": 2.0, "digests_every_s": 5.0}
+WATCH = {"watch_share": 1, "stats_every_s": 2, "gradients_every_s": 2, "digests_every_s": 5}
 LEAST_NORMS = 8
 """A baseline of gradients, and as many samples of what the ranks are doing."""
 LIMITLESS = resource.RLIM_INFINITY
@@ -51,7 +51,7 @@ def cause_of(door: Door) -> str:
     (job,) = door.get("/jobs")["jobs"]
     told = {one["id"]: one for one in door.get("alerts")["alerts"]}
     one = told.get(job["cause"])
-    said = f"{one['rule']} {one['subject']}" if one is not None else ""
+    said = f"{one['rule']} {one['name'] or one['subject']}" if one is not None else ""
     return said.removesuffix(".weight").removesuffix(".bias")
 
 

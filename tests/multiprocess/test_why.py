@@ -47,7 +47,7 @@ def test_states_are_compared_and_a_hanging_rank_is_named_with_its_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state_dir = tmp_path / "state"
-    env = {"PARAMD_ALERTS": json.dumps({"numbers": ["lr > 0"]})}
+    env = {"PARAMD_ALERTS": json.dumps({"watch": False, "look": False, "numbers": ["lr > 0"]})}
     with start_ranks(WORKER, 3, args=[str(tmp_path)], env=env, state_dir=state_dir) as ranks:
         try:
             for rank in range(3):

@@ -39,7 +39,7 @@ RESTART_S = 0.2
 LOG_CHARACTERS = 3000
 MOST_PATIENCE = 4
 COMMAND_S = 20.0
-ALERTS = {"watch": True, "stats_every_s": 2.0, "digests_every_s": 10.0, "norm_floor": 1e-6}
+ALERTS = {"watch_share": 1, "stats_every_s": 2.0, "digests_every_s": 10.0, "norm_floor": 1e-6}
 
 
 def patience_s(seconds: float) -> float:

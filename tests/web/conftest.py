@@ -54,8 +54,10 @@ def watched(folder: Path) -> Iterator[Door]:
     exports = folder / "exports"
     exports.mkdir()
     # What a busy machine does to the times of two ranks is no trouble that a test has planted.
-    late = ["stall-budget", "straggler", "slow-rank", "stuck"]
-    watch = {"watch": True, "stats_every_s": 1.0, "gradients_every_s": 1.0, "disabled": late}
+    late = ["straggler", "slow-rank", "stuck"]
+    watch = {
+        "watch_share": 1, "stats_every_s": 1.0, "gradients_every_s": 1.0, "disabled": late,
+    }  # fmt: skip
     env = {
         "PARAMD_ALERTS": json.dumps(watch),
         "PARAMD_DESTINATIONS": json.dumps({"local": str(exports)}),

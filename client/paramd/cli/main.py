@@ -29,7 +29,7 @@ from paramd.cli.marks import mark, marks, rollback, set_hyperparameters, unmark
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.serve import certs, control, sidecar
 from paramd.cli.settings import Flags
-from paramd.cli.status import alerts, jobs, status
+from paramd.cli.status import alerts, jobs, status, watch
 from paramd.cli.summon import summon
 from paramd.cli.tensors import grads, params, stats
 from paramd.cli.token import token as token_group
@@ -63,6 +63,7 @@ _add(LOOK, top, "", "--every 5")
 _add(LOOK, why, "", "--rank 3", "-o json")
 _add(LOOK, logs, "3", "3 -n 20 --job my-run", "0 -o json")
 _add(LOOK, alerts, "", "--all -o json", "-w")
+_add(LOOK, watch, "", "on", "off")
 _add(LOOK, params, "", "'layers.*.weight' -o name", "'*' --buffers")
 _add(LOOK, stats, "", "'layers.*' 'norm>10'", "'layers.0.*' -o json", "head.weight --histogram")
 _add(LOOK, grads, "'*'", "'layers.*' --every-steps 10 -o jsonl", "head.weight --histogram -n 1")

@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 from urllib.parse import quote
 
-from typer import Option
+from typer import Argument, Option
 
 from paramd import places
 from paramd.cli import ended
@@ -32,7 +33,7 @@ from paramd.cli.output import (
     when,
 )
 from paramd.cli.shell import one_line, say
-from paramd.errors import ParamdError, PartialError, UnreachableError, UsageError
+from paramd.errors import NotFoundError, ParamdError, PartialError, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.control import RestClient
@@ -215,6 +216,20 @@ class Door:
         path = f"/jobs/{quote(self.job, safe='')}/alerts?state={state}&limit={MAX_ALERTS}"
         return dict(await self._client.send("GET", path))
 
+    async def verdict(self) -> dict[str, Any]:
+        """The control plane's verdict on the job. Raises ParamdErrors."""
+        jobs = (await self._client.send("GET", "/jobs"))["jobs"]
+        one = next((one for one in jobs if one["job"] == self.job), None)
+        if one is None:
+            raise NotFoundError(f"job {self.job!r} is not served at {self.url}")
+        return dict(one["verdict"])
+
+    async def watch(self, *, on: bool) -> dict[str, Any]:
+        """Turn the sampling of parameters and gradients on or off; return the verdict. Raises
+        ParamdErrors."""
+        path = f"/jobs/{quote(self.job, safe='')}/watch"
+        return dict((await self._client.send("POST", path, {"on": on}))["verdict"])
+
     async def look(self) -> Look:
         """Ranks and firing alerts. Raises ParamdErrors."""
         alerts = await self.alerts()
@@ -320,9 +335,15 @@ def status(
 
 
 def _health(target: Target, job: str) -> str:
-    """The control plane's verdict, in the page's words."""
+    """The control plane's verdict, in the page's words: its line, then the others."""
     one = next(one for one in target.ask("GET", "/jobs")["jobs"] if one["job"] == job)
-    return ": ".join(filter(None, ("health", str(one["health"]), str(one["why"]))))
+    return verdict_text(one["verdict"])
+
+
+def verdict_text(verdict: Mapping[str, Any]) -> str:
+    """A verdict in lines: the worst first."""
+    first = f"health: {verdict['word']}: {one_line(str(verdict['line']))}"
+    return "\n".join([first, *(f"  also: {one_line(str(one))}" for one in verdict["more"])])
 
 
 def _just_ended(target: Target, job: str | None) -> Past | None:
@@ -421,12 +442,54 @@ def alerts(
     )
 
 
+WATCH_COLUMNS = (
+    Column("what", "WHAT"),
+    Column("state", "STATE"),
+    Column("every_s", "EVERY", lambda s: seconds(s) if s else "-", right=True),
+    Column("age_s", "LAST", lambda s: f"{seconds(s)} ago" if s is not None else "-", right=True),
+    Column("turn_on", "TO TURN IT ON", drop=1),
+)
+
+
+class OnOff(StrEnum):
+    """What `paramd watch` may be told."""
+
+    ON = "on"
+    OFF = "off"
+
+
+@with_output
+def watch(
+    target: Target,
+    turn: Annotated[
+        OnOff | None, Argument(metavar="[on|off]", help="Turn it on or off; omit to see.")
+    ] = None,
+) -> None:
+    """Show what is watched, how often and when last; turn it on or off.
+
+    on and off apply to the sampling of parameters and gradients, until the run
+    ends. Set watch in the table \\[alerts] of paramd.toml for every run.
+    """
+    found = asyncio.run(_watch(target, turn))
+    target.show("watches", found["watches"], WATCH_COLUMNS, id_key="what")
+    say(verdict_text(found))
+
+
+async def _watch(target: Target, turn: OnOff | None) -> dict[str, Any]:
+    """The job's verdict, after the change."""
+    async with open_door(target) as door:
+        if turn is not None:
+            return await door.watch(on=turn is OnOff.ON)
+        return await door.verdict()
+
+
 async def _alerts(target: Target, state: str) -> None:
     async with open_door(target) as door:
         found = await door.alerts(state)
     _show_alerts(target, door.job, found["incarnation"], found["alerts"])
-    sampling = "" if found["watch"] else "; NaN and Inf are not being looked for"
-    say(f"job {door.job}, run {found['incarnation']}: {found['firing_count']} firing{sampling}")
+    say(f"job {door.job}, run {found['incarnation']}: {found['firing_count']} firing")
+    if found["verdict"] is not None:
+        say(verdict_text({**found["verdict"], "more": ()}))
 
 
 async def _follow_alerts(target: Target) -> None:

@@ -96,8 +96,9 @@ class Tools:
         self._codes = Codes()
 
     async def status(self) -> Answer:
-        """Step, phase and health of the job's ranks."""
+        """The verdict on the job, and step, phase and health of its ranks."""
         found = await self._mesh.status()
+        verdict = (await self._mesh.alerts(state="firing", limit=1)).verdict
         rows = [
             {
                 **_fields(row, "rank", "phase", "step", "step_time_s", "arena_bytes"),
@@ -106,7 +107,8 @@ class Tools:
             }
             for row in found
         ]
-        return self._rows(rows, _fields(found, "incarnation", "world_size"), limit=MOST_ROWS)
+        about = _fields(found, "incarnation", "world_size") | {"verdict": untrusted(verdict)}
+        return self._rows(rows, about, limit=MOST_ROWS)
 
     async def parameters(
         self, patterns: list[str] | None = None, offset: int = 0, limit: int = 50

@@ -60,6 +60,7 @@ class NoGradient(IntEnum):
     OTHER_OPTIMIZER = 2
     PLACEMENT = 3
     UNSUPPORTED = 4
+    FROZEN = 5
 
 
 class NoFrame(IntEnum):

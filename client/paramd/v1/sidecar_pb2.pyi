@@ -51,6 +51,7 @@ class _NoGradientEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     NO_GRADIENT_OTHER_OPTIMIZER: _NoGradient.ValueType  # 2
     NO_GRADIENT_PLACEMENT: _NoGradient.ValueType  # 3
     NO_GRADIENT_UNSUPPORTED: _NoGradient.ValueType  # 4
+    NO_GRADIENT_FROZEN: _NoGradient.ValueType  # 5
 
 class NoGradient(_NoGradient, metaclass=_NoGradientEnumTypeWrapper): ...
 
@@ -59,6 +60,7 @@ NO_GRADIENT_NONE: NoGradient.ValueType  # 1
 NO_GRADIENT_OTHER_OPTIMIZER: NoGradient.ValueType  # 2
 NO_GRADIENT_PLACEMENT: NoGradient.ValueType  # 3
 NO_GRADIENT_UNSUPPORTED: NoGradient.ValueType  # 4
+NO_GRADIENT_FROZEN: NoGradient.ValueType  # 5
 global___NoGradient = NoGradient
 
 class _BoundaryAction:

@@ -12,7 +12,9 @@ import { changeBefore, drawnOf, editText, type Happening, linesOf, sizeOf, timel
 const JOB: JobSummary = {
   job: "run", incarnation: 1, world_size: 2, joined_count: 2, alive_count: 2, step: 9, state: "ok", reason: "", pause: "running",
   critical_count: 0, warning_count: 0, health: "ok", why: "", cause: "",
+  verdict: { level: "ok", word: "ok", line: "every rank reports", cause: "", more: [], ranks: [], names: [], step: -1, watches: [] },
 };
+const said = (level: string, word: string): Partial<JobSummary> => ({ verdict: { ...JOB.verdict, level, word } });
 const WELL: Known = { summary: JOB, values: { bad: 0, first: "", why: "" }, silentMs: 1000, problem: null };
 const of = (known: Partial<Known>, job: Partial<JobSummary> = {}): string => {
   const found = healthOf({ ...WELL, summary: { ...JOB, ...job }, ...known });
@@ -22,18 +24,15 @@ const of = (known: Partial<Known>, job: Partial<JobSummary> = {}): string => {
 describe("health", () => {
   it("is green only when all was looked at and is well", () => {
     expect(of({})).toBe("ok ok");
-    expect(of({ values: { bad: null, first: "", why: "watch is off" } })).toBe("info running");
+    expect(of({}, said("info", "running"))).toBe("info running");
   });
 
   it.each([
-    [{}, { health: "critical" }, "bad critical"],
-    [{}, { health: "warning" }, "warn warning"],
-    [{}, { health: "degraded" }, "warn degraded"],
-    [{}, { health: "down" }, "bad down"],
-    [{}, { health: "paused" }, "warn paused"],
-    [{}, { health: "of a newer server" }, "warn of a newer server"],
-    [{ values: { bad: 1, first: "w", why: "" } }, { health: "ended" }, "mute ended"],
-    [{ values: { bad: 53, first: "w", why: "" } }, {}, "bad not finite"],
+    [{}, said("critical", "critical"), "bad critical"],
+    [{}, said("warning", "warning"), "warn warning"],
+    [{}, said("warning", "paused"), "warn paused"],
+    [{}, said("of a newer server", "new"), "warn new"],
+    [{}, said("ended", "ended"), "mute ended"],
     [{ silentMs: STALE_MS + 1 }, {}, "bad unknown"],
     [{ problem: "it does not answer" }, {}, "bad unknown"],
   ])("of %j and %j is %s", (known, job, expected) => {
@@ -45,8 +44,8 @@ describe("health", () => {
     expect(healthOf({ ...WELL, summary: null, silentMs: null }).word).toBe("loading");
   });
 
-  it("names the first tensor that is not finite, and how old what is shown is", () => {
-    expect(healthOf({ ...WELL, values: { bad: 3, first: "w", why: "" } }).why).toBe("NaN or infinities in w and 2 more");
+  it("says the verdict's line, and how old what is shown is", () => {
+    expect(healthOf(WELL).why).toBe("every rank reports");
     expect(healthOf({ ...WELL, silentMs: 90_000, problem: "gone" }).why).toContain("1 min 30 s old");
   });
 });

@@ -8,13 +8,9 @@ from paramd.errors import UsageError
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.numbers import NumberHistory
 from paramd_service.control.alerts.rules import RankInput, certificate, mesh_findings
-from paramd_service.control.alerts.sampling import (
-    NormHistory,
-    TensorInput,
-    gradient_findings,
-    tensor_findings,
-)
+from paramd_service.control.alerts.sampling import TensorInput
 from paramd_service.control.alerts.service import parse_alerts
+from paramd_service.control.alerts.values import Values
 
 CONFIG = AlertConfig()
 
@@ -28,7 +24,6 @@ def well(rank: int, **changes: object) -> RankInput:
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
-WAITED = well(0, stall_count=5, stall_total_s=1.0, stall_max_s=0.5)
 OTHER_LAYOUT = well(2, layout_digest="other")
 
 
@@ -48,8 +43,8 @@ OTHER_LAYOUT = well(2, layout_digest="other")
             [],
             [("stale-rank", (1,)), ("stale-rank", (0,))],
         ),
-        ([well(0, membership="missing", step=-1, age_s=9.9)], [], []),
-        ([well(0, membership="missing", step=-1, age_s=10.0)], [], [("stale-rank", (0,))]),
+        ([well(0, membership="missing", step=-1, age_s=59.9)], [], []),
+        ([well(0, membership="missing", step=-1, age_s=60.0)], [], [("stale-rank", (0,))]),
         # Without updates; one with long steps gets twenty of them.
         ([well(0), well(1, boundary_age_s=301.0)], [], [("stalled-rank", (1,))]),
         ([well(0), well(1, boundary_age_s=299.0)], [], []),
@@ -66,16 +61,6 @@ OTHER_LAYOUT = well(2, layout_digest="other")
                 (well(3, step_time_s=3.0), well(3), []),
             )
         ),
-        # Waits above the budget, within the window only; counters that begin anew are none.
-        ([WAITED], [WAITED], []),
-        (
-            [replace(WAITED, stall_count=6, stall_total_s=1.6, stall_max_s=0.6)],
-            [WAITED],
-            [("stall-budget", (0,))],
-        ),
-        ([replace(WAITED, stall_count=7, stall_total_s=1.02)], [WAITED], [("stall-budget", (0,))]),
-        ([replace(WAITED, stall_count=15, stall_total_s=1.02)], [WAITED], []),
-        ([well(0, stall_count=1, stall_total_s=0.001, stall_max_s=0.9)], [WAITED], []),
         # The minority is named, and of a tie all.
         ([well(0), well(1), OTHER_LAYOUT], [], [("layout-mismatch", (2,))]),
         ([well(0), OTHER_LAYOUT], [], [("layout-mismatch", (0, 2))]),
@@ -126,41 +111,11 @@ def test_a_tensor_is_judged_by_its_bad_elements_and_its_norms_median(
     def tensor(norm: float, nan: int = 0, inf: int = 0) -> TensorInput:
         return TensorInput(fqn="w", count=100, nan_count=nan, inf_count=inf, norm=norm)
 
-    history = NormHistory(CONFIG.norm_window)
-    for norm in norms:
-        history.seen([tensor(norm)])
-    found = tensor_findings([tensor(last, *bad_counts)], history, 7, CONFIG)
+    values = Values(CONFIG)
+    for step, norm in enumerate(norms):
+        values.take([tensor(norm)], step)
+    found = values.take([tensor(last, *bad_counts)], 7)
     assert [f.rule.value for f in found] == rules
-
-
-@pytest.mark.parametrize(
-    ("usual", "last", "told"),
-    [
-        ((1.0, 1.0, 1.0, 1.0), (1.1, 0.9, 1e4, 1.2), {"w2": "explodes: 1e+04 times"}),
-        ((1.0, 1.0, 1.0, 1.0), (1.1, 0.9, 1e-4, 1.2), {"w2": "vanishes: 0.0001 of"}),
-        # All shrink as training converges, and one that was nothing grows.
-        ((1.0, 1.0, 1.0, 1.0), (1e-3, 2e-3, 5e-4, 1e-3), {}),
-        ((1.0, 1.0, 1.0, 1e-9), (1.0, 1.0, 1.0, 5e-3), {}),
-        # The farthest first, and none that had no gradient.
-        ((1.0, 1.0, 1.0, 0.0), (20.0, 300.0, 1.0, 7.0), {"w1": "300", "w0": "20"}),
-        ((1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, float("nan")), {}),
-    ],
-)
-def test_a_gradient_is_judged_by_its_own_past_and_what_the_others_do(
-    usual: tuple[float, ...], last: tuple[float, ...], told: dict[str, str]
-) -> None:
-    def tensors(norms: tuple[float, ...]) -> list[TensorInput]:
-        return [
-            TensorInput(fqn=f"w{n}", count=100, nan_count=0, inf_count=0, norm=norm)
-            for n, norm in enumerate(norms)
-        ]
-
-    history = NormHistory(CONFIG.norm_window)
-    for _ in range(CONFIG.norm_least):
-        history.seen(tensors(usual))
-    found = gradient_findings(tensors(last), history, 7, CONFIG)
-    assert [one.fqn for one in found] == list(told)
-    assert all(text in one.reason for one, text in zip(found, told.values(), strict=True))
 
 
 def test_each_rule_over_logged_numbers_finds_what_violates_it() -> None:

@@ -161,7 +161,7 @@ async def test_replicas_are_compared_by_default_unless_a_copy_would_stop_the_tra
 ) -> None:
     world.mirrored = mirrored
     told: list[Alert] = []
-    watcher = watcher_of(world, told, AlertConfig(digests_every_s=0.01))
+    watcher = watcher_of(world, told, AlertConfig(watch=False, digests_every_s=0.01))
     world.differing = {"w1": (2,)}
     watcher.start()
     await _until(lambda: watcher.round_counts["digests"] > 1)
@@ -278,7 +278,7 @@ async def test_a_receiver_that_trickles_keeps_no_other_waiting(
 async def test_values_are_looked_at_once_a_round_succeeds_and_past_what_fails(
     world: World, disabled: tuple[str, ...]
 ) -> None:
-    config = AlertConfig(watch=True, stats_every_s=0.01, sample_bytes=32, disabled=disabled)
+    config = AlertConfig(watch_share=1, stats_every_s=0.01, sample_bytes=32, disabled=disabled)
     watcher = watcher_of(world, [], config)
     assert not watcher.looks_at_values
     world.unreadable = "w0"
@@ -298,7 +298,7 @@ async def test_a_slow_rank_and_a_stuck_one_are_told_from_looks_and_held_training
         both = replace(both, seen_for_s=seen_for_s)
         return [both, replace(both, rank=1, kind=kind, what=f"in {kind}")]
 
-    seen = at("collective")
+    seen, step = at("collective"), 0
 
     async def look() -> list[Evidence]:
         return seen
@@ -308,20 +308,22 @@ async def test_a_slow_rank_and_a_stuck_one_are_told_from_looks_and_held_training
 
     async def after(looks: int, found: list[Evidence]) -> list[str]:
         nonlocal seen
-        seen = found
+        nonlocal step
         for _ in range(looks):
             world.now_s += 2.0
+            step += 1
+            seen = [replace(one, step=step) for one in found]
             await rounds.round()
         return [f"{one.rule} {one.subject} {one.state}" for one in told]
 
     assert await after(20, at("collective")) == []
-    assert await after(9, at("other")) == []
+    assert await after(11, at("other")) == []
     assert await after(1, at("other")) == ["slow-rank rank 1 firing"]
-    assert (await after(9, at("collective")))[1:] == ["slow-rank rank 1 resolved"]
+    assert (await after(35, at("collective")))[1:] == ["slow-rank rank 1 resolved"]
     reading = [Evidence(rank=n, kind="dataloader", what="in next", step=7) for n in range(8)]
-    assert (await after(9, reading))[2:] == []
-    assert (await after(1, reading))[2:] == ["slow-rank mesh firing"]
-    await after(9, at("collective"))
+    assert (await after(15, reading))[2:] == []
+    assert (await after(3, reading))[2:] == ["slow-rank mesh firing"]
+    await after(40, at("collective"))
     del told[2:]
     # One that is long at different places, saves, or is waited for by nobody, does not hang.
     for seen_for_s, kind in ((9.0, "other"), (20.0, "checkpoint")):

@@ -48,6 +48,7 @@ REASONS: Final = {
     pb.NO_GRADIENT_NONE: "its grad is None",
     pb.NO_GRADIENT_OTHER_OPTIMIZER: "another optimizer updates it",
     pb.NO_GRADIENT_PLACEMENT: "its placement differs from its parameter's",
+    pb.NO_GRADIENT_FROZEN: "it requires no gradient",
     pb.NO_GRADIENT_UNSUPPORTED: "it is not a dense tensor that fits its parameter",
 }
 

@@ -36,8 +36,8 @@ class Alert(Document):
     incarnation: int
     rule: str
     """non-finite, norm-jump, gradient-jump, replica-drift, stale-rank, stalled-rank, straggler,
-    slow-rank, stuck, stall-budget, layout-mismatch, certificate, store, lost-mark or
-    logged-number; docs/alerts.md says more."""
+    slow-rank, stuck, layout-mismatch, certificate, store, lost-mark or logged-number;
+    docs/alerts.md says more."""
     subject: str
     """The subject: a rank, a tensor, the mesh."""
     severity: str
@@ -51,7 +51,7 @@ class Alert(Document):
     name: str
     """Tensor it concerns; empty for none."""
     step: int
-    """Step it was last found at; -1 for none."""
+    """Step it was first found at; -1 for none."""
     first_seen_s: float
     last_seen_s: float
     resolved_s: float | None
@@ -74,17 +74,18 @@ class Alerts(Table[Alert]):
         ("reason", lambda row: row.reason),
     )
     row_type = Alert
-    about = ("job", "incarnation", "watch")
+    about = ("job", "incarnation", "watch", "verdict")
     job: str
     incarnation: int
     watch: bool
     """Whether NaN and Inf are looked for, and the last round succeeded."""
+    verdict: str
+    """The control plane's verdict on the job now: its word and its line; empty for a past run."""
 
     def summary(self) -> str:
         return (
             f"{sum(row.firing for row in self)} of {len(self)} alerts of {self.job!r} firing "
-            f"(run {self.incarnation})"
-            + ("" if self.watch else "; NaN and Inf are not being looked for")
+            f"(run {self.incarnation})" + (f"; {self.verdict}" if self.verdict else "")
         )
 
 
@@ -102,11 +103,19 @@ async def ask_alerts(
         found = rest.read(partial(_alerts, page))
         # By id: one that is resolved between two pages is listed on both.
         rows |= {row.id: row for row in found}
-        about = {"incarnation": int(page["incarnation"]), "watch": bool(page["watch"])}
+        about = {
+            "incarnation": int(page["incarnation"]),
+            "watch": bool(page["watch"]),
+            "verdict": _verdict_text(page.get("verdict")),
+        }
         if len(rows) >= limit:
             break
     # All that fire come with the first page.
     return Alerts(list(rows.values())[:limit], job=rest.job, **about)
+
+
+def _verdict_text(verdict: Mapping[str, Any] | None) -> str:
+    return f"{verdict['word']}: {verdict['line']}" if verdict else ""
 
 
 def _alerts(page: Mapping[str, Any]) -> list[Alert]:

@@ -129,7 +129,7 @@ def find_sources(pieces: Pieces, spans: Spans, owner: object) -> tuple[list[Sour
         own = leaf_of(shard.slot.tensor())
         param = own if params is None else params.get(id(own), params.get(_pointer(own)))
         if param is None:
-            why = NoGradient.OTHER_OPTIMIZER if own.requires_grad else NoGradient.NONE
+            why = NoGradient.OTHER_OPTIMIZER if own.requires_grad else NoGradient.FROZEN
             notes.append(Note(begin, why))
             continue
         if begin in shared:
@@ -213,7 +213,8 @@ def copy_gradient(source: Source, room: Room) -> list[Note]:
     """
     grad = source.param.grad
     if grad is None:
-        return _none(source, NoGradient.NONE)
+        wanted = source.param.requires_grad
+        return _none(source, NoGradient.NONE if wanted else NoGradient.FROZEN)
     # Checked first: the common case, and the other checks cost more.
     if type(grad) is not torch.Tensor:
         if is_dtensor(grad):

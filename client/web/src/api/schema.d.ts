@@ -1071,6 +1071,28 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/watch": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Set Watch
+         * @description Turn the sampling of parameters and gradients on or off, until the run ends.
+         *
+         *     What it costs is bounded by watch_share in [alerts]. Idempotent.
+         */
+        post: operations["set_watch"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/why": {
         parameters: {
             query?: never;
@@ -1259,8 +1281,8 @@ export interface components {
             /**
              * Rule
              * @description non-finite, norm-jump, gradient-jump, replica-drift, stale-rank, stalled-rank, straggler,
-             *     slow-rank, stuck, stall-budget, layout-mismatch, certificate, store, lost-mark or
-             *     logged-number; docs/alerts.md says more.
+             *     slow-rank, stuck, layout-mismatch, certificate, store, lost-mark or logged-number;
+             *     docs/alerts.md says more.
              */
             rule: string;
             /**
@@ -1275,7 +1297,7 @@ export interface components {
             state: string;
             /**
              * Step
-             * @description Step it was last found at; -1 for none.
+             * @description Step it was first found at; -1 for none.
              */
             step: number;
             /**
@@ -1306,6 +1328,8 @@ export interface components {
              * @description Pass it to get the next page; empty at the end
              */
             next_page_token: string;
+            /** @description The verdict on the job now; null for a past run */
+            verdict: components["schemas"]["VerdictDocument"] | null;
             /**
              * Watch
              * @description Whether NaN and Inf are looked for: in the last round
@@ -2477,7 +2501,7 @@ export interface components {
             alive_count: number;
             /**
              * Cause
-             * @description Id of the alert that is the likely cause; empty: none is
+             * @description The verdict's alert
              */
             cause: string;
             /**
@@ -2492,7 +2516,7 @@ export interface components {
             critical_count: number;
             /**
              * Health
-             * @description One word: ok, starting, paused, warning, degraded, critical, down or ended
+             * @description The verdict's word
              */
             health: string;
             /**
@@ -2563,6 +2587,7 @@ export interface components {
             ticket_seed: string;
             /** @description To connect to mtls:// addresses with; null when there are none */
             tls?: components["schemas"]["TlsDocument"] | null;
+            verdict: components["schemas"]["VerdictDocument"];
             /**
              * Warning Count
              * @description Other alerts firing
@@ -2570,7 +2595,7 @@ export interface components {
             warning_count: number;
             /**
              * Why
-             * @description The likely cause in words; empty when all is well
+             * @description The verdict's line; empty when the word is ok
              */
             why: string;
             /**
@@ -2632,7 +2657,7 @@ export interface components {
             alive_count: number;
             /**
              * Cause
-             * @description Id of the alert that is the likely cause; empty: none is
+             * @description The verdict's alert
              */
             cause: string;
             /**
@@ -2642,7 +2667,7 @@ export interface components {
             critical_count: number;
             /**
              * Health
-             * @description One word: ok, starting, paused, warning, degraded, critical, down or ended
+             * @description The verdict's word
              */
             health: string;
             /**
@@ -2680,6 +2705,7 @@ export interface components {
              * @description Lowest step reported by a joined rank; -1 when none is joined
              */
             step: number;
+            verdict: components["schemas"]["VerdictDocument"];
             /**
              * Warning Count
              * @description Other alerts firing
@@ -2687,7 +2713,7 @@ export interface components {
             warning_count: number;
             /**
              * Why
-             * @description The likely cause in words; empty when all is well
+             * @description The verdict's line; empty when the word is ok
              */
             why: string;
             /**
@@ -4502,6 +4528,57 @@ export interface components {
             values: string[];
         };
         /**
+         * VerdictDocument
+         * @description What is to be said of a job now; the page, the command line and metrics say the same.
+         */
+        VerdictDocument: {
+            /**
+             * Cause
+             * @description Id of the alert of the line; empty: none fires
+             */
+            cause: string;
+            /**
+             * Level
+             * @description ok, info, warning, critical or ended: its color
+             */
+            level: string;
+            /**
+             * Line
+             * @description What is wrong, with which rank or layer, since which step; or what was looked at. Never empty
+             */
+            line: string;
+            /**
+             * More
+             * @description The other firing alerts in words, worst first
+             */
+            more: string[];
+            /**
+             * Names
+             * @description Tensors that firing alerts name
+             */
+            names: string[];
+            /**
+             * Ranks
+             * @description Ranks that firing alerts name
+             */
+            ranks: number[];
+            /**
+             * Step
+             * @description Since which step; -1 when unknown
+             */
+            step: number;
+            /**
+             * Watches
+             * @description What is watched, and what is not
+             */
+            watches: components["schemas"]["WatchDocument"][];
+            /**
+             * Word
+             * @description ok, running (nothing is wrong, but not all is watched), starting, paused, warning, degraded, critical, down or ended
+             */
+            word: string;
+        };
+        /**
          * WaitRequest
          * @description How long to wait.
          */
@@ -4512,6 +4589,53 @@ export interface components {
              * @default 30
              */
             wait_s: number;
+        };
+        /**
+         * WatchDocument
+         * @description One thing that is watched, or is not.
+         */
+        WatchDocument: {
+            /**
+             * Age S
+             * @description Seconds since the last look; null before the first
+             */
+            age_s: number | null;
+            /**
+             * Every S
+             * @description Seconds between two looks; 0 when it is off
+             */
+            every_s: number;
+            /**
+             * State
+             * @description on, warming up, off or failing
+             */
+            state: string;
+            /**
+             * Text
+             * @description In words: "values checked every 40 s, last 12 s ago"
+             */
+            text: string;
+            /**
+             * Turn On
+             * @description The command that turns it on; empty when it is on
+             */
+            turn_on: string;
+            /**
+             * What
+             * @description values, gradients or slow ranks
+             */
+            what: string;
+        };
+        /**
+         * WatchRequest
+         * @description Whether to sample parameters and gradients.
+         */
+        WatchRequest: {
+            /**
+             * On
+             * @description Whether they are sampled from now on
+             */
+            on: boolean;
         };
         /**
          * WhyDocument
@@ -4635,7 +4759,10 @@ export type UpdateRow = components['schemas']['UpdateRow'];
 export type UserRole = components['schemas']['UserRole'];
 export type ValueRange = components['schemas']['ValueRange'];
 export type ValuesDocument = components['schemas']['ValuesDocument'];
+export type VerdictDocument = components['schemas']['VerdictDocument'];
 export type WaitRequest = components['schemas']['WaitRequest'];
+export type WatchDocument = components['schemas']['WatchDocument'];
+export type WatchRequest = components['schemas']['WatchRequest'];
 export type WhyDocument = components['schemas']['WhyDocument'];
 export type $defs = Record<string, never>;
 export interface operations {
@@ -6260,6 +6387,33 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["UpdateList"];
+                };
+            };
+        };
+    };
+    set_watch: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["WatchRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["JobSummary"];
                 };
             };
         };

@@ -1,7 +1,7 @@
 /** One word for how a job does, and why. Green only when everything was looked at and is well. Pure. */
 
 import type { JobSummary } from "../api/schema";
-import { count, duration } from "./format";
+import { duration } from "./format";
 
 export interface Health {
   tone: "ok" | "warn" | "bad" | "mute" | "info";
@@ -35,32 +35,22 @@ export interface Known {
 }
 
 export function healthOf(known: Known): Health {
-  const { summary, values, silentMs, problem } = known;
+  const { summary, silentMs, problem } = known;
   if (silentMs === null && problem === null) return { tone: "mute", word: "loading", why: "" };
   if (silentMs === null || silentMs > STALE_MS || problem !== null) {
     const heard = silentMs === null ? "" : `; what is shown is ${duration(Math.round(silentMs / 1000))} old`;
     return { tone: "bad", word: "unknown", why: `${problem ?? "the control plane does not answer"}${heard}` };
   }
   if (!summary) return { tone: "mute", word: "unknown job", why: "this control plane does not serve it" };
-  return ofSummary(summary, values);
+  return ofSummary(summary);
 }
 
 const TONES: Record<string, Health["tone"]> = {
-  ok: "ok", starting: "info", paused: "warn", warning: "warn", degraded: "warn", critical: "bad", down: "bad", ended: "mute",
+  ok: "ok", info: "info", warning: "warn", critical: "bad", ended: "mute",
 };
 
-/** The control plane's verdict; the page adds only what it has read of the values itself. */
-function ofSummary(summary: JobSummary, values: Values): Health {
-  const { health: word, why } = summary;
-  const tone = TONES[word] ?? "warn";
-  if (word === "ended" || word === "down") return { tone, word, why };
-  if (values.bad) {
-    const more = values.bad > 1 ? ` and ${count(values.bad - 1)} more` : "";
-    const told = why ? `; ${why}` : "";
-    return { tone: "bad", word: "not finite", why: `NaN or infinities in ${values.first}${more}${told}` };
-  }
-  if (word === "ok" && values.bad === null) {
-    return { tone: "info", word: "running", why: `whether values are finite is not known: ${values.why}` };
-  }
-  return { tone, word, why };
+/** The control plane's verdict: the page adds nothing to it. */
+function ofSummary(summary: JobSummary): Health {
+  const { level, word, line } = summary.verdict;
+  return { tone: TONES[level] ?? "warn", word, why: line };
 }

@@ -79,7 +79,7 @@ _OPERATIONS: Final[dict[Action, str]] = {
     Action.EDIT: (
         "read_export_file load_export create_edit commit_edit preview_edit undo_edit abort_edit "
         "create_mark delete_mark create_rollback set_hyperparameters begin_pause renew_pause "
-        "step_pause end_pause"
+        "step_pause end_pause set_watch"
     ),
     Action.EXPORT: (
         "create_export cancel_export store_export_asset create_schedule delete_schedule"

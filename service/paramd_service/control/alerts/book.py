@@ -115,7 +115,8 @@ class Book:
             reason=finding.reason,
             ranks=finding.ranks,
             name=finding.fqn,
-            step=finding.step,
+            # Since when it is so: what is found later is in the reason.
+            step=known.step if known is not None and known.step >= 0 else finding.step,
             first_seen_s=since_s,
             last_seen_s=now_s,
             resolved_s=None,

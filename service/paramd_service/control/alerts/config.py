@@ -36,8 +36,6 @@ class Rule(StrEnum):
     """One rank keeps the others waiting, or all wait for data, in most samples of what they do."""
     STUCK = "stuck"
     """Ranks hang: the reason says where, and which rank the others wait for."""
-    STALL_BUDGET = "stall-budget"
-    """Updates waited for copies longer than the stall budget."""
     LAYOUT_MISMATCH = "layout-mismatch"
     """Ranks report different layouts."""
     CERTIFICATE = "certificate"
@@ -49,6 +47,9 @@ class Rule(StrEnum):
     LOGGED_NUMBER = "logged-number"
     """A number that the script logs is NaN or infinite, or violates a rule of `numbers`."""
 
+
+RETIRED = frozenset({"stall-budget"})
+"""Former rules, which `disabled` may still name: a late copy is a number (stall_total_ns)."""
 
 PAUSING = frozenset(
     {Rule.NON_FINITE, Rule.NORM_JUMP, Rule.GRADIENT_JUMP, Rule.REPLICA_DRIFT, Rule.LOGGED_NUMBER}
@@ -96,11 +97,17 @@ def parse_number(text: str) -> NumberRule:
 
 @dataclass(frozen=True, kw_only=True)
 class AlertConfig:
-    """Thresholds, intervals and receivers. Statistics and webhooks are off by default."""
+    """Thresholds, intervals and receivers. All is watched by default; webhooks are off."""
 
-    watch: bool = False
-    """Sample parameter statistics. When off, NaN and norm jumps are not checked. Statistics load
-    torch in every sidecar."""
+    watch: bool = True
+    """Sample parameters and gradients, as often as `watch_share` allows. When off, NaN, norms and
+    gradients are not checked, and the verdict says so."""
+    look: bool = True
+    """Sample what the ranks do, every few seconds, to find a slow rank and a hang."""
+    watch_share: float = 0.001
+    """Share of one core of each host, and of the training's time, that samples of parameters and
+    gradients may cost; above 0, at most 1. Their rate follows from what they are measured to
+    cost; the first ones are made on credit."""
     compare: bool = True
     """Compare replicas, at the cost of copying a sample on each rank; needs no torch. Mirrored
     parameters, whose copies stop the trainer, only with `watch`."""
@@ -112,13 +119,13 @@ class AlertConfig:
     pause: tuple[str, ...] = ()
     """Names of rules that pause training when they fire, once until training resumes: for at most
     five minutes, in which somebody may investigate, roll back, or resume it."""
-    stats_every_s: float = 60.0
-    """Seconds between two rounds of statistics, above 0."""
-    gradients_every_s: float = 8.0
-    """Seconds between two samples of the gradients of one update, above 0; only with `watch`."""
+    stats_every_s: float = 20.0
+    """Least seconds between two samples of parameters, above 0."""
+    gradients_every_s: float = 20.0
+    """Least seconds between two samples of gradients, above 0."""
     digests_every_s: float = 25.0
     """Seconds between two comparisons of replicas, above 0."""
-    sample_bytes: int = 64 << 20
+    sample_bytes: int = 16 << 20
     """Most bytes that one round copies on one rank; the rest waits for later rounds. A larger
     tensor is sampled alone. 1 or more."""
     sample_ranks: int = 64
@@ -143,10 +150,10 @@ class AlertConfig:
     straggler_least_s: float = 0.01
     """A rank less than this above the median is never a straggler, in seconds, 0 or more."""
     stall_budget_s: float = STALL_BUDGET_MS / 1e3
-    """Longest wait of one update for a copy, in seconds, above 0. Defaults to the trainers' budget
-    if the environment has it."""
+    """Longest usual wait of one update for a copy, in seconds, above 0: what is shown is compared
+    with it. Defaults to the trainers' budget if the environment has it."""
     stall_window_s: float = 60.0
-    """Window of the stall budget, in seconds, above 0. A straggler is slow at both ends of it."""
+    """A straggler is slow at both ends of a window of this many seconds, above 0."""
     certificate_days: float = 14.0
     """A certificate that expires within this many days is reported, 0 or more."""
     numbers: tuple[str, ...] = ()
@@ -163,7 +170,9 @@ class AlertConfig:
             _check(name, getattr(self, name), 1.0, exclusive=True)
         for name, least in _AT_LEAST.items():
             _check(name, getattr(self, name), least, exclusive=False)
-        unknown = set(self.disabled) - set(Rule)
+        if not 0 < self.watch_share <= 1:
+            raise UsageError(f"watch_share: {self.watch_share}; expected above 0, at most 1")
+        unknown = set(self.disabled) - set(Rule) - RETIRED
         if unknown:
             raise UsageError(
                 f"disabled: {sorted(unknown)[0]!r} is not a rule; expected {', '.join(Rule)}"

@@ -1,16 +1,18 @@
 """The numbers that training scripts log (`attachment.log`): into the history, and against rules.
 
 A rule is a line of `[alerts] numbers`: "loss > 10", "lr < 0", "loss jumps 5" (above 5 times the
-median of its last values). NaN and infinities are found without a rule. `NumberHistory` is pure;
-`LoggedRounds` takes new entries from the sidecars.
+median of its last values). NaN and infinities are found without a rule, and so is a loss that
+jumps far beyond all of its last values. `NumberHistory` is pure; `LoggedRounds` takes new entries
+from the sidecars.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING
@@ -35,6 +37,17 @@ if TYPE_CHECKING:
 WINDOW = 20
 LEAST = 5
 """Values needed before a jump can be detected."""
+LOSS = re.compile(r"(.*[/_.])?loss", re.ASCII)
+"""Numbers in which a spike is found without a rule."""
+SPIKE_WINDOW = 50
+SPIKE_LEAST = 20
+"""Values needed before a spike can be told from noise."""
+SPIKE_RATIO = 3.0
+"""Least factor between a spike and the largest of its last values."""
+SPIKE_SIGMAS = 10.0
+"""A spike is this many spreads above the median, too."""
+SPIKE_S = 60.0
+"""Seconds for which a spike is told of: it may last one step."""
 POINT_S = 1.0
 """The history keeps the first value of a number in each period of this length."""
 
@@ -50,6 +63,8 @@ class NumberHistory:
         """Raises UsageError for a rule that cannot be parsed."""
         self._rules = [parse_number(text) for text in rules]
         self._values: dict[tuple[int, str], deque[float]] = {}
+        self._losses: dict[tuple[int, str], deque[float]] = {}
+        """More values of those that are losses."""
         self._name_counts: Counter[int] = Counter()
         """Names known of each rank."""
 
@@ -68,6 +83,24 @@ class NumberHistory:
                 known.append(value)
         return list(found.values())
 
+    def spike(self, rank: int, name: str, values: Sequence[tuple[int, float]]) -> Finding | None:
+        """The last spike among new values of a loss, which are then remembered; None for none."""
+        if LOSS.fullmatch(name) is None:
+            return None
+        known = self._losses.setdefault((rank, name), deque(maxlen=SPIKE_WINDOW))
+        found = None
+        for step, value in values:
+            if not math.isfinite(value):
+                continue
+            if is_spike(value, known):
+                why = (
+                    f"jumped to {value:.4g} at step {step}; the largest of its {len(known)} values "
+                    f"before was {max(known):.4g}"
+                )
+                found = _finding(rank, name, SPIKE, why, step)
+            known.append(value)
+        return found
+
     def knows(self, rank: int, name: str) -> bool:
         """Whether the number is followed: at most `LOGGED_NAMES` of a rank are."""
         return (rank, name) in self._values or self._name_counts[rank] < LOGGED_NAMES
@@ -81,6 +114,22 @@ class NumberHistory:
         for rule in self._rules:
             if rule.name == name and (why := _violated(rule, value, known)):
                 yield rule.text, why
+
+
+SPIKE = "spike"
+
+
+def is_spike(value: float, known: Sequence[float]) -> bool:
+    """Whether a loss is far beyond all of its last values. Where these are spread widely
+    themselves, as those of a GAN or of returns, it must be farther."""
+    if len(known) < SPIKE_LEAST:
+        return False
+    usual, largest = median(known), max(known)
+    if largest <= 0:
+        return False
+    spread = 1.4826 * median(abs(one - usual) for one in known)
+    ratio = max(SPIKE_RATIO, largest / usual if usual > 0 else math.inf)
+    return value > ratio * largest and value - usual > SPIKE_SIGMAS * spread
 
 
 def _violated(rule: NumberRule, value: float, known: Sequence[float]) -> str:
@@ -133,6 +182,10 @@ class LoggedRounds:
         self._taken: dict[int, tuple[int, int]] = {}
         """Of each rank, the sidecar's pid and the number of the last entry taken from it."""
         self._point_due_s: dict[tuple[int, str], float] = {}
+        self._joined: dict[int, tuple[int, int]] = {}
+        """Of each rank, the sidecar's pid and its entries when it was first seen joined."""
+        self._spikes: dict[tuple[int, str], tuple[Finding, float]] = {}
+        """Spikes that are still told of, and until when."""
 
     async def round(self) -> None:
         """Take new entries. Raises the first ParamdError, after all ranks have been asked."""
@@ -141,6 +194,16 @@ class LoggedRounds:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
+
+    def join(self, reports: Iterable[Report]) -> None:
+        """Note what sidecars have when they are first seen: after a restart of the control plane
+        that is old, and fires nothing."""
+        for report in reports:
+            state = report.state
+            known = self._joined.get(report.rank)
+            if known is None or known[0] != state.sidecar_pid:
+                first = known is None
+                self._joined[report.rank] = state.sidecar_pid, state.logged_count if first else 0
 
     async def _one(self, report: Report) -> None:
         pid = report.state.sidecar_pid
@@ -158,9 +221,14 @@ class LoggedRounds:
             self._taken[report.rank] = pid, number
             if not found:
                 return
-            self._take(report.rank, found)
+            joined_pid, old = self._joined.get(report.rank, (pid, 0))
+            old = old if joined_pid == pid else 0
+            self._take(report.rank, [one for one in found if one.number <= old], is_old=True)
+            self._take(report.rank, [one for one in found if one.number > old])
 
-    def _take(self, rank: int, entries: Iterable[pb.LoggedEntry]) -> None:
+    def _take(self, rank: int, entries: Sequence[pb.LoggedEntry], *, is_old: bool = False) -> None:
+        if not entries:
+            return
         values: dict[str, list[tuple[int, float]]] = {}
         points: list[Sample] = []
         for entry in entries:
@@ -176,12 +244,34 @@ class LoggedRounds:
             for name, some in values.items()
             for finding in self._history.judge(rank, name, some)
         ]
-        if not self._watcher.config.looks_for(Rule.LOGGED_NUMBER):
+        found += self._spiked(rank, values)
+        if is_old or not self._watcher.config.looks_for(Rule.LOGGED_NUMBER):
+            if is_old:
+                self._spikes.clear()
             return
         prefixes = tuple(f"{name} of rank {rank}: " for name in values)
         self._watcher.observe(
             found, lambda one: one.rule == Rule.LOGGED_NUMBER and one.subject.startswith(prefixes)
         )
+
+    def _spiked(
+        self, rank: int, values: Mapping[str, Sequence[tuple[int, float]]]
+    ) -> list[Finding]:
+        """Spikes of these numbers, those of the last minute too."""
+        now_s = self._watcher.clock()
+        found = []
+        for name, some in values.items():
+            new = self._history.spike(rank, name, some)
+            if new is not None:
+                self._spikes[rank, name] = new, now_s + SPIKE_S
+            stands = self._spikes.get((rank, name))
+            if stands is None:
+                continue
+            if now_s < stands[1]:
+                found.append(stands[0])
+            else:
+                del self._spikes[rank, name]
+        return found
 
     def _point(self, rank: int, name: str, entry: pb.LoggedEntry, value: float) -> list[Sample]:
         due_s = self._point_due_s.get((rank, name), -math.inf)

@@ -19,13 +19,17 @@ STEPS_OF_PATIENCE = 20
 FIRST_STEP_S = 900.0
 """Patience, in seconds, with a first step: it compiles, warms up and fills caches."""
 
+JOIN_S = 60.0
+"""Patience with a sidecar that has never joined, in seconds: longer than its start on a busy
+machine, and than its longest back-off after a restart of the control plane."""
+
 DAY_S = 86_400
 
 PRESENT = frozenset({"joined", "silent"})
 
 MESH_RULES = frozenset({
-    Rule.STALE_RANK, Rule.STALLED_RANK, Rule.STRAGGLER, Rule.STALL_BUDGET, Rule.LAYOUT_MISMATCH,
-    Rule.CERTIFICATE, Rule.STORE,
+    Rule.STALE_RANK, Rule.STALLED_RANK, Rule.STRAGGLER, Rule.LAYOUT_MISMATCH, Rule.CERTIFICATE,
+    Rule.STORE,
 })  # fmt: skip
 """Checked on every report cycle; the others only when parameters are sampled."""
 
@@ -70,7 +74,6 @@ def mesh_findings(now: Ranks, before: Ranks, config: AlertConfig) -> list[Findin
         (Rule.STALE_RANK, stale_ranks(now, config)),
         (Rule.STALLED_RANK, stalled_ranks(now, config)),
         (Rule.STRAGGLER, stragglers(now, before, config)),
-        (Rule.STALL_BUDGET, stall_budgets(now, before, config)),
         (Rule.LAYOUT_MISMATCH, layout_mismatch(now)),
     )
     return [finding for rule, found in rules if config.looks_for(rule) for finding in found]
@@ -111,8 +114,12 @@ def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
     others end because of it."""
     first = max(now.values(), key=lambda rank: rank.ended_s, default=None)
     for rank in sorted(now.values(), key=lambda rank: -rank.ended_s):
-        # While a mesh starts, ranks are missing: they get as much patience as silent ones.
-        silent = rank.membership == "gone" or rank.age_s >= config.stale_after_s
+        # While a mesh starts, and after a restart of the control plane, ranks are missing for
+        # as long as a sidecar may wait before it joins again.
+        after_s = config.stale_after_s
+        if rank.membership == "missing":
+            after_s = max(after_s, JOIN_S)
+        silent = rank.membership == "gone" or rank.age_s >= after_s
         if rank.membership != "left" and (silent or not rank.trainer_lives):
             old = (
                 f"its last report is {rank.age_s:.0f} s old" if silent else "its trainer has ended"
@@ -174,25 +181,6 @@ def _slow(ranks: Ranks, config: AlertConfig) -> Iterator[tuple[RankInput, float]
     usual_s = min(r.step_time_s for r in timed) if len(timed) == 2 else usual_s
     least_s = max(usual_s + config.straggler_least_s, usual_s * config.straggler_ratio)
     yield from ((rank, usual_s) for rank in timed if rank.step_time_s >= least_s)
-
-
-def stall_budgets(now: Ranks, before: Ranks, config: AlertConfig) -> Iterator[Finding]:
-    """Ranks whose updates waited for copies longer than the budget within the window."""
-    for rank in now.values():
-        old = before.get(rank.rank)
-        if old is None or old.stall_count > rank.stall_count:
-            continue
-        count = rank.stall_count - old.stall_count
-        total_s = rank.stall_total_s - old.stall_total_s
-        new_longest = rank.stall_max_s > old.stall_max_s
-        if new_longest and rank.stall_max_s > config.stall_budget_s:
-            reason = f"an update waited {_s(rank.stall_max_s)} for a copy"
-        elif count > 0 and total_s / count > config.stall_budget_s:
-            reason = f"{count} updates waited {_s(total_s / count)} for copies on average"
-        else:
-            continue
-        reason += f"; the budget is {_s(config.stall_budget_s)}"
-        yield _of_rank(Rule.STALL_BUDGET, rank, Severity.WARNING, reason)
 
 
 def layout_mismatch(now: Ranks) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
-"""Sample parameters from live sidecars, and apply rules to their statistics.
+"""Sample parameters and gradients from live sidecars.
 
 Samples are read as users' reads are (pin, renew, release), and disturb training no more. The rules
-(non-finite values, norm jumps) are pure.
+over them are pure: `values`, `courses`, `drift`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paramd.layout.dtypes import DTYPES
@@ -21,8 +19,9 @@ from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Layout, TensorLayout, full_box, offsets_in
 from paramd.mesh.reading.pin import Pinner
 from paramd.mesh.reading.stream import Reading
-from paramd_service.control.alerts.book import Finding, Severity
-from paramd_service.control.alerts.config import AlertConfig, Rule
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.alerts.config import Rule
+from paramd_service.control.alerts.courses import Sampled
 from paramd_service.control.alerts.drift import (
     Difference,
     ReplicaGroup,
@@ -36,18 +35,10 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import SidecarFinder
     from paramd.mesh.peers.sidecars import Sidecars
 
-MAX_TENSORS_TOLD = 50
-"""Most tensors a rule reports by name; the rest are counted."""
-
 TENSOR_RULES = frozenset({Rule.NON_FINITE, Rule.NORM_JUMP})
 
 # Unordered, or without arithmetic in torch: sidecars refuse statistics of these.
 NO_STATS = frozenset(name for name, one in DTYPES.items() if not one.reduced)
-
-GRADIENT_FLOOR = 1e-3
-"""Smallest root mean square of a gradient that counts, as a part of the median over all of them."""
-VANISHED = 0.01
-"""A gradient vanishes when it shrinks to this part of its usual norm, and more than others have."""
 
 MAX_PLACES = 8
 """Most differences per round that are located; each costs a few calls."""
@@ -63,146 +54,15 @@ class TensorInput:
     inf_count: int
     norm: float
     """Of the finite elements; NaN if there are elements and none is finite."""
+    ranks: tuple[int, ...] = ()
+    """Ranks whose part is not finite, where they are known."""
 
     @classmethod
-    def of(cls, fqn: str, told: Mapping[str, Any]) -> TensorInput:
+    def of(cls, fqn: str, told: Mapping[str, Any], ranks: tuple[int, ...] = ()) -> TensorInput:
         """From a document of statistics."""
         norm = told["norm"] if told["norm"] is not None else math.nan
         counts = {name: told[name] for name in ("count", "nan_count", "inf_count")}
-        return cls(fqn=fqn, norm=norm, **counts)
-
-
-class NormHistory:
-    """The last norms of each tensor."""
-
-    def __init__(self, window: int) -> None:
-        self._window = window
-        self._norms: dict[str, deque[float]] = {}
-
-    def of(self, fqn: str) -> Sequence[float]:
-        """A tensor's earlier norms, oldest first."""
-        return self._norms.get(fqn, ())
-
-    def seen(self, tensors: Iterable[TensorInput]) -> None:
-        """Add one round; tensors without a finite element have no norm to compare with."""
-        for tensor in tensors:
-            if math.isnan(tensor.norm):
-                continue
-            norms = self._norms.setdefault(tensor.fqn, deque(maxlen=self._window))
-            norms.append(tensor.norm)
-
-    def keep_only(self, fqns: Iterable[str]) -> None:
-        """Drop tensors that a new layout no longer has."""
-        kept = set(fqns)
-        self._norms = {fqn: norms for fqn, norms in self._norms.items() if fqn in kept}
-
-
-def tensor_findings(
-    tensors: Sequence[TensorInput], history: NormHistory, step: int, config: AlertConfig
-) -> list[Finding]:
-    """Problems of the sampled tensors, compared with earlier rounds."""
-    found: list[Finding] = []
-    if config.looks_for(Rule.NON_FINITE):
-        bad = [tensor for tensor in tensors if tensor.nan_count or tensor.inf_count]
-        found += _told(bad, Rule.NON_FINITE, Severity.CRITICAL, _why_non_finite, step)
-    if config.looks_for(Rule.NORM_JUMP):
-        why = {
-            tensor.fqn: reason
-            for tensor in tensors
-            if (reason := norm_jump(tensor, history.of(tensor.fqn), config))
-        }
-        jumped = [tensor for tensor in tensors if tensor.fqn in why]
-        found += _told(jumped, Rule.NORM_JUMP, Severity.WARNING, lambda t: why[t.fqn], step)
-    return found
-
-
-def norm_jump(tensor: TensorInput, norms: Sequence[float], config: AlertConfig) -> str:
-    """Why the norm is a jump; "" when it is none or there are too few rounds. Norms below the floor
-    count as the floor: biases that start at zero grow by large factors harmlessly."""
-    if len(norms) < config.norm_least or not tensor.count:
-        return ""
-    floor = config.norm_floor * tensor.count**0.5
-    usual = max(median(norms), floor)
-    if usual == 0:
-        return ""
-    ratio = tensor.norm / usual
-    if ratio > config.norm_jump_ratio:
-        return f"its norm is {ratio:.3g} times the median of the last {len(norms)} rounds"
-    if ratio < 1 / config.norm_jump_ratio and usual > floor:
-        return f"its norm fell to {ratio:.3g} of the median of the last {len(norms)} rounds"
-    return ""
-
-
-def gradient_findings(
-    tensors: Sequence[TensorInput], history: NormHistory, step: int, config: AlertConfig
-) -> list[Finding]:
-    """Gradients that explode or vanish, compared with their own earlier norms.
-
-    All gradients shrink as training converges: one vanishes only if it shrinks more than others. A
-    gradient far below the others counts as growing from zero.
-    """
-    usual = {
-        tensor.fqn: median(norms) / tensor.count**0.5
-        for tensor in tensors
-        if tensor.count and len(norms := history.of(tensor.fqn)) >= config.norm_least
-    }
-    floor = GRADIENT_FLOOR * median(usual.values()) if usual else 0.0
-    ratios = {
-        tensor.fqn: tensor.norm / tensor.count**0.5 / max(usual[tensor.fqn], floor)
-        for tensor in tensors
-        if usual.get(tensor.fqn, 0.0) > 0 and math.isfinite(tensor.norm)
-    }
-    common = min(median(ratios.values()), 1.0) if ratios else 1.0
-    why: dict[str, str] = {}
-    for fqn, ratio in ratios.items():
-        if ratio > config.norm_jump_ratio:
-            why[fqn] = f"its gradient explodes: {ratio:.3g} times its usual norm"
-        elif ratio < common * VANISHED and usual[fqn] > floor:
-            why[fqn] = f"its gradient vanishes: {ratio:.3g} of its usual norm"
-    # The gradient that is farthest off is the likely cause, so it is reported first.
-    worst = sorted(
-        (tensor for tensor in tensors if tensor.fqn in why),
-        key=lambda tensor: -abs(math.log(ratios[tensor.fqn] or 1e-300)),
-    )
-    return _told(worst, Rule.GRADIENT_JUMP, Severity.WARNING, lambda t: why[t.fqn], step)
-
-
-def _why_non_finite(tensor: TensorInput) -> str:
-    return (
-        f"{tensor.nan_count:,} NaN and {tensor.inf_count:,} infinite of {tensor.count:,} elements"
-    )
-
-
-def _told(
-    tensors: Sequence[TensorInput],
-    rule: Rule,
-    severity: Severity,
-    why: Callable[[TensorInput], str],
-    step: int,
-) -> list[Finding]:
-    found = [
-        Finding(
-            rule=rule,
-            subject=tensor.fqn,
-            severity=severity,
-            reason=f"{tensor.fqn}: {why(tensor)}",
-            fqn=tensor.fqn,
-            step=step,
-        )
-        for tensor in tensors[:MAX_TENSORS_TOLD]
-    ]
-    more = len(tensors) - len(found)
-    if more > 0:
-        found.append(
-            Finding(
-                rule=rule,
-                subject="more tensors",
-                severity=severity,
-                reason=f"{more:,} more tensors",
-                step=step,
-            )
-        )
-    return found
+        return cls(fqn=fqn, norm=norm, ranks=ranks, **counts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +71,29 @@ class StatsRound:
 
     step: int
     tensors: tuple[TensorInput, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientRound:
+    """Statistics of the gradients that one update consumes."""
+
+    step: int
+    """-1 if no update came in time."""
+    tensors: tuple[TensorInput, ...] = ()
+    """As the optimizer gets them."""
+    absent: tuple[str, ...] = ()
+    """Tensors without a gradient although they require one."""
+    factor: float = 1.0
+    """What their norms are multiplied by to undo loss scale and clipping."""
+
+    def sampled(self) -> list[Sampled]:
+        """As a course takes them."""
+        found = [
+            Sampled(fqn=one.fqn, norm=one.norm * self.factor)
+            for one in self.tensors
+            if not one.nan_count and not one.inf_count
+        ]
+        return found + [Sampled(fqn=fqn, norm=0.0, absent=True) for fqn in self.absent]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,22 +142,31 @@ class MeshSampler:
         rows = (TensorInput.of(row.name, row.summary.document()) for row in table)
         return StatsRound(step=table.step if table else -1, tensors=tuple(rows))
 
-    async def gradients(self, patterns: Sequence[str], *, timeout_s: float) -> StatsRound:
+    async def gradients(self, patterns: Sequence[str], *, timeout_s: float) -> GradientRound:
         """Statistics of the gradients that one of the next updates consumes; none if no update
         comes in time, as in paused training."""
-        from paramd.mesh.frames.grads import GradRequest, open_stream
+        from paramd.mesh.frames.grads import REASONS, GradRequest, open_stream
         from paramd.mesh.reading.transfer import Transfer
 
         wanted = GradRequest(patterns=tuple(patterns), every=1, kind="stats", transport="auto")
+        missing = REASONS[pb.NO_GRADIENT_NONE]
         reach = await self._reaching()
         with closing(Transfer()) as transfer, suppress(TimeoutError):
             stream = await open_stream(reach, transfer, wanted)
             async with aclosing(stream.frames()) as frames, asyncio.timeout(timeout_s):
                 async for frame in frames:
                     found = [one for one in frame.document()["params"] if one["none"] is None]
-                    rows = tuple(TensorInput.of(one["name"], one) for one in found)
-                    return StatsRound(step=frame.step, tensors=rows)
-        return StatsRound(step=-1, tensors=())
+                    bad = frame.bad_ranks
+                    return GradientRound(
+                        step=frame.step,
+                        tensors=tuple(
+                            TensorInput.of(one["name"], one, tuple(bad.get(one["name"], ())))
+                            for one in found
+                        ),
+                        absent=tuple(name for name, why in frame.none.items() if why == missing),
+                        factor=_undone(frame.scale, frame.clip_factor),
+                    )
+        return GradientRound(step=-1)
 
     async def digests(self, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> DigestRound:
         reach, deadline_s = await self._reaching(), time.monotonic() + timeout_s
@@ -288,6 +180,16 @@ class MeshSampler:
                 return await digests_of(reach, reading, spans, groups)
 
         return await reach.attempts(attempt, deadline_s)
+
+
+def _undone(scale: float, clip_factor: float | None) -> float:
+    """What norms are multiplied by to undo loss scale and clipping, which hide what they are."""
+    factor = 1.0
+    if math.isfinite(scale) and scale > 0:
+        factor /= scale
+    if clip_factor is not None and math.isfinite(clip_factor) and clip_factor > 0:
+        factor /= clip_factor
+    return factor
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from paramd.errors import ParamdError, UsageError
-from paramd.mesh.edits.calls import Mark
+from paramd.mesh.edits.calls import Mark, PauseWord
 from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import kept
 from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.health import Verdict, verdict_of
 from paramd_service.control.alerts.looks import Look
 from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S
 from paramd_service.control.alerts.sampling import MeshSampler
@@ -25,6 +26,7 @@ from paramd_service.control.insight.verdict import Evidence
 from paramd_service.control.insight.why import chosen, evidence_of, inspect
 from paramd_service.control.mesh.jobs import Incarnation, Jobs
 from paramd_service.control.mesh.registry import MeshView
+from paramd_service.control.mesh.registry import State as MeshState
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.store.alerts import AlertStore, State
 
@@ -136,6 +138,20 @@ class Watchers:
             log.warning("job %s is not paused for an alert: %s", alert.job, error)
 
 
+def verdict_on(
+    watcher: Watcher | None, *, state: MeshState, reason: str, pause: PauseWord
+) -> Verdict:
+    """The verdict on a job by its watcher; see `verdict_of`. None: it has none, as a job whose
+    records alone are shown."""
+    return verdict_of(
+        state=state,
+        reason=reason,
+        pause=pause,
+        firing=watcher.book.firing if watcher is not None else (),
+        watches=watcher.watches() if watcher is not None else (),
+    )
+
+
 def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:
     """The fields of AlertConfig set by a table, with types checked; `place` is its origin, for
     errors. One that is not `trusted` may come with someone else's project: it may set thresholds,
@@ -163,7 +179,7 @@ def load_alerts(
     table = table_of_text(environment.get(ENVIRONMENT, ""), ENVIRONMENT)
     merged |= parse_alerts(table, place=ENVIRONMENT)
     if not watch:
-        merged |= {"watch": False, "compare": False}
+        merged |= {"watch": False, "look": False, "compare": False}
     return AlertConfig(**merged)
 
 

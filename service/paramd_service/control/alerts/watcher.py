@@ -25,9 +25,14 @@ from paramd_service.control.alerts import looks
 from paramd_service.control.alerts.bits import BitRounds
 from paramd_service.control.alerts.book import Book, Covered, Finding, Severity, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
+from paramd_service.control.alerts.costs import spent
+from paramd_service.control.alerts.courses import LEAST as LEAST_SAMPLES
+from paramd_service.control.alerts.courses import Courses
 from paramd_service.control.alerts.drift import Sample, drift_findings, groups_of, next_sample
+from paramd_service.control.alerts.health import Watch, WatchState
 from paramd_service.control.alerts.looks import Look
 from paramd_service.control.alerts.numbers import Ask, LoggedRounds
+from paramd_service.control.alerts.pace import Pace
 from paramd_service.control.alerts.rules import (
     MESH_RULES,
     Ranks,
@@ -37,13 +42,8 @@ from paramd_service.control.alerts.rules import (
     rank_inputs,
     unrecorded,
 )
-from paramd_service.control.alerts.sampling import (
-    TENSOR_RULES,
-    MeshSampler,
-    NormHistory,
-    gradient_findings,
-    tensor_findings,
-)
+from paramd_service.control.alerts.sampling import TENSOR_RULES, MeshSampler
+from paramd_service.control.alerts.values import GRADIENTS_NOT_FINITE, Values
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.alerts import AlertStore, State
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import SidecarFinder
 
 _DRIFT = frozenset({Rule.REPLICA_DRIFT})
+_SAMPLED = TENSOR_RULES | {Rule.GRADIENT_JUMP}
 _GRADIENTS = frozenset({Rule.GRADIENT_JUMP})
 
 log = logging.getLogger("paramd.control.alerts")
@@ -67,6 +68,8 @@ LOGGED_EVERY_S = 2.0
 MARKS_EVERY_S = 5.0
 HURRY_S = 5.0
 HURRIED_EVERY_S = 1.0
+STEPS_OF_PATIENCE = 2.5
+"""A sample waits for this many steps before it is given up."""
 WINDOW_PARTS = 6
 """Past states kept per stall window."""
 KEEP_AGAIN_S = 5.0
@@ -87,61 +90,75 @@ class Rounds:
         self._config = watcher.config
         self._view = view
         self._sampler = sampler
-        self._norms = NormHistory(watcher.config.norm_window)
-        self._gradients = NormHistory(watcher.config.norm_window)
-        self._suspected: frozenset[str] = frozenset()
+        self.values = Values(watcher.config)
+        self.courses = Courses()
         self._stats_begin = 0
         self._gradients_begin = 0
         self._digests_begin = 0
         self._turn = 0
 
-    async def stats(self) -> None:
-        """Check statistics of the next parameters. Raises ParamdError."""
+    async def stats(self) -> bool:
+        """Check statistics of the next parameters; return whether there were any. Raises
+        ParamdError."""
         if not any(self._config.looks_for(rule) for rule in TENSOR_RULES):
-            return
+            return False
         layout = await self._sampler.layout()
-        self._norms.keep_only(tensor.fqn for tensor in layout.tensors)
+        self.values.keep_only(tensor.fqn for tensor in layout.tensors)
         sample = self._next(layout, self._stats_begin, TENSOR_RULES)
         if not sample.tensors:
-            return
+            return False
         # Before it is read: what cannot be read must not keep the rest from being looked at.
         self._stats_begin = sample.next_begin
-        found = await self._sampler.stats(sample.tensors, timeout_s=self._config.sample_timeout_s)
-        findings = tensor_findings(found.tensors, self._norms, found.step, self._config)
-        # Only afterwards: a round must not be part of its own baseline.
-        self._norms.seen(found.tensors)
-        self._watcher.observe(findings, _covers(TENSOR_RULES, {one.fqn for one in found.tensors}))
+        found = await self._sampler.stats(sample.tensors, timeout_s=self._timeout_s())
+        findings = self.values.take(
+            found.tensors, found.step, has_gradient=self.courses.has_gradient
+        )
+        covers = _covers(TENSOR_RULES, {one.fqn for one in found.tensors})
+        self._watcher.observe(
+            findings, lambda alert: alert.subject != GRADIENTS_NOT_FINITE and covers(alert)
+        )
         self._measured("norm", found.step, {one.fqn: one.norm for one in found.tensors})
+        return True
 
-    async def gradients(self) -> None:
-        """Check the gradients of one update. Raises ParamdError.
-
-        One update alone may be an outlier, so only findings of two rounds in a row are reported.
-        They never enter the baseline, however long they last.
-        """
+    async def gradients(self) -> bool:
+        """Check the gradients of one update; return whether one came in time. Raises
+        ParamdError."""
         if not self._config.looks_for(Rule.GRADIENT_JUMP):
-            return
+            return False
         layout = await self._sampler.layout()
+        self.courses.keep_only(tensor.fqn for tensor in layout.tensors)
         begin = self._gradients_begin
         sample = self._next(layout, begin, _GRADIENTS)
         if not sample.tensors:
-            return
+            return False
         whole = sample.next_begin == begin
         names = ["*"] if whole else [tensor.fqn for tensor in sample.tensors]
         self._gradients_begin = sample.next_begin
-        found = await self._sampler.gradients(names, timeout_s=self._config.sample_timeout_s)
-        if any(one.nan_count or one.inf_count for one in found.tensors):
+        found = await self._sampler.gradients(names, timeout_s=self._timeout_s())
+        if found.step < 0:
+            return False
+        bad = [one for one in found.tensors if one.nan_count or one.inf_count]
+        if bad:
             self._watcher.hurry()
-        findings = gradient_findings(found.tensors, self._gradients, found.step, self._config)
-        fqns = frozenset(finding.fqn for finding in findings)
-        self._gradients.seen(one for one in found.tensors if one.fqn not in fqns)
-        told = [one for one in findings if one.fqn in self._suspected]
-        covered = {one.fqn for one in found.tensors}
-        self._suspected = self._suspected - covered | fqns
-        self._watcher.observe(told, _covers(_GRADIENTS, covered))
-        norms = {one.fqn: one.norm for one in found.tensors}
-        total = {"total": math.hypot(*norms.values())} if whole and norms else {}
+        not_finite = self.values.gradients_not_finite(bad, found.step)
+        seen = {one.fqn for one in found.tensors}
+        self._watcher.observe(
+            [not_finite] if not_finite is not None else [],
+            lambda alert: alert.subject == GRADIENTS_NOT_FINITE and alert.name in seen,
+        )
+        findings = self.courses.take(found.sampled(), found.step)
+        warm = self.courses.warm_count >= LEAST_SAMPLES
+        # After a restart of the control plane an alert stays until there is a course again.
+        self._watcher.observe(findings, lambda alert: warm and alert.rule == Rule.GRADIENT_JUMP)
+        norms = {one.fqn: one.norm * found.factor for one in found.tensors}
+        total = {"total": self.courses.total()} if norms else {}
         self._measured("grad_norm", found.step, norms | total)
+        return True
+
+    def _timeout_s(self) -> float:
+        """Patience with one round: an update may be long in coming."""
+        times = [one.state.step_time_ns / 1e9 for one in self._view().joined]
+        return max(self._config.sample_timeout_s, STEPS_OF_PATIENCE * max(times, default=0.0))
 
     def _measured(self, name: str, step: int, values: Mapping[str, float]) -> None:
         now_s = self._watcher.clock()
@@ -229,6 +246,18 @@ class Watcher:
         self._tasks: list[asyncio.Task[None]] = []
         self._hurried = asyncio.Event()
         self._hurry_until_s = 0.0
+        self._on = asyncio.Event()
+        """Set while parameters and gradients are sampled; see `turn`."""
+        if config.watch:
+            self._on.set()
+        self._paces = {
+            kind: Pace(share=config.watch_share / 2, least_s=least_s)
+            for kind, least_s in (
+                ("stats", config.stats_every_s), ("gradients", config.gradients_every_s)
+            )
+        }  # fmt: skip
+        self._last_s: dict[str, float] = {}
+        """When a round of each kind succeeded last."""
         self.rounds = Rounds(self, view, self.sampler)
         self._logged = None
         if self.ask_logged is not None:
@@ -264,8 +293,6 @@ class Watcher:
         if self._bits is not None:
             digests = (BETWEEN_PARTS_S, self._bits.one)
         rounds = (
-            ("stats", self.config.watch, self.config.stats_every_s, self.rounds.stats),
-            ("gradients", self.config.watch, self.config.gradients_every_s, self.rounds.gradients),
             ("digests", self.config.compare, *digests),
             ("marks", self.config.looks_for(Rule.LOST_MARK), MARKS_EVERY_S, self._marks),
         )
@@ -274,12 +301,59 @@ class Watcher:
             for name, is_on, every_s, look in rounds
             if is_on
         ]
-        if self._look_rounds is not None and self.config.watch:
-            looked = self._run("looks", looks.EVERY_S, self._look_rounds.round)
+        sampled = (("stats", self.rounds.stats), ("gradients", self.rounds.gradients))
+        self._tasks += [
+            asyncio.create_task(self._sample(name, one), name=f"paramd-watch-{name}")
+            for name, one in sampled
+        ]
+        if self._look_rounds is not None and self.config.look:
+            looked = self._looking(self._look_rounds)
             self._tasks.append(asyncio.create_task(looked, name="paramd-watch-looks"))
         if self._logged is not None:
             logged = self._run("logged numbers", LOGGED_EVERY_S, self._logged.round)
             self._tasks.append(asyncio.create_task(logged, name="paramd-watch-logged"))
+
+    def turn(self, on: bool) -> None:
+        """Turn the sampling of parameters and gradients on or off, until the run ends."""
+        if on:
+            self._on.set()
+        else:
+            self._on.clear()
+            # Nobody will look at these again.
+            self.observe([], lambda one: one.rule in _SAMPLED)
+            for kind in self._paces:
+                self._trouble.pop(kind, None)
+                self._last_s.pop(kind, None)
+
+    def watches(self) -> tuple[Watch, ...]:
+        """What is watched, and what is not."""
+        now_s = self.clock()
+        found = [self._watch("values", "stats", (Rule.NON_FINITE, Rule.NORM_JUMP), now_s)]
+        found.append(self._watch("gradients", "gradients", (Rule.GRADIENT_JUMP,), now_s))
+        if self._look_rounds is not None and len(self.view().ranks) > 1:
+            on = self.config.look and self.config.looks_for(Rule.SLOW_RANK)
+            found.append(
+                self._state("slow ranks", "looks", on, self._look_rounds.every_s, "", now_s)
+            )
+        return tuple(found)
+
+    def _watch(self, what: str, kind: str, rules: Sequence[Rule], now_s: float) -> Watch:
+        on = self._on.is_set() and any(self.config.looks_for(rule) for rule in rules)
+        warm = self.rounds.courses.warm_count if kind == "gradients" else LEAST_SAMPLES
+        needs = f"{warm} of {LEAST_SAMPLES} samples" if warm < LEAST_SAMPLES else ""
+        return self._state(what, kind, on, self._paces[kind].usual_s(now_s), needs, now_s)
+
+    def _state(
+        self, what: str, kind: str, on: bool, every_s: float, needs: str, now_s: float
+    ) -> Watch:
+        if not on:
+            return Watch(what=what, state=WatchState.OFF)
+        last_s = self._last_s.get(kind)
+        age_s = max(now_s - last_s, 0.0) if last_s is not None else None
+        state, detail = WatchState.WARMING_UP if needs else WatchState.ON, needs
+        if trouble := self._trouble.get(kind):
+            state, detail = WatchState.FAILING, trouble
+        return Watch(what=what, state=state, every_s=every_s, age_s=age_s, detail=detail)
 
     async def close(self, *, incarnation_over: bool = False) -> None:
         """Stop watching. Idempotent. With `incarnation_over`, resolve all alerts; otherwise they
@@ -296,6 +370,8 @@ class Watcher:
     def tick(self, view: MeshView) -> None:
         """Check the sidecars' reports. Never fails; large meshes are checked less often."""
         now_s = self.clock()
+        if self._logged is not None:
+            self._logged.join(view.joined)
         if not self._restored or now_s < self._look_due_s:
             return
         self._look_due_s = now_s + len(view.ranks) / RANKS_PER_S
@@ -343,26 +419,52 @@ class Watcher:
         self, kind: str, every_s: float, one: Callable[[], Awaitable[bool | None]]
     ) -> None:
         while True:
-            await (self._pause(every_s) if kind == "stats" else asyncio.sleep(every_s))
-            try:
-                if await one() is False:
-                    continue
-            except ParamdError as error:
-                self._failed(kind, f"{type(error).__name__}: {error}")
-            except Exception as error:
-                log.exception("job %s: a round of %s failed", self.job, kind)
-                self._failed(kind, type(error).__name__)
-            else:
-                self.round_counts[kind] = self.round_counts.get(kind, 0) + 1
-                if self._trouble.pop(kind, None):
-                    log.info("job %s: rounds of %s work again", self.job, kind)
+            await asyncio.sleep(every_s)
+            await self._round(kind, one)
+
+    async def _round(self, kind: str, one: Callable[[], Awaitable[bool | None]]) -> bool:
+        """One round; return whether there was one, failed or not."""
+        try:
+            if await one() is False:
+                return False
+        except ParamdError as error:
+            self._failed(kind, f"{type(error).__name__}: {error}")
+        except Exception as error:
+            log.exception("job %s: a round of %s failed", self.job, kind)
+            self._failed(kind, type(error).__name__)
+        else:
+            self.round_counts[kind] = self.round_counts.get(kind, 0) + 1
+            self._last_s[kind] = self.clock()
+            if self._trouble.pop(kind, None):
+                log.info("job %s: rounds of %s work again", self.job, kind)
+        return True
+
+    async def _sample(self, kind: str, one: Callable[[], Awaitable[bool | None]]) -> None:
+        """Rounds as often as their measured cost allows, more often after an odd one."""
+        pace = self._paces[kind]
+        pace.begin(self.clock())
+        while True:
+            hurry = kind == "gradients" and self.rounds.courses.suspicious
+            await self._pause(kind, pace.every_s(self.clock(), hurry=hurry))
+            await self._on.wait()
+            before = spent(self.view().joined)
+            made = await self._round(kind, one)
+            pace.paid(spent(self.view().joined).since(before), made=made)
+
+    async def _looking(self, rounds: looks.LookRounds) -> None:
+        while True:
+            await asyncio.sleep(rounds.next_s())
+            await self._round("looks", rounds.round)
 
     def hurry(self) -> None:
         """Look at the parameters now: a loss or a gradient is not finite."""
         self._hurry_until_s = self.clock() + HURRY_S
         self._hurried.set()
 
-    async def _pause(self, every_s: float) -> None:
+    async def _pause(self, kind: str, every_s: float) -> None:
+        if kind != "stats":
+            await asyncio.sleep(every_s)
+            return
         with suppress(TimeoutError):
             await asyncio.wait_for(self._hurried.wait(), every_s)
             # A round takes a part of a large model: several follow each other.

@@ -317,6 +317,8 @@ class ParamDetail(ParamDocument):
 
 
 if TYPE_CHECKING:
+    from paramd_service.control.alerts.health import Verdict
+
     _Numbers = BaseModel
 else:
     _Numbers = create_model(
@@ -496,6 +498,69 @@ class SnapshotList(BaseModel):
     next_page_token: str = Field(description="Pass it to get further ranks; empty at the end")
 
 
+class WatchRequest(Request):
+    """Whether to sample parameters and gradients."""
+
+    on: bool = Field(description="Whether they are sampled from now on")
+
+
+class WatchDocument(BaseModel):
+    """One thing that is watched, or is not."""
+
+    what: str = Field(description="values, gradients or slow ranks")
+    state: str = Field(description="on, warming up, off or failing")
+    every_s: float = Field(description="Seconds between two looks; 0 when it is off")
+    age_s: float | None = Field(description="Seconds since the last look; null before the first")
+    text: str = Field(description='In words: "values checked every 40 s, last 12 s ago"')
+    turn_on: str = Field(description="The command that turns it on; empty when it is on")
+
+
+class VerdictDocument(BaseModel):
+    """What is to be said of a job now; the page, the command line and metrics say the same."""
+
+    level: str = Field(description="ok, info, warning, critical or ended: its color")
+    word: str = Field(
+        description="ok, running (nothing is wrong, but not all is watched), starting, paused, "
+        "warning, degraded, critical, down or ended"
+    )
+    line: str = Field(
+        description="What is wrong, with which rank or layer, since which step; or what was looked "
+        "at. Never empty"
+    )
+    cause: str = Field(description="Id of the alert of the line; empty: none fires")
+    more: list[str] = Field(description="The other firing alerts in words, worst first")
+    ranks: list[int] = Field(description="Ranks that firing alerts name")
+    names: list[str] = Field(description="Tensors that firing alerts name")
+    step: int = Field(description="Since which step; -1 when unknown")
+    watches: list[WatchDocument] = Field(description="What is watched, and what is not")
+
+    @classmethod
+    def of(cls, verdict: Verdict) -> VerdictDocument:
+        """The document of a verdict."""
+        watches = [
+            WatchDocument(
+                what=one.what,
+                state=one.state.value,
+                every_s=one.every_s,
+                age_s=one.age_s,
+                text=one.text,
+                turn_on=one.turn_on,
+            )
+            for one in verdict.watches
+        ]
+        return cls(
+            level=verdict.level,
+            word=verdict.word,
+            line=verdict.line,
+            cause=verdict.cause,
+            more=list(verdict.more),
+            ranks=list(verdict.ranks),
+            names=list(verdict.names),
+            step=verdict.step,
+            watches=watches,
+        )
+
+
 class JobSummary(BaseModel):
     """One job of this control plane."""
 
@@ -510,11 +575,10 @@ class JobSummary(BaseModel):
     pause: str = Field(
         description="running, paused or stepping, as the ranks last reported; see get_pause"
     )
-    health: str = Field(
-        description="One word: ok, starting, paused, warning, degraded, critical, down or ended"
-    )
-    why: str = Field(description="The likely cause in words; empty when all is well")
-    cause: str = Field(description="Id of the alert that is the likely cause; empty: none is")
+    health: str = Field(description="The verdict's word")
+    why: str = Field(description="The verdict's line; empty when the word is ok")
+    cause: str = Field(description="The verdict's alert")
+    verdict: VerdictDocument
     critical_count: int = Field(description="Critical alerts firing")
     warning_count: int = Field(description="Other alerts firing")
 

@@ -107,7 +107,7 @@ def slowing(
 
     Ranks that meet at every step have equal step times, which show nothing about them.
     """
-    alone = [one for look in looks if (one := _alone(look)) is not None]
+    alone = [one for look in looks if (one := lone(look)) is not None]
     share = f"In {{}} of {len(looks)} looks"
     for rank, count in Counter(one.rank for one in alone).most_common(1):
         if count >= least and len(alone) - count <= count * _CHANCE:
@@ -135,11 +135,11 @@ def culprits(ranks: Sequence[Evidence]) -> tuple[int, ...]:
     return tuple(busy or [one.rank for one in ranks if one.overdue])
 
 
-def _alone(look: Sequence[Evidence]) -> Evidence | None:
+def lone(look: Sequence[Evidence]) -> Evidence | None:
     """The only rank that is apart from those that meet, unless deliberately so for a while."""
     apart = [one for one in look if not (one.waits or one.kind == "backward")]
-    lone = apart[0] if len(apart) == 1 < len(look) else None
-    return lone if lone is not None and lone.what and lone.kind not in WILFUL else None
+    one = apart[0] if len(apart) == 1 < len(look) else None
+    return one if one is not None and one.what and one.kind not in WILFUL else None
 
 
 WILFUL = frozenset({"checkpoint", "debugger"})

@@ -325,8 +325,9 @@ def _mesh_state(ranks: Sequence[RankView], digest_count: int) -> tuple[State, st
     if len(states) == 1 and State.OK not in states:
         return ranks[0].state, reason
     if reason:
-        started = states & {State.OK, State.DEGRADED, State.DOWN}
-        return State.DEGRADED if started else State.STARTING, reason
+        # Ranks that have not joined yet, while others have: nothing is lost.
+        is_starting = State.STARTING in states and states <= {State.OK, State.STARTING}
+        return State.STARTING if is_starting else State.DEGRADED, reason
     return State.OK, ""
 
 

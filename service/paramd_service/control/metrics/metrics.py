@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from paramd.layout.exports.files import EXPORT_ENDS
 from paramd.v1 import common_pb2
 from paramd_service.control.alerts.config import Rule
-from paramd_service.control.alerts.health import WORDS, health_of
-from paramd_service.control.alerts.service import Watchers
+from paramd_service.control.alerts.health import WORDS
+from paramd_service.control.alerts.service import Watchers, verdict_on
 from paramd_service.control.edits.pauses import pause_word
 from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.exports.service import ExportService
@@ -242,10 +242,9 @@ def _alert_metrics(watchers: Watchers, views: Sequence[tuple[str, MeshView]]) ->
     health: list[Row] = []
     for job, view in views:
         current = watchers.get(job)
-        alerts = current.book.firing if current is not None else ()
         pause = pause_word(view.joined)
-        now, _, _ = health_of(state=view.state, reason="", pause=pause, firing=alerts)
-        health += [((job, word), word == now) for word in WORDS]
+        verdict = verdict_on(current, state=view.state, reason=view.reason, pause=pause)
+        health += [((job, word), word == verdict.word) for word in WORDS]
     yield _family(Gauge, "paramd_job_health", "1 at a job's present health", "job health", health)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from paramd.memory.gradient_program import Notes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import CALLER
 from paramd_service.aio import in_executor
+from paramd_service.sidecar import moments
 from paramd_service.sidecar.gradients.slots import Gradients, Places, SlotMemory, rolled_back
 from paramd_service.sidecar.snapshots.store import (
     BlockMaker,
@@ -189,6 +191,16 @@ class GradientPins:
     async def _reduce(
         self, key: Key, history: int, step: int, reduction: bytes
     ) -> tuple[list[pb.Stats], Notes]:
+        plain = _plainly_placed(key.spans, reduction)
+        if plain is not None:
+
+            def few(memory: SlotMemory, slot: int) -> list[pb.Stats]:
+                room = memory.room(slot, 0, key.spans[-1][1] if key.spans else 0)
+                found = moments.reduce_runs(room, plain).messages()
+                self._at_point("gradients-reduced")
+                return found
+
+            return await self.gradients.capture(history, step, key.spans, few)
         if not self._has_torch:
             # Before the slot is armed: loading torch takes seconds.
             await self._loop.run_in_executor(self._executor, _load_torch)
@@ -213,13 +225,32 @@ def _load_torch() -> None:
     reduce.warm_up()
 
 
+def _plainly_placed(spans: tuple[tuple[int, int], ...], reduction: bytes) -> list[Runs] | None:
+    """The items by arena byte if they are reduced without torch; None if they are not. Raises as
+    `_placed`."""
+    if "torch" in sys.modules:
+        return None
+    wanted = pb.Reduction.FromString(reduction)
+    if wanted.with_exponents or any(one.dtype not in moments.ITEM_BYTES for one in wanted.items):
+        return None
+    runs = _runs_of(spans, wanted, moments.ITEM_BYTES.__getitem__)
+    return runs if moments.fits(runs) else None
+
+
 @functools.lru_cache(maxsize=8)
 def _placed(spans: tuple[tuple[int, int], ...], reduction: bytes) -> tuple[list[Runs], bool]:
     """The items of a `Reduction` by arena byte, and whether it wants exponents. Cached: a reader
     requests the same in every update. Raises UsageError if an item is not within a span."""
     from paramd_service.sidecar.statistics.reduce import item_bytes
 
-    places, wanted = Places(spans), pb.Reduction.FromString(reduction)
+    wanted = pb.Reduction.FromString(reduction)
+    return _runs_of(spans, wanted, item_bytes), wanted.with_exponents
+
+
+def _runs_of(
+    spans: tuple[tuple[int, int], ...], wanted: pb.Reduction, item_bytes: Callable[[str], int]
+) -> list[Runs]:
+    places = Places(spans)
     found: list[tuple[str, int, int, int]] = []
     for item in wanted.items:
         size_bytes = item.numel * item_bytes(item.dtype)
@@ -230,4 +261,4 @@ def _placed(spans: tuple[tuple[int, int], ...], reduction: bytes) -> tuple[list[
                 f"are not within one span of the {places.size_bytes} requested bytes"
             )
         found.append((item.dtype, len(found), at, item.numel))
-    return by_dtype(found), wanted.with_exponents
+    return by_dtype(found)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
+from paramd.errors import ConflictError
 from paramd.mesh.insight.reports import Alert
+from paramd_service.control.access.doorway import principal_of
+from paramd_service.control.api.models import JobSummary, VerdictDocument, WatchRequest
+from paramd_service.control.api.routes.jobs import summary_of, verdict_of_job
 from paramd_service.control.api.routes.paging import (
     IncarnationNumber,
     PageToken,
@@ -40,6 +44,9 @@ class AlertPage(BaseModel):
 
     incarnation: int = Field(description="The alerts' run")
     watch: bool = Field(description="Whether NaN and Inf are looked for: in the last round")
+    verdict: VerdictDocument | None = Field(
+        description="The verdict on the job now; null for a past run"
+    )
     firing_count: int = Field(description="Alerts firing now, on all pages; 0 for a past run")
     alerts: list[Alert]
     next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
@@ -80,9 +87,24 @@ def router(services: Services) -> APIRouter:
         return AlertPage(
             incarnation=number,
             watch=watcher is not None and watcher.looks_at_values,
+            verdict=verdict_of_job(services, mesh) if number == mesh.number else None,
             firing_count=len(firing),
             alerts=[*shown, *(alert for _, alert in rows)],
             next_page_token=make_token(rows[-1][0], _LIST) if len(rows) == limit else "",
         )
+
+    @routes.post("/jobs/{job}/watch")
+    async def set_watch(job: str, wanted: WatchRequest, request: Request) -> JobSummary:
+        """Turn the sampling of parameters and gradients on or off, until the run ends.
+
+        What it costs is bounded by watch_share in [alerts]. Idempotent."""
+        mesh = services.jobs.get(job)
+        watcher = services.watchers.get(job)
+        if watcher is None or mesh.over is not None:
+            raise ConflictError(f"job {job!r} has ended; there is nothing to watch")
+        who = principal_of(request)
+        async with services.records.recorded(who, "job.watch", wanted.model_dump(), mesh):
+            watcher.turn(wanted.on)
+        return summary_of(services, mesh, mesh.registry.view())
 
     return routes

@@ -16,7 +16,7 @@ from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.doorway import check_job, principal_of
 from paramd_service.control.access.roles import ticket_role
 from paramd_service.control.alerts.book import Severity
-from paramd_service.control.alerts.health import health_of
+from paramd_service.control.alerts.service import verdict_on
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import (
     IncarnationList,
@@ -27,6 +27,7 @@ from paramd_service.control.api.models import (
     RankList,
     RegisteredJob,
     TlsDocument,
+    VerdictDocument,
 )
 from paramd_service.control.api.services import Services
 from paramd_service.control.edits.pauses import pause_word
@@ -52,7 +53,7 @@ def router(services: Services) -> APIRouter:
     async def list_jobs(request: Request) -> JobList:
         """Jobs of this control plane that the token is for, each in its last incarnation."""
         mine = [one for one in services.jobs.all() if principal_of(request).sees(one.job)]
-        return JobList(jobs=[_summary(services, one, one.registry.view()) for one in mine])
+        return JobList(jobs=[summary_of(services, one, one.registry.view()) for one in mine])
 
     @routes.post("/jobs", status_code=201)
     async def register_job(registration: JobRegistration, request: Request) -> RegisteredJob:
@@ -100,7 +101,7 @@ def router(services: Services) -> APIRouter:
         who = principal_of(request)
         async with services.records.recorded(who, "job.end", {}, mesh):
             services.jobs.end(job, who.name)
-        return _summary(services, mesh, mesh.registry.view())
+        return summary_of(services, mesh, mesh.registry.view())
 
     @routes.get("/jobs/{job}/ranks", response_model=RankList)
     async def list_ranks(job: str) -> Response:
@@ -166,13 +167,31 @@ async def _registered(
     )
 
 
-def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummary:
+def reason_of(mesh: Incarnation, view: MeshView) -> str:
+    """Why the job's state is not ok."""
+    return str(mesh.over) if mesh.over is not None else view.reason
+
+
+def verdict_of_job(services: Services, mesh: Incarnation) -> VerdictDocument:
+    """The verdict on a job now."""
+    view = mesh.registry.view()
+    return VerdictDocument.of(
+        verdict_on(
+            services.watchers.get(mesh.job),
+            state=view.state,
+            reason=reason_of(mesh, view),
+            pause=pause_word(view.joined),
+        )
+    )
+
+
+def summary_of(services: Services, mesh: Incarnation, view: MeshView) -> JobSummary:
     watcher = services.watchers.get(mesh.job)
     firing = watcher.book.firing if watcher is not None else ()
     joined = view.joined
     critical = sum(alert.severity == Severity.CRITICAL for alert in firing)
-    reason, pause = str(mesh.over) if mesh.over is not None else view.reason, pause_word(joined)
-    health, why, cause = health_of(state=view.state, reason=reason, pause=pause, firing=firing)
+    reason, pause = reason_of(mesh, view), pause_word(joined)
+    verdict = verdict_on(watcher, state=view.state, reason=reason, pause=pause)
     return JobSummary(
         job=mesh.job,
         incarnation=mesh.number,
@@ -183,9 +202,10 @@ def _summary(services: Services, mesh: Incarnation, view: MeshView) -> JobSummar
         state=view.state.value,
         reason=reason,
         pause=pause,
-        health=health,
-        why=why,
-        cause=cause,
+        health=verdict.word,
+        why=verdict.why,
+        cause=verdict.cause,
+        verdict=VerdictDocument.of(verdict),
         critical_count=critical,
         warning_count=len(firing) - critical,
     )
@@ -217,7 +237,7 @@ async def job_document(services: Services, mesh: Incarnation, principal: Princip
     if any(is_of_job(address) for address in (services.grpc_address, *(p.address for p in peers))):
         pems = mine.certificates.client(principal.token_id)
     return JobDocument(
-        **_summary(services, mesh, view).model_dump(),
+        **summary_of(services, mesh, view).model_dump(),
         layout_digest=view.layout_digest,
         control_address=services.grpc_address,
         peers=peers,

@@ -1,0 +1,61 @@
+"""What a round of samples costs: CPU time of this process and of the sidecars on this host, and the
+waits that it causes in the training.
+
+Sidecars of other hosts do the same work as ours, so the busiest host that can be seen stands for
+all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paramd_service.control.mesh.registry import Report
+
+MAX_SIDECARS = 16
+"""Sidecars of this host whose CPU time is read; more are counted as these are."""
+_SIDECAR = b"paramd_service.sidecar"
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What has been spent up to a moment, in seconds."""
+
+    cpu_s: float
+    stalled_s: float
+    """Longest total wait of a rank's updates for copies."""
+
+    def since(self, before: Spent) -> float:
+        """Seconds of a core, or of the training, whichever is more, since `before`."""
+        return max(self.cpu_s - before.cpu_s, self.stalled_s - before.stalled_s, 0.0)
+
+
+def spent(reports: Sequence[Report]) -> Spent:
+    """What the process, and the sidecars that report from this host, have spent."""
+    here = [one.state.sidecar_pid for one in reports if _is_sidecar(one.state.sidecar_pid)]
+    read = [_cpu_s(pid) for pid in here[:MAX_SIDECARS]]
+    times = len(here) / len(read) if read else 0.0
+    stalled_s = max((one.state.stall_total_ns / 1e9 for one in reports), default=0.0)
+    return Spent(time.process_time() + times * sum(read), stalled_s)
+
+
+def _is_sidecar(pid: int) -> bool:
+    """Whether the process of this number is a sidecar here: one on another host has numbers of its
+    own."""
+    try:
+        return pid > 0 and _SIDECAR in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of a process's threads; 0 of one that has ended."""
+    total_ns = 0
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total_ns += int((task / "schedstat").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return total_ns / 1e9

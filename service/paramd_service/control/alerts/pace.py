@@ -1,0 +1,83 @@
+"""How often values are sampled: as often as the measured cost allows. Pure.
+
+A share of the time is paid in, and each sample's cost is paid out. The first samples come quickly,
+on credit: without a past nothing can be judged. Later ones repay it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SHARE = 0.001
+"""Share of one core of each host, and of the training's time, that samples may cost."""
+CREDIT_S = 2.0
+"""Seconds of a core that may be spent ahead: what an hour pays in is nearly twice that."""
+FIRST_S = 3.0
+"""Seconds between two of the first samples."""
+QUICK_COUNT = 10
+"""Samples that come quickly at first."""
+USUAL_S = 20.0
+"""Least seconds between two of the later samples."""
+LONGEST_S = 40.0
+"""Longest seconds between two samples, while credit lasts."""
+HURRY_S = 1.5
+"""Seconds between two samples while the last one was odd."""
+MAX_HURRIED = 12
+"""Most samples in a row that are hurried."""
+_SMOOTH = 0.3
+
+
+@dataclass(slots=True)
+class Pace:
+    """The rate of one kind of samples, by what they cost."""
+
+    share: float = SHARE
+    least_s: float = USUAL_S
+    """Seconds between two samples that cost nothing."""
+    cost_s: float = 0.0
+    """Smoothed cost of a sample, in seconds of a core of the busiest host."""
+    count: int = 0
+    spent_s: float = 0.0
+    began_s: float | None = None
+    hurried: int = 0
+
+    def begin(self, now_s: float) -> None:
+        """Begin to pay in."""
+        self.began_s = now_s
+
+    def paid(self, cost_s: float, *, made: bool = True) -> None:
+        """An attempt has cost so much; `made`: it was a sample."""
+        self.spent_s += cost_s
+        if made:
+            self.count += 1
+            first = self.count == 1
+            self.cost_s = cost_s if first else self.cost_s + _SMOOTH * (cost_s - self.cost_s)
+
+    def affordable_s(self) -> float:
+        """Seconds between two samples that their share of the time pays for."""
+        return max(self.least_s, self.cost_s / self.share)
+
+    def every_s(self, now_s: float, *, hurry: bool = False) -> float:
+        """Seconds until the next sample."""
+        self.hurried = self.hurried + 1 if hurry else 0
+        earned_s = CREDIT_S + self.share * (
+            now_s - self.began_s if self.began_s is not None else 0.0
+        )
+        if self.spent_s + self.cost_s > earned_s:
+            return max(self.affordable_s(), LONGEST_S)
+        if hurry and self.hurried <= MAX_HURRIED:
+            return min(HURRY_S, self.least_s)
+        if self.count < QUICK_COUNT:
+            return min(FIRST_S, self.least_s)
+        return min(self.affordable_s(), max(LONGEST_S, self.least_s))
+
+    def usual_s(self, now_s: float) -> float:
+        """Seconds between two samples at present, for those who are told."""
+        if self.count < QUICK_COUNT:
+            return FIRST_S
+        earned_s = CREDIT_S + self.share * (
+            now_s - self.began_s if self.began_s is not None else 0.0
+        )
+        most_s = LONGEST_S if self.spent_s + self.cost_s <= earned_s else math.inf
+        return min(self.affordable_s(), most_s)

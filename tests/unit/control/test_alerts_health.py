@@ -1,0 +1,119 @@
+"""The verdict: the worst first, and never ok where nobody looked."""
+
+import pytest
+
+from paramd.mesh.edits.calls import PauseWord
+from paramd.mesh.insight.reports import Alert
+from paramd_service.control.alerts.health import Verdict, Watch, WatchState, verdict_of
+from paramd_service.control.alerts.pace import (
+    CREDIT_S,
+    HURRY_S,
+    LONGEST_S,
+    QUICK_COUNT,
+    USUAL_S,
+    Pace,
+)
+from paramd_service.control.mesh.registry import State
+
+ON = Watch(what="values", state=WatchState.ON, every_s=40.0, age_s=12.0)
+OFF = Watch(what="values", state=WatchState.OFF)
+
+
+def alert(rule: str, severity: str, first_seen_s: float, **changes: object) -> Alert:
+    told: dict[str, object] = {
+        "id": f"run-1-{int(first_seen_s)}-0", "job": "run", "incarnation": 1, "rule": rule,
+        "subject": rule, "severity": severity, "state": "firing", "reason": f"{rule} found",
+        "ranks": (), "name": "", "step": 7, "first_seen_s": first_seen_s, "last_seen_s": 9.0,
+        "resolved_s": None,
+    }  # fmt: skip
+    return Alert(**(told | changes))  # type: ignore[arg-type]
+
+
+def verdict(*firing: Alert, watches: tuple[Watch, ...] = (ON,), **changes: object) -> Verdict:
+    usual: dict[str, object] = {"state": State.OK, "reason": "", "pause": PauseWord.RUNNING}
+    return verdict_of(firing=firing, watches=watches, **(usual | changes))  # type: ignore[arg-type]
+
+
+def test_ok_says_what_was_looked_at_and_when() -> None:
+    found = verdict()
+    assert (found.word, found.level, found.why) == ("ok", "ok", "")
+    assert "values checked every 40 s, last 12 s ago" in found.line
+
+
+@pytest.mark.parametrize(
+    ("watches", "said"),
+    [
+        ((OFF,), "values are not watched: paramd watch on turns it on"),
+        ((), "nothing is watched yet"),
+        ((Watch(what="values", state=WatchState.FAILING, detail="gone"),), "could not be checked"),
+        ((Watch(what="values", state=WatchState.ON, every_s=40.0),), "not yet"),
+    ],
+)
+def test_where_nobody_looked_it_is_not_ok(watches: tuple[Watch, ...], said: str) -> None:
+    found = verdict(watches=watches)
+    assert (found.word, found.level) == ("running", "info")
+    assert said in found.line
+
+
+def test_the_worst_is_the_first_line_and_not_the_oldest() -> None:
+    found = verdict(
+        alert("straggler", "warning", 1.0, ranks=(2,)),
+        alert("gradient-jump", "warning", 2.0, name="layers.0.weight"),
+        alert("logged-number", "critical", 3.0),
+        alert("non-finite", "critical", 4.0, name="layers.3.weight", ranks=(1,)),
+    )
+    assert (found.word, found.level) == ("critical", "critical")
+    assert found.line == "non-finite found (since step 7)"
+    assert [one.split()[0] for one in found.more] == [
+        "gradient-jump", "logged-number", "straggler",
+    ]  # fmt: skip
+    assert (found.ranks, found.names[0]) == ((1, 2), "layers.3.weight")
+
+
+def test_a_lost_rank_explains_those_that_wait_for_it() -> None:
+    found = verdict(
+        alert("stuck", "warning", 1.0, ranks=(0,)),
+        alert("stale-rank", "critical", 3.0, ranks=(1,)),
+        alert("stale-rank", "warning", 2.0, ranks=(0,)),
+        state=State.DOWN,
+    )
+    assert (found.word, found.cause) == ("down", "run-1-3-0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"state": State.ENDED, "reason": "rank 1 was killed"}, "ended"),
+        ({"state": State.STARTING}, "starting"),
+        ({"state": State.DEGRADED, "reason": "rank 1: silent"}, "degraded"),
+        ({"pause": PauseWord.PAUSED}, "paused"),
+    ],
+)
+def test_each_state_has_its_word_and_a_line(changes: dict[str, object], word: str) -> None:
+    found = verdict(**changes)
+    assert found.word == word
+    assert found.line
+
+
+def test_the_rate_follows_from_the_cost() -> None:
+    pace = Pace(share=0.001)
+    pace.begin(0.0)
+    for _ in range(QUICK_COUNT):
+        assert pace.every_s(0.0) < USUAL_S
+        pace.paid(0.030)
+    # 30 ms are paid for by 30 s of a thousandth.
+    assert pace.every_s(60.0) == pytest.approx(30.0, rel=0.01)
+    assert pace.every_s(60.0, hurry=True) == HURRY_S
+    # What is dear comes no more often than it is paid for, once the credit is spent.
+    pace.paid(CREDIT_S)
+    assert pace.every_s(60.0) > LONGEST_S
+    assert pace.every_s(60.0, hurry=True) > LONGEST_S
+
+
+def test_an_hour_costs_no_more_than_its_share_and_the_credit() -> None:
+    pace, now_s = Pace(share=0.001), 0.0
+    pace.begin(0.0)
+    while now_s < 3600.0:
+        now_s += pace.every_s(now_s, hurry=True)
+        pace.paid(0.2)
+    assert pace.spent_s <= CREDIT_S + 0.001 * 3600.0 + 0.2

@@ -1,0 +1,100 @@
+"""Slow ranks by the time that others wait for them: simulated samples, with chance in them."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from paramd_service.control.alerts.looks import EVERY_S, HURRY_S, MAX_HURRIED, Slow, Waits
+from paramd_service.control.insight.verdict import Evidence
+
+Look = Callable[[float, random.Random], list[Evidence]]
+
+
+def at(rank: int, kind: str, at_s: float, step_s: float = 0.5) -> Evidence:
+    step = int(at_s / step_s)
+    return Evidence(
+        rank=rank, kind=kind, what=f"in {kind}", step=step, boundary_age_s=at_s - step * step_s
+    )
+
+
+def steps(slower: float, jitter: float = 0.05, step_s: float = 0.5) -> Look:
+    """Two ranks, the second of which takes so many times as long for its part of a step; each is
+    waited for by chance, too."""
+
+    def look(now_s: float, chance: random.Random) -> list[Evidence]:
+        part = (slower - 1) / slower
+        roll = chance.random()
+        if roll < part or roll > 1 - jitter:
+            return [at(0, "collective", now_s, step_s), at(1, "code", now_s, step_s)]
+        if roll > 1 - 2 * jitter:
+            return [at(0, "code", now_s, step_s), at(1, "collective", now_s, step_s)]
+        kind = chance.choice(("forward", "backward", "optimizer"))
+        return [at(0, kind, now_s, step_s), at(1, kind, now_s, step_s)]
+
+    return look
+
+
+def first_told(look: Look, until_s: float, seed: int) -> tuple[float, Slow] | None:
+    """When something is told, with samples as the watch takes them."""
+    chance, waits, now_s, hurried = random.Random(seed), Waits(), 0.0, 0
+    while now_s < until_s:
+        seen = look(now_s, chance)
+        waits.take(seen, now_s)
+        if (slow := waits.slow([one.rank for one in seen])) is not None:
+            return now_s, slow
+        hurry = waits.suspicious and hurried < MAX_HURRIED
+        hurried = hurried + 1 if hurry else 0
+        now_s += (HURRY_S if hurry else EVERY_S) * (0.75 + 0.5 * chance.random())
+    return None
+
+
+@pytest.mark.parametrize("slower", [1.3, 3.0])
+def test_a_slow_rank_is_told_within_a_minute(slower: float) -> None:
+    found = [first_told(steps(slower), 60.0, seed) for seed in range(20)]
+    assert sum(one is not None for one in found) >= 19
+    assert all(one is None or one[1].ranks == (1,) for one in found)
+
+
+def test_equal_ranks_on_a_busy_machine_are_not_told_of() -> None:
+    for jitter in (0.02, 0.1, 0.15):
+        found = [first_told(steps(1.0, jitter), 180.0, seed) for seed in range(10)]
+        assert found == [None] * 10, jitter
+
+
+def test_an_evaluation_of_one_rank_does_not_count() -> None:
+    """It comes every minute and takes twenty seconds, in which the other waits."""
+
+    def look(now_s: float, chance: random.Random) -> list[Evidence]:
+        if now_s % 60.0 < 40.0:
+            return steps(1.0)(now_s, chance)
+        age_s = now_s % 60.0 - 40.0
+        both = [at(0, "code", now_s), at(1, "collective", now_s)]
+        return [
+            Evidence(rank=one.rank, kind=one.kind, what=one.what, step=80, boundary_age_s=age_s)
+            for one in both
+        ]
+
+    assert [first_told(look, 300.0, seed) for seed in range(10)] == [None] * 10
+
+
+def data(share: float, ranks: tuple[int, ...]) -> Look:
+    def look(now_s: float, chance: random.Random) -> list[Evidence]:
+        if chance.random() < share:
+            kinds = ["dataloader" if rank in ranks else "collective" for rank in (0, 1)]
+        else:
+            kinds = [chance.choice(("forward", "backward"))] * 2
+        return [at(rank, kind, now_s) for rank, kind in enumerate(kinds)]
+
+    return look
+
+
+def test_data_that_starves_all_or_one_is_told_and_a_burst_is_not() -> None:
+    starved = first_told(data(0.75, (0, 1)), 60.0, 1)
+    assert starved is not None
+    assert starved[1].ranks == (0, 1)
+    one = first_told(data(0.6, (1,)), 60.0, 1)
+    assert one is not None
+    assert one[1].ranks == (1,)
+    assert "in dataloader" in one[1].text
+    assert [first_told(data(0.2, (0, 1)), 300.0, seed) for seed in range(10)] == [None] * 10

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
+from paramd.v1 import control_pb2
 from tests.integration.control_process import (
     Control,
     FakeSidecar,
@@ -55,6 +57,24 @@ def alerts(control: Control, state: str = "firing") -> list[dict[str, object]]:
     return found
 
 
+@asynccontextmanager
+async def reporting(control: Control, sidecar: FakeSidecar) -> AsyncIterator[None]:
+    """A joined sidecar that goes on to report: a silent one is lost, too, after ten seconds."""
+
+    async def report(write: Callable[[control_pb2.JoinRequest], Any]) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            await write(sidecar.report())
+
+    async with joined(control, sidecar) as write:
+        task = asyncio.create_task(report(write))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
 async def test_a_lost_rank_is_told_everywhere_and_is_over_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -62,8 +82,8 @@ async def test_a_lost_rank_is_told_everywhere_and_is_over_when_it_is_back(
     async with receiver() as (url, taken), serving(zero), serving(one):
         monkeypatch.setenv("PARAMD_ALERTS", json.dumps({"webhooks": [url]}))
         with control_plane("--no-watch") as control:
-            async with joined(control, zero):
-                async with joined(control, one):
+            async with reporting(control, zero):
+                async with reporting(control, one):
                     await until(lambda: control.job()["reason"] == "")
                     assert alerts(control) == []
                 await until(lambda: alerts(control))
@@ -73,7 +93,7 @@ async def test_a_lost_rank_is_told_everywhere_and_is_over_when_it_is_back(
                 text = control.get("/metrics").text
                 assert 'paramd_alerts_firing{job="run",rule="stale-rank"} 1.0' in text
                 await until(lambda: len(taken) == 1)
-                async with joined(control, one):
+                async with reporting(control, one):
                     await until(lambda: not alerts(control))
                     await until(lambda: alerts(control, "resolved"))
                     (over,) = alerts(control, "resolved")

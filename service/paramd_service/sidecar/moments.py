@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from paramd.errors import UsageError
-from paramd.layout.stats import COLUMNS, EMPTY, Runs
+from paramd.layout.stats import COLUMNS, Runs
 from paramd.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ PIECE_NUMEL: Final = 1 << 16
 """Elements reduced at a time, so that their float64 stay in the cores' cache."""
 
 _NO_COUNTS: Final[dict[str, Any]] = {"exponent_begin": -64}
+_NOTHING: Final[tuple[float, ...]] = (0, 0, 0, 0, 0.0, 0.0, 0.0, math.inf, -math.inf)
+"""The columns of no element, as `EMPTY` of `paramd.layout.stats` has them."""
 
 
 def fits(runs: Sequence[Runs]) -> bool:
@@ -43,7 +45,7 @@ class Answers:
     """Statistics of runs, by the numbers that the runs give them."""
 
     def __init__(self, count: int) -> None:
-        self.rows: list[tuple[float, ...]] = [EMPTY[: len(COLUMNS)]] * count
+        self.rows = [_NOTHING] * count
 
     def columns(self) -> pb.StatsColumns:
         """One column for each number."""
@@ -52,7 +54,8 @@ class Answers:
 
     def messages(self) -> list[pb.Stats]:
         """One for each run, in order."""
-        return [pb.Stats(**_NO_COUNTS, **dict(zip(COLUMNS, row, strict=True))) for row in self.rows]
+        named: list[dict[str, Any]] = [dict(zip(COLUMNS, row, strict=True)) for row in self.rows]
+        return [pb.Stats(**_NO_COUNTS, **one) for one in named]
 
 
 def reduce_runs(data: memoryview, runs: Sequence[Runs], *, stop: Sequence[bool] = ()) -> Answers:

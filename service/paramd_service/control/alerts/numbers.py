@@ -42,8 +42,12 @@ LOSS = re.compile(r"(.*[/_.])?loss", re.ASCII)
 SPIKE_WINDOW = 50
 SPIKE_LEAST = 20
 """Values needed before a spike can be told from noise."""
-SPIKE_RATIO = 3.0
-"""Least factor between a spike and the largest of its last values."""
+SPIKE_RATIO = 8.0
+"""Least factor between a spike of one step and the largest of the values before. Healthy losses
+have spikes of a factor of four now and then."""
+LASTING_RATIO = 3.0
+"""The same for a spike that lasts for `LASTING` values."""
+LASTING = 3
 SPIKE_SIGMAS = 10.0
 """A spike is this many spreads above the median, too."""
 SPIKE_S = 60.0
@@ -120,15 +124,22 @@ SPIKE = "spike"
 
 
 def is_spike(value: float, known: Sequence[float]) -> bool:
-    """Whether a loss is far beyond all of its last values. Where these are spread widely
-    themselves, as those of a GAN or of returns, it must be farther."""
+    """Whether a loss is far beyond all of its last values: very far once, or far several times in
+    a row. Where the last values are spread widely themselves, as those of a GAN or of returns, it
+    must be farther."""
+    values = [*known, value]
+    before, last = values[:-LASTING], values[-LASTING:]
+    return _is_far(value, values[:-1], SPIKE_RATIO) or _is_far(min(last), before, LASTING_RATIO)
+
+
+def _is_far(value: float, known: Sequence[float], least_ratio: float) -> bool:
     if len(known) < SPIKE_LEAST:
         return False
     usual, largest = median(known), max(known)
     if largest <= 0:
         return False
     spread = 1.4826 * median(abs(one - usual) for one in known)
-    ratio = max(SPIKE_RATIO, largest / usual if usual > 0 else math.inf)
+    ratio = max(least_ratio, largest / usual if usual > 0 else math.inf)
     return value > ratio * largest and value - usual > SPIKE_SIGMAS * spread
 
 

@@ -175,7 +175,8 @@ class Rounds:
         if not self._config.looks_for(Rule.REPLICA_DRIFT):
             return
         layout = await self._sampler.layout()
-        if layout.mirrored and not self._config.watch:
+        # A copy of these stops the trainer.
+        if layout.mirrored and not self._watcher.is_on:
             return
         sample = self._next(layout, self._digests_begin, _DRIFT)
         joined = {report.rank for report in self._view().joined}
@@ -278,6 +279,11 @@ class Watcher:
     def ready(self) -> bool:
         """Whether stored alerts have been restored and checks are running."""
         return self._restored
+
+    @property
+    def is_on(self) -> bool:
+        """Whether parameters and gradients are sampled; see `turn`."""
+        return self._on.is_set()
 
     @property
     def looks_at_values(self) -> bool:

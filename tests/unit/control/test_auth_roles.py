@@ -85,6 +85,7 @@ EXPECTED: dict[tuple[str, str], set[UserRole]] = {
     ("GET", "/api/v1/jobs/{job}/hyperparameters"): READERS,
     ("POST", "/api/v1/jobs/{job}/hyperparameters"): {E, A},
     ("GET", "/api/v1/jobs/{job}/pause"): EVERYBODY,
+    ("POST", "/api/v1/jobs/{job}/watch"): {E, A},
     ("POST", "/api/v1/jobs/{job}/pause"): {E, A},
     ("POST", "/api/v1/jobs/{job}/pause/renew"): {E, A},
     ("POST", "/api/v1/jobs/{job}/pause/step"): {E, A},

@@ -24,6 +24,9 @@ class Watcher:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
 
+    def clock(self) -> float:
+        return 0.0
+
     def offer(self, samples: list[Sample]) -> None:
         self.samples += samples
 

@@ -121,7 +121,7 @@ async def test_jobs_of_a_site_are_kept_apart(control: Control) -> None:
     async with join(control.grpc_address, one, 0), join(control.grpc_address, two, 1):
         jobs = {job["job"]: job for job in document(control, "")["jobs"]}
         assert (jobs["one"]["state"], jobs["one"]["reason"]) == ("ok", "")
-        assert (jobs["two"]["state"], jobs["two"]["joined_count"]) == ("degraded", 1)
+        assert (jobs["two"]["state"], jobs["two"]["joined_count"]) == ("starting", 1)
         for foreign in (two, one):
             other = one if foreign is two else two
             with pytest.raises(grpc.aio.AioRpcError) as caught:

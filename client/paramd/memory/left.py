@@ -380,17 +380,26 @@ class Room(Protocol):
         ExhaustedError when there is not enough for them."""
 
 
+def lacking_headroom(purpose: Purpose, size_bytes: int, memory: Memory) -> str:
+    """Why the training itself cannot have that much, naming the limit; empty if it can. Pure."""
+    least = min(memory.limits, key=lambda limit: limit.left_bytes)
+    if size_bytes + HEADROOM_BYTES <= least.left_bytes:
+        return ""
+    return (
+        f"{size_bytes:,} bytes of shared memory are needed: {least.where} has "
+        f"{max(least.left_bytes, 0):,} bytes available, of which {HEADROOM_BYTES:,} stay free for "
+        f"others; {purpose.instead}"
+    )
+
+
 class Headroom:
     """Room for what the training itself needs: all but a little of what is left."""
 
     @contextmanager
     def claimed(self, purpose: Purpose, size_bytes: int) -> Iterator[None]:
-        available_bytes = memory_now().left_bytes
-        if size_bytes + HEADROOM_BYTES > available_bytes:
-            raise ExhaustedError(
-                f"{size_bytes:,} bytes of shared memory are needed, {available_bytes:,} are "
-                f"available (and {HEADROOM_BYTES:,} are left to others); {purpose.instead}"
-            )
+        lacking = lacking_headroom(purpose, size_bytes, memory_now())
+        if lacking:
+            raise ExhaustedError(lacking)
         yield
 
 

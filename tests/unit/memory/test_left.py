@@ -16,6 +16,7 @@ from paramd.memory.left import (
     Wanted,
     check_client,
     killed_count,
+    lacking_headroom,
     memory_now,
     private_bytes,
     refusal,
@@ -186,3 +187,15 @@ def test_they_come_back_when_there_has_been_enough_for_a_while() -> None:
     assert standing_count(0, lasted_s=RAISE_S, spare=spare(20), ranks=RANKS, most=2) == 2
     held = (Wanted(2 * GIB, 4 * GIB), Wanted(2 * GIB, 4 * GIB))
     assert standing_count(2, lasted_s=RAISE_S, spare=spare(1.1), ranks=held, most=2) == 2
+
+
+def test_what_the_training_itself_cannot_have_names_the_limit_that_leaves_least() -> None:
+    memory = Memory((HOST, Limit("cgroup /job", 2 * GIB, 300 << 20)))
+    assert lacking_headroom(Purpose.TRAINING, 44 << 20, memory) == ""
+    said = lacking_headroom(Purpose.TRAINING, (44 << 20) + 1, memory)
+    assert "46,137,345 bytes of shared memory are needed" in said
+    assert "cgroup /job has 314,572,800 bytes available" in said
+    assert "use a machine or container limit with more memory" in said
+    # More was taken than the limit allows, as when it was lowered.
+    over = Memory((HOST, Limit("cgroup /job", GIB, -1)))
+    assert "cgroup /job has 0 bytes available" in lacking_headroom(Purpose.TRAINING, 1, over)

@@ -31,6 +31,12 @@ OTHER_LAYOUT = well(2, layout_digest="other")
     ("ranks", "before", "expected"),
     [
         ([well(0), well(1)], [well(0), well(1)], []),
+        # A clock that jumps, and one that a new sidecar counts anew.
+        ([well(0), well(1, clock_jump_s=3600.0)], [well(0), well(1)], [("clock-jump", (1,))]),
+        ([well(0, clock_jump_s=-9.0)], [well(0)], [("clock-jump", (0,))]),
+        ([well(0, clock_jump_s=4.9)], [well(0)], []),
+        ([well(0, clock_jump_s=3600.0)], [well(0, clock_jump_s=3600.0)], []),
+        ([well(0, clock_jump_s=60.0)], [well(0, sidecar_pid=7)], []),
         # Not heard of.
         ([well(0, age_s=9.9, membership="silent")], [], []),
         ([well(0, age_s=10.0, membership="silent")], [], [("stale-rank", (0,))]),

@@ -304,6 +304,8 @@ async def test_a_slow_rank_and_a_stuck_one_are_told_from_looks_and_held_training
         return seen
 
     told: list[Alert] = []
+    host = world.reports[1].state.host
+    host.trainer_delay, host.others, host.processors = 0.5, 0.75, 4
     rounds = LookRounds(watcher_of(world, told), look)
 
     async def after(looks: int, found: list[Evidence]) -> list[str]:
@@ -319,6 +321,7 @@ async def test_a_slow_rank_and_a_stuck_one_are_told_from_looks_and_held_training
     assert await after(20, at("collective")) == []
     assert await after(11, at("other")) == []
     assert await after(1, at("other")) == ["slow-rank rank 1 firing"]
+    assert "on its host: its trainer waits 50% of the time for a processor" in told[0].reason
     assert (await after(35, at("collective")))[1:] == ["slow-rank rank 1 resolved"]
     reading = [Evidence(rank=n, kind="dataloader", what="in next", step=7) for n in range(8)]
     assert (await after(15, reading))[2:] == []

@@ -36,7 +36,7 @@ class Alert(Document):
     incarnation: int
     rule: str
     """non-finite, norm-jump, gradient-jump, replica-drift, stale-rank, stalled-rank, straggler,
-    slow-rank, stuck, layout-mismatch, certificate, store, lost-mark or logged-number;
+    slow-rank, stuck, layout-mismatch, clock-jump, certificate, store, lost-mark or logged-number;
     docs/alerts.md says more."""
     subject: str
     """The subject: a rank, a tensor, the mesh."""

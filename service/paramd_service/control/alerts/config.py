@@ -38,6 +38,8 @@ class Rule(StrEnum):
     """Ranks hang: the reason says where, and which rank the others wait for."""
     LAYOUT_MISMATCH = "layout-mismatch"
     """Ranks report different layouts."""
+    CLOCK_JUMP = "clock-jump"
+    """The wall clock of a rank's host has jumped."""
     CERTIFICATE = "certificate"
     """The control plane's TLS certificate has expired or soon will."""
     STORE = "store"

@@ -237,7 +237,16 @@ class LookRounds:
             return [_finding(Rule.STUCK, verdict_of(seen), culprits(seen), seen)]
         late = any(one.overdue and one.kind != "dataloader" for one in seen)
         slow = self._waits.slow([one.rank for one in seen]) if seen and not late else None
-        return [_finding(Rule.SLOW_RANK, slow.text, slow.ranks, seen)] if slow is not None else []
+        if slow is None:
+            return []
+        return [_finding(Rule.SLOW_RANK, self._explained(slow), slow.ranks, seen)]
+
+    def _explained(self, slow: Slow) -> str:
+        """What is slow, and what can be seen of why on the host of the slow rank."""
+        if len(slow.ranks) != 1:
+            return slow.text
+        why = self._watcher.why_slow(slow.ranks[0])
+        return f"{slow.text}; on its host: {why}" if why else slow.text
 
 
 def is_stuck(seen: Sequence[Evidence]) -> bool:

@@ -10,6 +10,7 @@ from statistics import median
 from paramd.v1 import common_pb2
 from paramd_service.control.alerts.book import Finding, Severity, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
+from paramd_service.control.insight.host import clock_jump_s
 from paramd_service.control.mesh.registry import MeshView, RankView, ended_s_of
 from paramd_service.control.store.history import Sample
 
@@ -23,13 +24,16 @@ JOIN_S = 60.0
 """Patience with a sidecar that has never joined, in seconds: longer than its start on a busy
 machine, and than its longest back-off after a restart of the control plane."""
 
+CLOCK_JUMP_S = 5.0
+"""Least jump of a wall clock that is told of, in seconds."""
+
 DAY_S = 86_400
 
 PRESENT = frozenset({"joined", "silent"})
 
 MESH_RULES = frozenset({
-    Rule.STALE_RANK, Rule.STALLED_RANK, Rule.STRAGGLER, Rule.LAYOUT_MISMATCH, Rule.CERTIFICATE,
-    Rule.STORE,
+    Rule.STALE_RANK, Rule.STALLED_RANK, Rule.STRAGGLER, Rule.LAYOUT_MISMATCH, Rule.CLOCK_JUMP,
+    Rule.CERTIFICATE, Rule.STORE,
 })  # fmt: skip
 """Checked on every report cycle; the others only when parameters are sampled."""
 
@@ -63,6 +67,9 @@ class RankInput:
     trainer_lives: bool
     ended_s: float = 0.0
     """Time since the trainer's process ended; 0 while it lives, or when unknown."""
+    sidecar_pid: int = 0
+    clock_jump_s: float = 0.0
+    """How far the wall clock of its host has jumped since its sidecar began."""
 
 
 Ranks = Mapping[int, RankInput]
@@ -75,6 +82,7 @@ def mesh_findings(now: Ranks, before: Ranks, config: AlertConfig) -> list[Findin
         (Rule.STALLED_RANK, stalled_ranks(now, config)),
         (Rule.STRAGGLER, stragglers(now, before, config)),
         (Rule.LAYOUT_MISMATCH, layout_mismatch(now)),
+        (Rule.CLOCK_JUMP, clock_jumps(now, before)),
     )
     return [finding for rule, found in rules if config.looks_for(rule) for finding in found]
 
@@ -183,6 +191,21 @@ def _slow(ranks: Ranks, config: AlertConfig) -> Iterator[tuple[RankInput, float]
     yield from ((rank, usual_s) for rank in timed if rank.step_time_s >= least_s)
 
 
+def clock_jumps(now: Ranks, before: Ranks) -> Iterator[Finding]:
+    """Ranks whose host's wall clock has jumped within the window: leases and times in logs are
+    wrong by as much. It is told of for the length of the window."""
+    for rank in now.values():
+        then = before.get(rank.rank)
+        # A new sidecar counts from its own start.
+        if then is None or then.sidecar_pid != rank.sidecar_pid:
+            continue
+        jump_s = rank.clock_jump_s - then.clock_jump_s
+        if abs(jump_s) >= CLOCK_JUMP_S:
+            way = "ahead" if jump_s > 0 else "back"
+            reason = f"the clock of its host jumped {_s(abs(jump_s))} {way}"
+            yield _of_rank(Rule.CLOCK_JUMP, rank, Severity.WARNING, reason)
+
+
 def layout_mismatch(now: Ranks) -> Iterator[Finding]:
     """Ranks whose layout differs from the majority's."""
     digests = {
@@ -250,6 +273,8 @@ def _input(rank: RankView, watched_s: float) -> RankInput:
         layout_digest=report.layout_digest if report is not None else "",
         trainer_lives=state.phase not in _ENDED,
         ended_s=ended_s_of(rank),
+        sidecar_pid=state.sidecar_pid,
+        clock_jump_s=clock_jump_s(state),
     )
 
 

@@ -45,6 +45,7 @@ from paramd_service.control.alerts.rules import (
 from paramd_service.control.alerts.sampling import TENSOR_RULES, MeshSampler
 from paramd_service.control.alerts.values import GRADIENTS_NOT_FINITE, Values
 from paramd_service.control.alerts.webhook import Webhooks
+from paramd_service.control.insight.host import why_slow
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.alerts import AlertStore, State
 from paramd_service.control.store.history import Sample as Measured
@@ -318,6 +319,11 @@ class Watcher:
         if self._logged is not None:
             logged = self._run("logged numbers", LOGGED_EVERY_S, self._logged.round)
             self._tasks.append(asyncio.create_task(logged, name="paramd-watch-logged"))
+
+    def why_slow(self, rank: int) -> str:
+        """What on the host of a rank may slow it; empty when nothing is to be seen."""
+        reports = (one.report for one in self.view().ranks if one.rank == rank)
+        return next((why_slow(one.state) for one in reports if one is not None), "")
 
     def turn(self, on: bool) -> None:
         """Turn the sampling of parameters and gradients on or off, until the run ends."""

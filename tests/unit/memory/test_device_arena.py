@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from paramd.errors import ExhaustedError
 from paramd.memory import device_arena
@@ -24,9 +25,10 @@ from paramd.memory.device_arena import (
     create,
     create_allocation,
 )
-from paramd.memory.device_driver import DeviceError, Driver
+from paramd.memory.device_driver import CUDA, HIP, HIP_VARIABLE, VARIABLE, DeviceError, Driver
 from paramd.memory.device_symbols import CURES
 from paramd.memory.gate import CopySpan, LateError
+from paramd.trainer.home.device import _kind
 from tests.gpu.driver import POISON, Standin, driver_in
 
 ARENA_BYTES = 3 * WINDOW_BYTES * WINDOWS // 2 + 4096
@@ -330,3 +332,18 @@ def test_a_device_of_another_process_is_found_by_its_uuid(loaded: tuple[Driver, 
     assert driver.device(driver.uuid(0)) == 0
     with pytest.raises(DeviceError, match="is not visible here"):
         driver.device(bytes(16))
+
+
+@pytest.mark.parametrize("build", ["none", "cuda", "hip"])
+def test_the_driver_is_the_one_that_torch_was_built_for_and_a_simulated_one_the_named(
+    build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (VARIABLE, HIP_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if build == "cuda" else None)
+    monkeypatch.setattr(torch.version, "hip", "7.1" if build == "hip" else None)
+    device, host, own = torch.device("cuda:0"), torch.device("cpu"), HIP if build == "hip" else CUDA
+    assert (_kind(device), _kind(host)) == (own, own)
+    monkeypatch.setenv(HIP_VARIABLE, "named.so")
+    # A library of AMD's that is named on a host with NVIDIA's devices is not asked for them.
+    assert (_kind(device), _kind(host)) == (own, HIP)

@@ -22,7 +22,7 @@ from paramd.errors import ConflictError, ExhaustedError
 from paramd.layout.types import TensorKind
 from paramd.memory.control_page import ControlPage
 from paramd.memory.device_arena import Addresses, DeviceMap, TrainerDevice, why_not
-from paramd.memory.device_driver import CUDA, HIP, HIP_VARIABLE, DeviceError, Driver, load
+from paramd.memory.device_driver import CUDA, HIP, HIP_VARIABLE, VARIABLE, DeviceError, Driver, load
 from paramd.memory.handover import Allocation
 from paramd.trainer.home.moving import Memory, live_tensors
 from paramd.trainer.home.owned import ALIGN_BYTES, ParameterStorage
@@ -277,7 +277,7 @@ def device_home(model: nn.Module) -> tuple[DeviceHome | None, str]:
         return None, f"the parameters are on {len(places)} devices"
     (place,) = places
     try:
-        driver = load(_kind())
+        driver = load(_kind(place))
         # Devices of HIP's are called "cuda" by torch, too.
         if place.type != ("cpu" if driver.simulated else "cuda"):
             return None, f"parameters on {place} are none of this driver's"
@@ -290,10 +290,15 @@ def device_home(model: nn.Module) -> tuple[DeviceHome | None, str]:
         return None, str(error)
 
 
-def _kind() -> str:
-    """The driver that torch was built for; a torch for neither uses HIP's if that is named."""
-    named = torch.version.cuda is None and HIP_VARIABLE in os.environ
-    return HIP if torch.version.hip is not None or named else CUDA
+def _kind(place: torch.device) -> str:
+    """The driver of parameters there: the one that torch was built for.
+
+    Host memory is a simulated driver's alone, whose kind is the one that is named, whatever torch
+    was built for.
+    """
+    if place.type == "cpu" and HIP_VARIABLE in os.environ and VARIABLE not in os.environ:
+        return HIP
+    return HIP if torch.version.hip is not None else CUDA
 
 
 def _trainer_device(driver: Driver, device: int, place: torch.device) -> TrainerDevice:

@@ -1,21 +1,28 @@
 """What is another team's, asked by name: each operation that takes a key, a path, an id, a prefix,
 a mark, a series or a destination, asked with a token for some jobs about things of another job.
 
-A site with two real trainings, team-a-run and team-b-run. `TABLE` says of each operation and object
-who may use it, and its probe (or the test named there) shows it.
+A site with two real trainings, team-a-run and team-b-run. `TABLE` says of each operation of REST
+and object who may use it, `RPC_TABLE` of each method of gRPC and name in its request, and a probe
+(or the test named there) shows it.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2
 import pytest
+from google.protobuf.descriptor import Descriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
+from paramd.security.tickets import handed, shown_of
+from paramd.v1 import control_pb2, sidecar_pb2, sidecar_pb2_grpc
 from paramd_service.control.access.roles import OPERATIONS, PERMITTED, UserRole
 from tests.integration.control_process import Control, site_plane, site_token
 from tests.integration.test_site_attach import trainer
@@ -461,9 +468,257 @@ def test_the_table_has_every_operation_that_takes_a_name_of_something() -> None:
 
 
 def test_tests_that_the_table_names_are_there() -> None:
-    for shown_by in {row.shown_by for row in TABLE.values() if isinstance(row.shown_by, str)}:
+    named = {row.shown_by for row in TABLE.values() if isinstance(row.shown_by, str)}
+    for shown_by in named | {row.shown_by for row in RPC_TABLE.values() if row.shown_by}:
         file, _, name = shown_by.partition("::")
         assert f"def {name}(" in (Path(__file__).parents[1] / file).read_text(), shown_by
+
+
+@dataclass
+class Rpc:
+    """Both jobs' sidecars and the control plane over gRPC, with the tickets of our token."""
+
+    two: Two
+    channels: dict[str, grpc.Channel]
+    """By job; the control plane's is nameless."""
+    ours: dict[str, str]
+    """What our token's ticket is at a sidecar ("rank") and at the control plane ("control")."""
+    owner: str
+    """What the owner's ticket for their job is at their sidecar."""
+    named: dict[str, str]
+    """Ids and names of theirs, by field."""
+
+    def ask(self, at: str, method: str, request: Message, ticket: str) -> grpc.StatusCode:
+        """The status of a call of raw bytes."""
+        service = "SidecarService" if at else "ControlService"
+        call = self.channels[at].stream_stream(f"/paramd.v1.{service}/{method}")(
+            iter([request.SerializeToString()]),
+            timeout=60,
+            metadata=[("authorization", f"Bearer {ticket}")] if ticket else [],
+        )
+        with suppress(grpc.RpcError):
+            list(call)
+        found: grpc.StatusCode = call.code()
+        return found
+
+
+@contextmanager
+def rpc_of(two: Two) -> Iterator[Rpc]:
+    """The other team has a snapshot over gRPC, an edit, an export and a mark."""
+    with ExitStack() as stack:
+        theirs = two.owner("GET", "?rank=0")
+        ours = two.ask("get_job", "GET", "").json()
+        both = handed(ours["ticket"], ours["ticket_seed"])
+        addresses = {
+            OURS: ours["peers"][0]["address"],
+            THEIRS: theirs["peers"][0]["address"],
+            "": two.control.grpc_address,
+        }
+        channels = {
+            job: stack.enter_context(
+                grpc.insecure_channel(where, [("grpc.use_local_subchannel_pool", 1)])
+            )
+            for job, where in addresses.items()
+        }
+        shown = {"rank": shown_of(both, 0, 1), "control": shown_of(both, None, 1)}
+        stub: Any = sidecar_pb2_grpc.SidecarServiceStub(channels[THEIRS])
+        bearer = [("authorization", f"Bearer {theirs['ticket']}")]
+        header = stub.GetState(sidecar_pb2.GetStateRequest(), metadata=bearer, timeout=60).header
+        pinned = stub.PinSnapshot(
+            sidecar_pb2.PinSnapshotRequest(
+                incarnation=header.incarnation,
+                layout_digest=header.layout_digest,
+                spans=[sidecar_pb2.Span(begin=0, end=8)],
+                lease_ms=300_000,
+            ),
+            metadata=bearer,
+            timeout=60,
+        )
+        snapshot = pinned.snapshot_id
+        named = dict.fromkeys(_SNAPSHOTS, snapshot) | {
+            "edit_id": two.theirs["edit"].replace("-", ""), "undo_of": two.theirs["edit"],
+            "mark": "their-mark", "export_id": two.theirs["export"], "key": f"{THEIRS}/best",
+            "destination": "checkpoints", "root": str(two.folder), "job": THEIRS, "jobs": "*",
+            "name": MANIFEST, "names": MANIFEST, "fqn": "weight", "pattern": "*", "patterns": "*",
+        }  # fmt: skip
+        yield Rpc(two, channels, shown, theirs["ticket"], named)
+        renewed = sidecar_pb2.RenewSnapshotRequest(snapshot_id=snapshot, lease_ms=300_000)
+        stub.RenewSnapshot(renewed, metadata=bearer, timeout=60)
+        released = sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=snapshot)
+        stub.ReleaseSnapshot(released, metadata=bearer, timeout=60)
+
+
+_SNAPSHOTS = (
+    "snapshot_id", "snapshot_ids", "before_snapshot_id", "after_snapshot_id",
+    "gradients_snapshot_id", "facts_snapshot_id",
+)  # fmt: skip
+
+
+def texts_of(kind: Descriptor, within: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The paths of all fields of a message, and of its parts, that have text."""
+    for one in kind.fields:
+        if one.message_type is not None:
+            is_map = one.message_type.GetOptions().map_entry
+            if not is_map and one.message_type.full_name not in OF_REPORTS:
+                yield from texts_of(one.message_type, (*within, one.name))
+        elif one.type == one.TYPE_STRING:
+            yield *within, one.name
+
+
+def saying(message: Message, path: tuple[str, ...], text: str) -> Message:
+    """The message with a text at the path."""
+    part: Any = message
+    for name in path[:-1]:
+        repeated = part.DESCRIPTOR.fields_by_name[name].is_repeated
+        part = getattr(part, name).add() if repeated else getattr(part, name)
+    if part.DESCRIPTOR.fields_by_name[path[-1]].is_repeated:
+        getattr(part, path[-1]).append(text)
+    else:
+        setattr(part, path[-1], text)
+    return message
+
+
+RPC_PLAIN = {
+    # Forms, kinds, options and words of a person.
+    "dtype", "state_key", "values_json", "by", "adapter", "weights_from", "address",
+    # Of the layout that the sidecar has, and of names in the files of an export.
+    "layout_digest", "source", "target", "missing", "replicas_differ",
+}  # fmt: skip
+OF_REPORTS = {"paramd.v1.RankState", "paramd.v1.Peer", "paramd.v1.Header"}
+"""What ranks say of themselves."""
+
+SERVICES: dict[str, ServiceDescriptor] = {
+    "SidecarService": sidecar_pb2.DESCRIPTOR.services_by_name["SidecarService"],
+    "ControlService": control_pb2.DESCRIPTOR.services_by_name["ControlService"],
+}
+
+_C = grpc.StatusCode
+_OF_JOB = "tickets of the sidecar's job"
+_PINNED = "tickets of the sidecar's job, with an id that only who pinned has"
+_READS = "tickets of the sidecar's job, with one that reads its other ranks"
+_ORDER = "the control plane of the job, by an order for this very call"
+_NOT_THERE = (_C.NOT_FOUND, _C.INVALID_ARGUMENT)
+_REFUSED = (_C.PERMISSION_DENIED,)
+_NOT_SO = (*_NOT_THERE, _C.FAILED_PRECONDITION)
+_STAGES = (
+    "integration/test_sidecar_edits.py::test_only_the_token_that_stages_an_edit_adds_data_to_it"
+)
+
+
+@dataclass(frozen=True)
+class RpcRow:
+    """Who may name a thing to a method, and how ours are answered who name theirs."""
+
+    who: str
+    codes: tuple[grpc.StatusCode, ...]
+    """At our own sidecar, or the control plane; at theirs always UNAUTHENTICATED."""
+    shown_by: str = ""
+    """A test that shows more, from tests/."""
+
+
+RPC_TABLE: dict[tuple[str, str], RpcRow] = {
+    ("PinSnapshot", "mark"): RpcRow(_OF_JOB, _NOT_SO),
+    ("StageEdit", "edit_id"): RpcRow("tickets of the token that staged it", _NOT_SO, _STAGES),
+    ("StageEdit", "undo_of"): RpcRow(_OF_JOB, _NOT_SO),
+    ("StageEdit", "mark"): RpcRow(_OF_JOB, _NOT_SO),
+    ("StageEdit", "fqn"): RpcRow(_OF_JOB, _NOT_SO),
+    ("GetEdit", "edit_id"): RpcRow(_OF_JOB, _NOT_THERE),
+    ("PreviewEdit", "edit_id"): RpcRow(_OF_JOB, _NOT_THERE),
+    ("GrantStream", "edit_id"): RpcRow("tickets of the token that staged it", _NOT_THERE),
+    ("StreamGradients", "pattern"): RpcRow(_READS, _REFUSED),
+    ("Summon", "pattern"): RpcRow(_READS, _REFUSED),
+    ("ReleaseSnapshot", "snapshot_id"): RpcRow(f"{_PINNED}; idempotent", (_C.OK,)),
+    **{
+        (method, name): RpcRow(_PINNED, _NOT_THERE)
+        for method, names in {
+            "ReadSnapshot": ("snapshot_id",),
+            "GrantStream": ("snapshot_id",),
+            "RenewSnapshot": ("snapshot_id",),
+            "ComputeStats": ("snapshot_id", "before_snapshot_id"),
+            "PoolSnapshot": ("snapshot_id",),
+            "ProfileSnapshot": ("snapshot_id",),
+            "MultiplySnapshot": ("snapshot_id",),
+            "DigestSnapshot": ("snapshot_id",),
+            "DeltaSnapshot": ("snapshot_id",),
+            "ReplayUpdate": _SNAPSHOTS[2:],
+        }.items()
+        for name in names
+    },
+    **{
+        (method, name): RpcRow(_ORDER, _REFUSED)
+        for method, names in {
+            "ReachBoundary": ("edit_id", "snapshot_ids"),
+            "DropEdit": ("edit_id",),
+            "MakeMark": ("mark",),
+            "DropMark": ("mark",),
+            **dict.fromkeys(
+                ("StoreExportFile", "VerifyExportFile", "ReadExportFile"), ("name",)
+            ),
+            "DropExport": ("names",),
+            "WriteExportFile": ("patterns", "snapshot_id"),
+            "FinishExport": ("name", "patterns", "snapshot_id"),
+        }.items()
+        for name in names
+    },
+    **{
+        (f"{method}", name): RpcRow(_ORDER, _REFUSED)
+        for method in (
+            "BeginExport", "WriteExportFile", "StoreExportFile", "VerifyExportFile",
+            "ReadExportFile", "FinishExport", "DropExport",
+        )
+        for name in ("destination", "export_id", "job", "jobs", "key", "root")
+    },
+    ("ProveControl", "job"): RpcRow("anybody: it is told who answers", _NOT_THERE),
+    ("ScheduleBoundary", "job"): RpcRow("tickets of that job", (_C.FAILED_PRECONDITION,)),
+    ("ScheduleBoundary", "snapshot_id"): RpcRow(_PINNED, (_C.FAILED_PRECONDITION,)),
+}  # fmt: skip
+
+
+def test_the_table_has_every_method_that_takes_a_name_of_something() -> None:
+    found = {
+        (method.name, path[-1])
+        for service in SERVICES.values()
+        for method in service.methods
+        for path in texts_of(method.input_type)
+        if path[-1] not in RPC_PLAIN and method.name != "Join"  # what a rank says of itself
+    }
+    assert found == set(RPC_TABLE)
+
+
+def test_over_grpc_a_token_for_some_jobs_gets_at_nothing_of_another(two: Two) -> None:
+    """Every name of every method: at their sidecar the ticket is none, whatever is asked; at ours
+    their ids are unknown, or it takes an order of the control plane."""
+    wrong = []
+    with rpc_of(two) as rpc:
+        for service, described in SERVICES.items():
+            at_control = service == "ControlService"
+            for method in described.methods:
+                kind = GetMessageClass(method.input_type)
+                for path in texts_of(method.input_type):
+                    row = RPC_TABLE.get((method.name, path[-1]))
+                    if row is None:
+                        continue
+                    asked = saying(kind(), path, rpc.named[path[-1]])
+                    if at_control:
+                        code = rpc.ask("", method.name, asked, rpc.ours["control"])
+                    else:
+                        code = rpc.ask(THEIRS, method.name, asked, rpc.ours["rank"])
+                        if code is not _C.UNAUTHENTICATED:
+                            wrong.append((method.name, path, "theirs", code))
+                        code = rpc.ask(OURS, method.name, asked, rpc.ours["rank"])
+                    if code not in row.codes:
+                        wrong.append((method.name, path, "ours", code))
+                if not at_control:
+                    code = rpc.ask(THEIRS, method.name, kind(), rpc.ours["rank"])
+                    is_open = method.name == "FindControl"
+                    assert code is (_C.OK if is_open else _C.UNAUTHENTICATED), method.name
+        join = control_pb2.JoinRequest(world_size=1)
+        join.header.job, join.header.incarnation = THEIRS, 1
+        assert rpc.ask("", "Join", join, rpc.ours["control"]) is _C.PERMISSION_DENIED
+        assert rpc.ask("", "Join", join, "") is _C.UNAUTHENTICATED
+    assert not wrong
+    job_of_their_edit_stands(two)
+    assert two.manifest(f"{THEIRS}/best")["job"] == THEIRS
 
 
 PROBES = {

@@ -7,7 +7,7 @@ import { count } from "../src/lib/format";
 import { healthOf, type Known, STALE_MS } from "../src/lib/health";
 import { meanOf, parseRun } from "../src/lib/runs";
 import { indexTicks, roundStep, valueTicks } from "../src/lib/ticks";
-import { changeBefore, drawnOf, editText, type Happening, linesOf, sizeOf, timelineOf } from "../src/lib/timeline";
+import { drawnOf, editText, type Happening, linesOf, sizeOf, suspectOf, timelineOf } from "../src/lib/timeline";
 
 const JOB: JobSummary = {
   job: "run", incarnation: 1, world_size: 2, joined_count: 2, alive_count: 2, step: 9, state: "ok", reason: "", pause: "running",
@@ -120,11 +120,16 @@ describe("the timeline", () => {
     ]);
   });
 
-  it("finds the change before a trouble, unless it is long past", () => {
-    const timeline = timelineOf(sources);
-    expect(changeBefore(timeline, 25, 60)!.key).toBe("edit a");
-    expect(changeBefore(timeline, 19, 60)!.key).toBe("begin 1");
-    expect(changeBefore(timeline, 9000, 60)).toBeNull();
+  it("suspects an applied edit of what a finding is about, a few samples before it, and nothing else", () => {
+    const found = { ...alert(1, "norm-jump", 25), step: 50, name: "w1" };
+    const before = edit("a", 20, { step: 12, ops: [{ ...OP, name_count: 1 }] });
+    expect(suspectOf([before], found)).toEqual({ edit: before, stepsBefore: 38 });
+    for (const changed of [{ state: "FAILED" }, { dry_run: true }, { incarnation: 9 }, { step: 51 }, { created_s: -900 }, { undone_by: "b" }] as Partial<Edit>[]) {
+      expect(suspectOf([{ ...before, ...changed }], found)).toBeNull();
+    }
+    expect(suspectOf([before], { ...found, name: "other" })).toBeNull();
+    expect(suspectOf([edit("b", 20, { step: 12, ops: [], hyperparameters: { optimizer: 0, group: 0, values: { lr: 1 } } })], { ...found, name: "other" })!.stepsBefore).toBe(38);
+    expect(suspectOf([before], { ...found, rule: "stale-rank" })).toBeNull();
   });
 
   it("tells an edit of many tensors in one line", () => {

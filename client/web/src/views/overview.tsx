@@ -11,7 +11,7 @@ import type { Frame } from "../lib/grads";
 import { median, stragglers } from "../lib/mesh";
 import { placeHash } from "../lib/route";
 import { badCount } from "../lib/stats";
-import { changeBefore, drawnOf, type Happening } from "../lib/timeline";
+import { drawnOf, editText, type Happening, suspectOf } from "../lib/timeline";
 import { Badge, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared, whyDead } from "../ui/context";
 import { usePoll } from "../ui/hooks";
@@ -23,8 +23,6 @@ import { StepTimes } from "./mesh_times";
 import { type History, Timeline, useHistory } from "./timeline";
 
 const CAUSES_SHOWN = 5;
-/** A change this long before a trouble is named beside it. */
-const SUSPECT_S = 600;
 /** Norms of more gradients are not followed without being asked for. */
 const MAX_FOLLOWED = 500;
 
@@ -102,16 +100,16 @@ function Firing(props: { history: History }): ReactNode {
       )}
       <ul className="bare" aria-label="Causes">
         {firing.slice(0, CAUSES_SHOWN).map((cause) => {
-          const change = changeBefore(history.timeline, cause.first.first_seen_s, SUSPECT_S);
+          const suspect = suspectOf(history.edits, cause.first);
+          const edit = suspect?.edit;
           return (
             <CauseItem key={cause.id} cause={cause}>
-              {change && (
+              {suspect && edit && (
                 <p>
-                  {duration(Math.max(0, Math.round(cause.first.first_seen_s - change.time_s)))} before it:{" "}
-                  <a href={placeHash({ job, view: change.view, query: change.query })}>{change.kind}</a> {change.what}
-                  {change.who ? `, by ${change.who}` : ""}
-                  {mayEdit && change.query["edit"] && (
-                    <a className="spaced" href={placeHash({ job, view: "edits", query: { undo: change.query["edit"] } })}>
+                  Applied {plural(suspect.stepsBefore, "step")} before:{" "}
+                  <a href={placeHash({ job, view: "edits", query: { edit: edit.id } })}>edit</a> {editText(edit)}, by {edit.actor}
+                  {mayEdit && edit.undo.possible && (
+                    <a className="spaced" href={placeHash({ job, view: "edits", query: { undo: edit.id } })}>
                       Undo …
                     </a>
                   )}

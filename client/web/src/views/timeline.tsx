@@ -3,7 +3,7 @@
 import { type ReactNode, useMemo } from "react";
 
 import { get } from "../api/client";
-import type { IncarnationRecord, Mark } from "../api/schema";
+import type { Edit, IncarnationRecord, Mark } from "../api/schema";
 import { type Cause, causesOf } from "../lib/causes";
 import { clock, count } from "../lib/format";
 import { placeHash } from "../lib/route";
@@ -16,6 +16,7 @@ const SHOWN = 40;
 
 export interface History {
   causes: readonly Cause[];
+  edits: readonly Edit[];
   timeline: readonly Happening[];
   marks: readonly Mark[];
   runs: readonly IncarnationRecord[];
@@ -72,6 +73,7 @@ export function useHistory(): History {
   const parts: readonly Polled<unknown>[] = [alerts, edits, exports, starts];
   return {
     causes,
+    edits: edits.data?.edits ?? [],
     timeline,
     marks: marks.data?.marks ?? [],
     runs: starts.data?.incarnations ?? [],

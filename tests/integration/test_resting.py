@@ -1,9 +1,13 @@
 """Every kind of reader is told whether the state that it got was settled."""
 
+import asyncio
 import os
 import select
 import subprocess
 import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +17,7 @@ import pytest
 import paramd
 from paramd import places
 from paramd.mesh.mesh import Mesh
+from paramd.mesh.reading.assemble import SnapshotView
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
@@ -45,6 +50,8 @@ def test_each_answer_says_that_the_state_rests_and_later_that_it_is_settled(tmp_
         try:
             assert process.stdin is not None
             assert process.stdout is not None
+            # Readers load it anyway: meanwhile, the training's three processes start.
+            import_module("torch")
             assert _line(process.stdout) == "rests"
             with paramd.connect(JOB, timeout=PATIENCE_S) as mesh:
                 mesh.add_destination("here", str(tmp_path))
@@ -72,11 +79,14 @@ def _told(mesh: Mesh, folder: Path, name: str) -> tuple[bool, set[str]]:
     }
     answers |= {
         "stats": mesh.stats("*"),
+        "view": _viewed(mesh),
         "download": mesh.download(folder / f"{name}.safetensors"),
         "export": exported,
         "exports": listed,
     }
     said = {reader: (answer.step, answer.unsettled) for reader, answer in answers.items()}
+    if find_spec("mcp") is not None:
+        said["mcp"] = _told_agent()
     for path, asked in DOCUMENTS.items():
         answer = httpx.get(
             f"{endpoint.url}/api/v1/jobs/{JOB}/{path}",
@@ -90,6 +100,23 @@ def _told(mesh: Mesh, folder: Path, name: str) -> tuple[bool, set[str]]:
     plain = said["auto"]
     assert plain[0] == STEP
     return plain[1], {reader for reader, told in said.items() if told != plain}
+
+
+def _viewed(mesh: Mesh) -> SnapshotView:
+    with mesh.view("*") as found:
+        return found
+
+
+def _told_agent() -> tuple[int, bool]:
+    """What the tool of `paramd mcp` says to an agent."""
+    from paramd.integrations.mcp_server import Tools
+
+    async def ask() -> Mapping[str, Any]:
+        async with paramd.aio.connect(JOB, timeout=PATIENCE_S) as mesh:
+            return await Tools(mesh, mesh).statistics(["*"])
+
+    found = asyncio.run(ask())
+    return found["step"], found["unsettled"]
 
 
 def _line(stream: IO[bytes]) -> str:

@@ -163,6 +163,7 @@ class ControlPlane:
         if (edits := self._edits) is not None:
             self._watchers.pause = edits.pause_for
             self._watchers.lost_marks = lambda job: edits.service(job).marks.lost()
+        self._watchers.failed = self._exports.failed
         if self._past is None:
             self._watchers.start(jobs)
             self._exports.start(jobs)

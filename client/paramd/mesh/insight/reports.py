@@ -36,8 +36,8 @@ class Alert(Document):
     incarnation: int
     rule: str
     """non-finite, norm-jump, gradient-jump, replica-drift, stale-rank, stalled-rank, straggler,
-    slow-rank, stuck, layout-mismatch, clock-jump, certificate, store, lost-mark or logged-number;
-    docs/alerts.md says more."""
+    slow-rank, stuck, layout-mismatch, clock-jump, certificate, store, failed-export,
+    lost-mark or logged-number; docs/alerts.md says more."""
     subject: str
     """The subject: a rank, a tensor, the mesh."""
     severity: str

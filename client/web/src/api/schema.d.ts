@@ -1281,8 +1281,8 @@ export interface components {
             /**
              * Rule
              * @description non-finite, norm-jump, gradient-jump, replica-drift, stale-rank, stalled-rank, straggler,
-             *     slow-rank, stuck, layout-mismatch, clock-jump, certificate, store, lost-mark or logged-number;
-             *     docs/alerts.md says more.
+             *     slow-rank, stuck, layout-mismatch, clock-jump, certificate, store, failed-export,
+             *     lost-mark or logged-number; docs/alerts.md says more.
              */
             rule: string;
             /**

@@ -33,7 +33,7 @@ const FAMILIES: Record<string, string> = {
 const RULES: Record<string, string> = {
   "non-finite": "NaN or Inf", "norm-jump": "Norm jumped", "gradient-jump": "Gradient jumped", "replica-drift": "Replicas differ",
   "stale-rank": "Rank lost", "stalled-rank": "Rank stalled", straggler: "Rank slower", "slow-rank": "Slow rank", stuck: "Stuck",
-  "layout-mismatch": "Layouts differ", "clock-jump": "Clock jumped", certificate: "Certificate expires", store: "Nothing is recorded", "lost-mark": "Restore point lost", "logged-number": "Logged metric",
+  "layout-mismatch": "Layouts differ", "clock-jump": "Clock jumped", "failed-export": "Export failed", certificate: "Certificate expires", store: "Nothing is recorded", "lost-mark": "Restore point lost", "logged-number": "Logged metric",
 };
 
 /** A rule in words for people; the settings call it by its own name. */

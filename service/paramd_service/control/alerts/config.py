@@ -44,6 +44,8 @@ class Rule(StrEnum):
     """The control plane's TLS certificate has expired or soon will."""
     STORE = "store"
     """The control plane cannot write its store, as with a full disk: nothing is recorded."""
+    FAILED_EXPORT = "failed-export"
+    """The newest export that has ended has failed."""
     LOST_MARK = "lost-mark"
     """A mark is no longer on all ranks, as a sidecar was restarted: nothing can return to it."""
     LOGGED_NUMBER = "logged-number"

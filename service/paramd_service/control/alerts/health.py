@@ -36,7 +36,8 @@ _LEVEL_OF = {
 _WORST_FIRST: tuple[Rule, ...] = (
     Rule.STALE_RANK, Rule.STUCK, Rule.LAYOUT_MISMATCH, Rule.NON_FINITE, Rule.REPLICA_DRIFT,
     Rule.STALLED_RANK, Rule.GRADIENT_JUMP, Rule.NORM_JUMP, Rule.LOGGED_NUMBER, Rule.SLOW_RANK,
-    Rule.STRAGGLER, Rule.CLOCK_JUMP, Rule.STORE, Rule.LOST_MARK, Rule.CERTIFICATE,
+    Rule.STRAGGLER, Rule.CLOCK_JUMP, Rule.FAILED_EXPORT, Rule.STORE, Rule.LOST_MARK,
+    Rule.CERTIFICATE,
 )  # fmt: skip
 """Causes before symptoms: a rank that is lost makes others hang, values that are not finite make
 the loss NaN."""

@@ -12,6 +12,7 @@ from paramd_service.control.alerts.book import Finding, Severity, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.insight.host import clock_jump_s
 from paramd_service.control.mesh.registry import MeshView, RankView, ended_s_of
+from paramd_service.control.store.exports import ExportRow
 from paramd_service.control.store.history import Sample
 
 STEPS_OF_PATIENCE = 20
@@ -27,13 +28,16 @@ machine, and than its longest back-off after a restart of the control plane."""
 CLOCK_JUMP_S = 5.0
 """Least jump of a wall clock that is told of, in seconds."""
 
+FAILED_EXPORT_S = 600.0
+"""Seconds for which a failed export is told of, unless another succeeds before."""
+
 DAY_S = 86_400
 
 PRESENT = frozenset({"joined", "silent"})
 
 MESH_RULES = frozenset({
     Rule.STALE_RANK, Rule.STALLED_RANK, Rule.STRAGGLER, Rule.LAYOUT_MISMATCH, Rule.CLOCK_JUMP,
-    Rule.CERTIFICATE, Rule.STORE,
+    Rule.CERTIFICATE, Rule.STORE, Rule.FAILED_EXPORT,
 })  # fmt: skip
 """Checked on every report cycle; the others only when parameters are sampled."""
 
@@ -114,6 +118,20 @@ def unrecorded(trouble: str, config: AlertConfig) -> Iterator[Finding]:
             severity=Severity.WARNING,
             reason="nothing is recorded: edits are refused, and history, audit and exports have "
             f"gaps; {trouble}",
+        )
+
+
+def failed_export(failed: ExportRow | None, now_s: float, config: AlertConfig) -> Iterator[Finding]:
+    """The newest export that has ended, if it failed within the last minutes."""
+    if failed is None or failed.ended_s is None or not config.looks_for(Rule.FAILED_EXPORT):
+        return
+    if now_s - failed.ended_s < FAILED_EXPORT_S:
+        yield Finding(
+            rule=Rule.FAILED_EXPORT,
+            subject="exports",
+            severity=Severity.WARNING,
+            reason=f"the export to {failed.destination} failed: {failed.reason[:300]}",
+            step=failed.step,
         )
 
 

@@ -29,6 +29,7 @@ from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.registry import State as MeshState
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.store.alerts import AlertStore, State
+from paramd_service.control.store.exports import ExportRow
 
 Pause = Callable[[str, str], Awaitable[None]]
 
@@ -63,6 +64,9 @@ class Watchers:
     """Pauses the training of a job, with the given reason; None: nothing can."""
     lost_marks: Callable[[str], Awaitable[Sequence[Mark]]] | None = None
     """Tells which marks of a job are no longer on all ranks; None: there are none."""
+
+    failed: Callable[[str], ExportRow | None] | None = None
+    """Tells the newest export of a job that has ended, if it failed; None: there are none."""
 
     def __post_init__(self) -> None:
         self.webhooks = Webhooks(self.config.webhooks)
@@ -107,6 +111,7 @@ class Watchers:
             store=self.store,
             offer=self.offer,
             tell=self._tell,
+            failed=partial(self.failed, mesh.job) if self.failed else lambda: None,
             expires_s=self.expires_s,
             trouble=self.trouble,
         )

@@ -37,6 +37,7 @@ from paramd_service.control.alerts.rules import (
     MESH_RULES,
     Ranks,
     certificate,
+    failed_export,
     mesh_findings,
     points_of,
     rank_inputs,
@@ -48,6 +49,7 @@ from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.insight.host import why_slow
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.alerts import AlertStore, State
+from paramd_service.control.store.exports import ExportRow
 from paramd_service.control.store.history import Sample as Measured
 from paramd_service.control.store.history import SeriesKey
 
@@ -231,6 +233,8 @@ class Watcher:
     """When the control plane's certificate expires; None without TLS."""
     trouble: Callable[[], str] = str
     """Why the store cannot be written now; empty while it can."""
+    failed: Callable[[], ExportRow | None] = lambda: None
+    """The newest export that has ended, if it failed."""
     clock: Callable[[], float] = now_s
     """Seconds since the Unix epoch."""
 
@@ -402,6 +406,7 @@ class Watcher:
                 *mesh_findings(now, before, self.config),
                 *certificate(self.expires_s(), now_s, self.config),
                 *unrecorded(self.trouble(), self.config),
+                *failed_export(self.failed(), now_s, self.config),
             ],
             # After a restart of the control plane, a rank's alert stays until the rank is back.
             lambda alert: alert.rule in MESH_RULES and missing.isdisjoint(alert.ranks),

@@ -83,6 +83,8 @@ class ExportService:
         self._schedules: dict[str, Schedules] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._told_s: dict[str, float] = {}
+        self._failed: dict[str, ExportRow] = {}
+        """Of each job, the newest export that has ended, if it failed."""
 
     def start(self, jobs: Jobs) -> None:
         """Serve the open jobs and every later one."""
@@ -164,6 +166,10 @@ class ExportService:
         job = queue.add(row, [])
         self._tell(job, True)
         return export_document(job.row, job.files)
+
+    def failed(self, job: str) -> ExportRow | None:
+        """The newest export that has ended in this process, if it failed."""
+        return self._failed.get(job)
 
     async def get(self, job: str, export_id: str) -> ExportInfo:
         """One export, by its whole id. Raises NotFoundError, StoreError."""
@@ -324,6 +330,7 @@ class ExportService:
             kept(self._tasks, queue.end(why), "paramd-exports-end")
 
     async def _forget(self, job: str) -> None:
+        self._failed.pop(job, None)
         # Once its end has run: exports that end look for their queue.
         if (queue := self._queues.get(job)) is not None:
             await queue.close()
@@ -369,6 +376,10 @@ class ExportService:
         row = job.row
         self._told_s.pop(row.id, None)
         self.ended_counts[row.job, row.state] += 1
+        if row.state == "FAILED":
+            self._failed[row.job] = row
+        elif row.state == "DONE":
+            self._failed.pop(row.job, None)
         await self._records.export_ended(row)
         self.written_bytes[row.job] += job.export.written_bytes
         if not row.schedule:

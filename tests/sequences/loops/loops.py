@@ -465,7 +465,8 @@ LOOPS: dict[str, Loop] = {
     "evaluated": Loop(iteration=evaluated),
     "evaluated-each": Loop(iteration=evaluated_each),
     "marked": Loop(iteration=marked),
-    "clamped": Loop(iteration=clamped, kinds=("plain", "ddp")),
+    # What is replaced after an update is back in the arena when training goes on: refused at rest.
+    "clamped": Loop(iteration=clamped, kinds=("plain", "ddp"), rests=False),
     "compiled": Loop(iteration=compiled, kinds=("plain", "ddp")),
     "frozen": Loop(iteration=frozen, kinds=("plain",)),
     "stages": Loop(iteration=staged, kinds=("pipeline",), resume="never"),

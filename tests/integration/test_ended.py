@@ -95,10 +95,14 @@ def test_the_page_shows_an_ended_job_where_it_was_until_it_begins_again(past: st
                 ("exports", "exports"),
                 ("audit", "records"),
                 ("history/series", "series"),
+                ("exports?state=DONE", "exports"),
                 (f"edits/{past}", "id"),
             ):
                 answer = client.get(f"/jobs/{JOB}/{path}")
                 assert (answer.status_code, key in answer.json()) == (200, True), path
+            told = client.get("/destinations").json()["destinations"]
+            own = places.state_dir() / JOB / "checkpoints"
+            assert [(one["name"], one["root"]) for one in told] == [("checkpoints", str(own))]
             for method, path in (
                 ("GET", "params"),
                 ("GET", "marks"),

@@ -417,6 +417,16 @@ TABLE: dict[tuple[str, str], Row] = {
             "list_snapshots",
         )
     },
+    **{
+        ("get_other_history", name): Row(
+            "the owner",
+            no_admin("GET", f"/other-jobs/{OURS}/history?incarnation=1&metric=step&subject=0"),
+        )
+        for name in ("metric", "subject", "incarnation")
+    },
+    ("list_other_series", "incarnation"): Row(
+        "the owner", no_admin("GET", f"/other-jobs/{OURS}/series?incarnation=1")
+    ),
     ("list_audit", "page_token"): Row("admins", no_admin("GET", f"/jobs/{OURS}/audit")),
     ("list_own_audit", "page_token"): Row("admins", no_admin("GET", "/audit")),
     ("register_job", "job"): Row("a trainer, of a job of the token", _JOBS_TEST),

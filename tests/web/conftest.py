@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch import start_ranks
 from tests.needs import missing
-from tests.web.door import Door, Tab
+from tests.web.door import JOB, Door, Tab
 
 playwright_api = pytest.importorskip("playwright.sync_api")
 
@@ -49,10 +49,10 @@ def browser() -> Iterator[playwright_api.Browser]:
 
 
 @contextmanager
-def watched(folder: Path) -> Iterator[Door]:
+def watched(folder: Path, *, job: str = JOB, state_dir: Path | None = None) -> Iterator[Door]:
     """A training of two ranks that is watched, may export, and can be told to break."""
     exports = folder / "exports"
-    exports.mkdir()
+    exports.mkdir(parents=True)
     # What a busy machine does to the times of two ranks is no trouble that a test has planted.
     late = ["straggler", "slow-rank", "stuck"]
     watch = {
@@ -63,9 +63,10 @@ def watched(folder: Path) -> Iterator[Door]:
         "PARAMD_DESTINATIONS": json.dumps({"local": str(exports)}),
     }
     stop = folder / "stop"
-    with start_ranks(WORKER, 2, args=["--stop", str(stop)], env=env) as ranks:
+    told = ["--stop", str(stop), "--job", job]
+    with start_ranks(WORKER, 2, args=told, env=env, state_dir=state_dir) as ranks:
         ranks.wait_for_text("attached", rank=0)
-        found = Door(ranks, folder)
+        found = Door(ranks, folder, job)
         found.wait_until_well()
         yield found
         stop.touch()

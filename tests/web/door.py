@@ -33,24 +33,25 @@ def wait_for(what: str, condition: Callable[[], Found], timeout_s: float = PATIE
 class Door:
     """The REST side of the training's control plane, asked without the page."""
 
-    def __init__(self, ranks: Ranks, folder: Path) -> None:
+    def __init__(self, ranks: Ranks, folder: Path, job: str = JOB) -> None:
         self.ranks = ranks
         self.folder = folder
-        endpoint = json.loads((ranks.state_dir / JOB / "endpoint.json").read_text())
+        self.job = job
+        endpoint = json.loads((ranks.state_dir / job / "endpoint.json").read_text())
         self.url: str = endpoint["url"]
         self.token: str = endpoint["token"]
         self.control_pid: int = endpoint["pid"]
 
     def get(self, path: str, **query: object) -> Any:
         """Of the job; a path that begins with / is taken as it is."""
-        where = path if path.startswith("/") else f"/jobs/{JOB}/{path}".rstrip("/")
+        where = path if path.startswith("/") else f"/jobs/{self.job}/{path}".rstrip("/")
         return self._ask("GET", where, params=query)
 
     def post(self, path: str, body: object) -> Any:
         return self._ask("POST", path, json=body)
 
     def delete(self, path: str) -> Any:
-        return self._ask("DELETE", f"/jobs/{JOB}/{path}")
+        return self._ask("DELETE", f"/jobs/{self.job}/{path}")
 
     def as_holder(self, token: str) -> Door:
         """The same, asked with another token."""

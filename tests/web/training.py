@@ -1,7 +1,7 @@
 """A real training for the browser: two ranks, FSDP2, names like attacks, and NaN when told.
 
 Files beside `--stop` tell it, each for as long as it is there: `nan` puts NaN into the first
-element of `--nan-name`, and `slow` has rank 1 sleep in each step.
+element of `--nan-name`, `slow` has rank 1 sleep in each step, and `fail` has it raise.
 """
 
 import time
@@ -41,7 +41,7 @@ class Model(nn.Module):
         return x
 
 
-def main(*, stop: Path, nan_name: str = "layers.1.weight") -> None:
+def main(*, stop: Path, nan_name: str = "layers.1.weight", job: str = JOB) -> None:
     """Ends when the file `stop` exists."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -49,13 +49,15 @@ def main(*, stop: Path, nan_name: str = "layers.1.weight") -> None:
     fully_shard(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=1e-4)
-    attachment = paramd.attach(model, optimizer, job=JOB, resume="auto")
+    attachment = paramd.attach(model, optimizer, job=job, resume="auto")
     print("attached", flush=True)
 
     def train() -> None:
         optimizer.zero_grad()
         if dist.get_rank() == 1 and stop.with_name("slow").exists():
             time.sleep(0.3)
+        if dist.get_rank() == 1 and stop.with_name("fail").exists():
+            raise RuntimeError("a failure that a test has planted")
         loss = model(torch.randn(4, 32)).square().mean()
         loss.backward()
         optimizer.step()

@@ -142,7 +142,7 @@ function SignedIn(props: {
       <div className="shell">
         <Side jobs={all} job={job} view={place.view} session={session} dark={dark} toggle={toggle} help={keys.help} signOut={signOut} />
         <main id="main" tabIndex={-1} key={`${job}/${place.view}`}>
-          <Offline />
+          <Offline view={place.view} />
           {known ? <Pause /> : !jobs.data && <section className="training" />}
           {jobs.data && job && !known && place.view !== "runs" ? (
             <Unknown job={job} jobs={all} />
@@ -290,12 +290,13 @@ function showLink(link: HTMLAnchorElement | null): void {
 }
 
 /** Warns when the data shown is no longer updated. */
-function Offline(): ReactNode {
+function Offline(props: { view: View }): ReactNode {
   const { job, live, health } = useShared();
   if (health.word === "unknown") {
     return (
       <Trouble>
-        {health.why}. Retrying; everything below is old. If the training has ended, so has this control plane: paramd dashboard --job {job} shows its records here, and its next start is served here again.
+        {/* The overview's verdict says it already. */}
+        {props.view === "overview" ? "" : `${health.why}. `}Retrying; everything below is old. If the training has ended, so has this control plane: paramd dashboard --job {job} shows its records here, and its next start is served here again.
       </Trouble>
     );
   }

@@ -57,7 +57,8 @@ describe("words", () => {
   });
 
   it("of long names keep both ends, and no half of a character", () => {
-    expect(halves("model.layers.23.self_attn.q_proj.weight")).toEqual(["model.layers.23.self_attn", ".q_proj.weight"]);
+    expect(halves("model.layers.23.self_attn.q_proj.weight")).toEqual(["model.layers.", "23.self_attn.q_proj.weight"]);
+    expect(halves("model.embed_tokens_and_more.weight")).toEqual(["model.embed_tokens_a", "nd_more.weight"]);
     expect(halves("x".repeat(20))).toEqual(["x".repeat(20), ""]);
     expect(halves("\u{1f600}".repeat(30))[1]).toBe("\u{1f600}".repeat(14));
   });

@@ -131,7 +131,9 @@ class ControlPlane:
             trouble=lambda: history.problem,
             expires_s=lambda: files.expires_s if files is not None else None,
         )
-        has_own, records = not jobs.is_site and self._past is None, self._records
+        records = self._records
+        # Of a job that has ended, too, where there is one: its record says where checkpoints are.
+        has_own = not jobs.is_site and (self._past is None or (records.directory / OWN).is_dir())
         none: dict[str, Destination] | None = {}
         destinations = loaded(
             partial(load_destinations, own=records.directory / OWN if has_own else None),

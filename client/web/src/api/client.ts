@@ -63,6 +63,19 @@ export function keepSessionKey(key: string): void {
   else localStorage.removeItem(KEY);
 }
 
+export const SILENT = "the control plane does not answer";
+const reached = new Set<(problem: string) => void>();
+
+/** Subscribe to whether the control plane can be reached: its problem, or "" when it answers. */
+export function onReach(listener: (problem: string) => void): () => void {
+  reached.add(listener);
+  return () => reached.delete(listener);
+}
+
+function tellReach(problem: string): void {
+  for (const listener of reached) listener(problem);
+}
+
 /** Subscribe to 401 responses, which mean that the session is over. */
 export function onSignedOut(listener: () => void): () => void {
   listeners.add(listener);
@@ -189,7 +202,7 @@ function unanswered(error: unknown): unknown {
   if (error instanceof DOMException && error.name === "TimeoutError") {
     return new ApiError(0, "unreachable", "the control plane accepts connections but does not answer");
   }
-  return new ApiError(0, "unreachable", "the control plane does not answer");
+  return new ApiError(0, "unreachable", SILENT);
 }
 
 async function send(
@@ -214,8 +227,12 @@ async function send(
       ...(signal ? { signal } : {}),
     });
   } catch (error) {
-    throw unanswered(error);
+    const told = unanswered(error);
+    // One that is late with an answer may be quick with others; one that is not there answers nobody.
+    if (told instanceof ApiError && told.message === SILENT) tellReach(SILENT);
+    throw told;
   }
+  tellReach("");
   if (answer.ok) return answer;
   const problem = await problemOf(answer);
   if (answer.status === 401 && !headers["authorization"]) for (const listener of listeners) listener();

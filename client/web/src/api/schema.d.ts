@@ -1117,6 +1117,67 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/other-jobs": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Other Jobs
+         * @description Jobs of this state dir with a control plane of their own, running or ended. Empty for all
+         *     but the owner, who could read their files as well.
+         */
+        get: operations["list_other_jobs"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/other-jobs/{job}/history": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Other History
+         * @description A metric over all of a run of another job. For the owner.
+         */
+        get: operations["get_other_history"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/other-jobs/{job}/series": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Other Series
+         * @description The first series of a run of another job, by name. For the owner.
+         */
+        get: operations["list_other_series"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/session": {
         parameters: {
             query?: never;
@@ -3020,6 +3081,27 @@ export interface components {
             weight?: number | null;
         };
         /**
+         * OtherJob
+         * @description A job that this control plane does not serve.
+         */
+        OtherJob: {
+            /**
+             * Incarnations
+             * @description Its runs, oldest first
+             */
+            incarnations: components["schemas"]["IncarnationRecord"][];
+            /** Job */
+            job: string;
+        };
+        /**
+         * OtherJobs
+         * @description Other jobs of the state dir, the one that began last first.
+         */
+        OtherJobs: {
+            /** Jobs */
+            jobs: components["schemas"]["OtherJob"][];
+        };
+        /**
          * ParamDetail
          * @description A tensor and which rank holds which part of it.
          */
@@ -4714,6 +4796,8 @@ export type MissingDocument = components['schemas']['MissingDocument'];
 export type NewSession = components['schemas']['NewSession'];
 export type NewToken = components['schemas']['NewToken'];
 export type OpRequest = components['schemas']['OpRequest'];
+export type OtherJob = components['schemas']['OtherJob'];
+export type OtherJobs = components['schemas']['OtherJobs'];
 export type ParamDetail = components['schemas']['ParamDetail'];
 export type ParamDocument = components['schemas']['ParamDocument'];
 export type ParamPage = components['schemas']['ParamPage'];
@@ -6442,6 +6526,86 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["WhyDocument"];
+                };
+            };
+        };
+    };
+    list_other_jobs: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["OtherJobs"];
+                };
+            };
+        };
+    };
+    get_other_history: {
+        parameters: {
+            query: {
+                /** @description Which of its runs */
+                incarnation: number;
+                /** @description Which metric; log:NAME is a number that the script logs */
+                metric: ("norm" | "grad_norm" | "step" | "step_time_s" | "stall_total_s") | string;
+                /** @description For norms, a tensor's name, or total of grad_norm; else a rank, or (above 64 ranks) min, median or max over all ranks */
+                subject: string;
+                /** @description Neighbours are merged until there are no more */
+                max_points?: number;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HistoryDocument"];
+                };
+            };
+        };
+    };
+    list_other_series: {
+        parameters: {
+            query: {
+                /** @description Which of its runs */
+                incarnation: number;
+                /** @description Series on a page */
+                limit?: number;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SeriesPage"];
                 };
             };
         };

@@ -101,6 +101,12 @@ export function drawn(points: readonly Point[], values: readonly (number | null)
   return withGaps(found);
 }
 
+/** Points without a neighbour to draw a line to. */
+export function loneOf(points: readonly XY[]): Set<number> {
+  const there = (i: number): boolean => i >= 0 && i < points.length && points[i]![1] !== "-";
+  return new Set(points.flatMap((_, i) => (there(i) && !there(i - 1) && !there(i + 1) ? i : [])));
+}
+
 const CLOSE = 1e-5;
 /** Means of spans that lost a sample on one of the ranks differ a little: few may, by no more than this. */
 const NEAR = 0.05;

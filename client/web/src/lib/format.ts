@@ -78,10 +78,17 @@ export function clockTick(unixMs: number, spanS: number): string {
 const SHORT_NAME = 20;
 const TAIL = 14;
 
-/** A long name in two parts, of which the first may be cut: names differ at their ends. */
+const MOST_TAIL = 40;
+
+/**
+ * A long name in two parts, of which the first may be cut: names differ at their ends, and by the
+ * number of their layer, which is the beginning of the second part where there is one.
+ */
 export function halves(name: string): [string, string] {
   const units = [...name];
   if (units.length <= SHORT_NAME) return [name, ""];
+  const layer = /^(.*\.)(\d+\..+)$/.exec(name);
+  if (layer && layer[2]!.length <= MOST_TAIL) return [layer[1]!, layer[2]!];
   return [units.slice(0, -TAIL).join(""), units.slice(-TAIL).join("")];
 }
 
@@ -95,6 +102,20 @@ export function words(value: unknown): string {
       .join(", ");
   }
   return String(typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(6)) : value);
+}
+
+const SHORT_ID = 8;
+const MOMENT = /^(.*_)?(seen|time|created|ended|began|begin|expires)_s$/;
+
+/** What an event tells, with moments as clock times. */
+export function eventText(data: Record<string, unknown>): string {
+  const told = Object.entries(data).filter(([key, value]) => key !== "time_s" && key !== "job" && value !== -1);
+  const shown = told.map(([key, value]): [string, unknown] => {
+    if (MOMENT.test(key) && typeof value === "number") return [key.slice(0, -2), clock(value)];
+    if (key === "incarnation") return ["run", value];
+    return key === "id" && typeof value === "string" ? [key, value.slice(0, SHORT_ID)] : [key, value];
+  });
+  return words(Object.fromEntries(shown));
 }
 
 export function shape(dims: readonly number[]): string {

@@ -42,7 +42,7 @@ export function healthOf(known: Known): Health {
     return { tone: "bad", word: "unknown", why: `${problem ?? "the control plane does not answer"}${heard}` };
   }
   if (!summary) return { tone: "mute", word: "unknown job", why: "this control plane does not serve it" };
-  return ofSummary(summary);
+  return verdictOf(summary);
 }
 
 const TONES: Record<string, Health["tone"]> = {
@@ -50,7 +50,7 @@ const TONES: Record<string, Health["tone"]> = {
 };
 
 /** The control plane's verdict: the page adds nothing to it. */
-function ofSummary(summary: JobSummary): Health {
+export function verdictOf(summary: JobSummary): Health {
   const { level, word, line } = summary.verdict;
   return { tone: TONES[level] ?? "warn", word, why: line };
 }

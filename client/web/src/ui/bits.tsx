@@ -4,6 +4,7 @@ import { type ReactNode, useEffect, useRef, useState } from "react";
 
 import { clock, duration, halves } from "../lib/format";
 import { useNow, usePlace } from "./hooks";
+import { useOutage } from "./outage";
 
 /** The origin of the numbers and their age. */
 export function Source(props: {
@@ -41,8 +42,10 @@ export function Source(props: {
   );
 }
 
-/** An error, usually the server's own text. */
+/** An error, usually the server's own text. That the control plane does not answer is said once, above. */
 export function Trouble(props: { children: ReactNode }): ReactNode {
+  const outage = useOutage();
+  if (outage && props.children === outage) return null;
   return (
     <p className="trouble" role="alert">
       {props.children}
@@ -104,8 +107,15 @@ function Curl(props: { path: string }): ReactNode {
   const url = `${window.location.origin}${own === "/metrics" ? "" : "/api/v1"}${own}`;
   const text = `curl -H "Authorization: Bearer $PARAMD_TOKEN" '${url}'`;
   return (
-    <button type="button" className="quiet" title={text} aria-label={`Copy as curl: ${own}`} onClick={() => void navigator.clipboard?.writeText(text).then(() => setCopied(true))}>
-      {copied ? "copied" : "curl"}
+    <button type="button" className="quiet" title={copied ? "Copied" : `Copy as curl: ${text}`} aria-label={`Copy as curl: ${own}`} onClick={() => void navigator.clipboard?.writeText(text).then(() => setCopied(true))}>
+      {copied ? (
+        "✓"
+      ) : (
+        <svg width="12" height="12" viewBox="0 0 12 12" fill="none" stroke="currentColor" aria-hidden>
+          <rect x="0.8" y="3.2" width="7.5" height="8" rx="1.2" />
+          <path d="M4 3V1.8A1 1 0 0 1 5 .8h5.2a1 1 0 0 1 1 1V7.6a1 1 0 0 1-1 1H8.6" />
+        </svg>
+      )}
     </button>
   );
 }
@@ -175,10 +185,10 @@ export function Panel(props: {
   );
 }
 
-/** Label and value pairs. */
-export function Facts(props: { rows: [string, ReactNode][] }): ReactNode {
+/** Label and value pairs; few that matter most are large. */
+export function Facts(props: { rows: [string, ReactNode][]; large?: boolean }): ReactNode {
   return (
-    <dl className="facts">
+    <dl className={props.large ? "facts large" : "facts"}>
       {props.rows.map(([label, value]) => (
         <div key={label}>
           <dt>{label}</dt>

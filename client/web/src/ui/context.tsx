@@ -9,6 +9,7 @@ import { plural } from "../lib/format";
 import { type Health, healthOf, UNCHECKED, type Values } from "../lib/health";
 import { type Live, NOTHING, withEvent, withProblem } from "../lib/live";
 import { type Polled, useNow, usePoll, useSettled } from "./hooks";
+import { useOutage } from "./outage";
 
 export type Action = "view" | "read" | "logs" | "edit" | "edit-any" | "export" | "attach" | "administer";
 
@@ -94,7 +95,9 @@ const NO_JOBS: readonly JobSummary[] = [];
 function useHealth(jobs: Polled<JobList>, summary: JobSummary | null, values: Values): Health {
   const now = useNow();
   const silentMs = jobs.at ? Math.max(0, now - jobs.at) : null;
-  const { tone, word, why } = healthOf({ summary, values, silentMs, problem: jobs.error });
+  const outage = useOutage();
+  // The first question that fails ends what was known: not only the next one for the list of jobs.
+  const { tone, word, why } = healthOf({ summary, values, silentMs, problem: jobs.error ?? (outage || null) });
   return useMemo(() => ({ tone, word, why }), [tone, word, why]);
 }
 

@@ -2,7 +2,7 @@
 
 import { type ReactNode, useMemo } from "react";
 
-import { drawn, type Line, linesCsv, type Mode, placeOf, stepAt } from "../lib/chart";
+import { drawn, type Line, linesCsv, loneOf, type Mode, placeOf, stepAt } from "../lib/chart";
 import { clockTick, count } from "../lib/format";
 import { smooth } from "../lib/samples";
 import type { Happening } from "../lib/timeline";
@@ -87,21 +87,26 @@ export function SeriesChart(props: {
           type: times ? "time" : "value",
           scale: true,
           ...span,
+          // Steps are whole: a chart of a few would else be ruled at halves.
+          ...(times ? {} : { minInterval: 1 }),
           axisLabel: { color: ink.faint, hideOverlap: true, formatter: (x: number) => (times ? clockTick(x, (end - begin) / 1000) : count(x)) },
         }),
         yAxis: axis(ink, unit, { type: log ? "log" : "value", scale: true, nameGap: 50 }),
         series: lines.flatMap((line, at) => {
           const color = ink.series[at % ink.series.length]!;
           const values = line.points.map((point) => point.value);
+          const data = drawn(line.points, values, mode);
+          const [few, lone] = [line.points.length < 4, loneOf(data)];
           const one = {
             type: "line" as const,
             name: line.name,
             itemStyle: { color },
-            showSymbol: line.points.length < 4,
-            symbolSize: 5,
+            // A point without neighbours is no line: only a dot shows it.
+            showSymbol: few || lone.size > 0,
+            symbolSize: (_: unknown, point: { dataIndex: number }) => (few || lone.has(point.dataIndex) ? 5 : 0),
             lineStyle: { width: 1.3, color, opacity: weight > 0 ? 0.3 : 1 },
             ...(at === 0 && events.length > 0 && { markLine: eventLines(ink, events, begin, end, place, times ? MIN_SPAN_MS : 1) }),
-            data: drawn(line.points, values, mode),
+            data,
           };
           if (weight <= 0) return [one];
           const smoothed = { type: "line" as const, name: `${line.name}, smoothed`, itemStyle: { color }, showSymbol: false, lineStyle: { width: 2, color }, data: drawn(line.points, smooth(values, weight), mode) };

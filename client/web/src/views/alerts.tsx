@@ -4,6 +4,7 @@ import { type ReactNode, useCallback, useEffect, useMemo, useState } from "react
 
 import { get } from "../api/client";
 import type { AuditPage, AuditRecord } from "../api/schema";
+import { type Change, changesOf, resultOf } from "../lib/audit";
 import { causesOf } from "../lib/causes";
 import { clock, count, words } from "../lib/format";
 import { Choice, Dialog, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
@@ -108,20 +109,19 @@ function AlertList(): ReactNode {
 
 const CAUSES_SHOWN = 100;
 
-const COLUMNS: readonly Column<AuditRecord>[] = [
-  { key: "seq", title: "#", width: "3.5rem", numeric: true, wide: true, render: (r) => r.seq },
-  { key: "time", title: "when", width: "minmax(5rem, 8.6rem)", render: (r) => clock(r.time_ms / 1000) },
-  { key: "method", title: "what", width: "minmax(7rem, 10rem)", render: (r) => <Name>{r.method}</Name> },
-  { key: "actor", title: "who", width: "minmax(5rem, 9rem)", render: (r) => <Name>{r.actor || "–"}</Name> },
-  { key: "kind", title: "kind", width: "5rem", wide: true, render: (r) => r.kind },
-  { key: "result", title: "result", width: "8rem", render: (r) => <Name>{r.result ?? ""}</Name> },
-  { key: "detail", title: "arguments", width: "minmax(12rem, 1fr)", render: (r) => <span title={words(r.detail)}>{words(r.detail)}</span> },
+const COLUMNS: readonly Column<Change>[] = [
+  { key: "seq", title: "#", width: "3.5rem", numeric: true, wide: true, render: ({ record }) => record.seq },
+  { key: "time", title: "when", width: "minmax(5rem, 8.6rem)", render: ({ record }) => clock(record.time_ms / 1000) },
+  { key: "method", title: "what", width: "minmax(7rem, 10rem)", render: ({ record }) => <Name>{record.method}</Name> },
+  { key: "actor", title: "who", width: "minmax(5rem, 9rem)", render: ({ record }) => <Name>{record.actor || "–"}</Name> },
+  { key: "result", title: "result", width: "8rem", render: (change) => <Name>{resultOf(change)}</Name> },
+  { key: "detail", title: "arguments", width: "minmax(12rem, 1fr)", wide: true, render: ({ record }) => words(record.detail) },
 ];
 
 function Audit(): ReactNode {
   const { job } = useShared();
   const [chain, setChain] = useQuery("chain", "job");
-  const [picked, setPicked] = useState<AuditRecord | null>(null);
+  const [picked, setPicked] = useState<Change | null>(null);
   const [older, setOlder] = useState<{ records: AuditRecord[]; token: string } | null>(null);
   const ask = useCallback(
     (token: string, signal?: AbortSignal): Promise<AuditPage> => {
@@ -151,21 +151,30 @@ function Audit(): ReactNode {
     >
       {first.error && <Trouble>{first.error}</Trouble>}
       <p className="faint wrap">
-        Each record has the hash of the one before it; <code>paramd audit verify</code> checks them.
+        Each record has the hash of the one before it; <code>paramd audit verify</code> checks them. A line is an action with its outcome: click it for all that was recorded.
       </p>
       {first.data && newest.length === 0 && <Empty>Nothing is recorded in this chain yet.</Empty>}
-      <Rows label="Audit" columns={COLUMNS} items={[...newest, ...below]} keyOf={(r) => String(r.seq)} onPick={setPicked} height="22rem" />
+      <Rows label="Audit" columns={COLUMNS} items={changesOf([...newest, ...below])} keyOf={({ record }) => String(record.seq)} onPick={setPicked} height="22rem" />
       {token && (
         <button type="button" onClick={more}>
           Older
         </button>
       )}
       {picked && (
-        <Dialog title={`Record ${picked.seq}`} onClose={() => setPicked(null)}>
-          <Facts rows={told(picked.body)} />
+        <Dialog title={`Record ${picked.record.seq}`} onClose={() => setPicked(null)}>
+          <Facts rows={told(picked.record.body)} />
           <p className="faint wrap">
-            hash <code>{picked.hash}</code>
+            hash <code>{picked.record.hash}</code>
           </p>
+          {picked.outcome && (
+            <>
+              <h3>Its outcome, record {picked.outcome.seq}</h3>
+              <Facts rows={told(picked.outcome.body)} />
+              <p className="faint wrap">
+                hash <code>{picked.outcome.hash}</code>
+              </p>
+            </>
+          )}
         </Dialog>
       )}
     </Panel>

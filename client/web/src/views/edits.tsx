@@ -1,6 +1,6 @@
 /** Edits: the log, a form with dry run, undo; and pausing training. */
 
-import { type ReactNode, useMemo } from "react";
+import { type ReactNode, useMemo, useState } from "react";
 
 import { get, post } from "../api/client";
 import type { Edit } from "../api/schema";
@@ -19,16 +19,24 @@ export default function Edits(): ReactNode {
   const whyNot = useWhyNot("edit");
   const mayEdit = whyNot === "";
   const over = useShared().summary?.state === "ended";
+  const [pattern] = useQuery("pattern");
+  // A link that names parameters is for changing them.
+  const [open, setOpen] = useState(pattern !== "");
   return (
     <>
       <div className="head">
         <h1>Edits</h1>
         {whyNot && <span className="faint">{whyNot}</span>}
+        {mayEdit && (
+          <button type="button" aria-expanded={open} onClick={() => setOpen(!open)}>
+            {open ? "Close the form" : "Change parameters …"}
+          </button>
+        )}
       </div>
-      {!over && <Marks mayEdit={mayEdit} />}
-      {!over && <Rates />}
-      {mayEdit && <EditForm />}
+      {mayEdit && open && <EditForm />}
       <Log mayEdit={mayEdit} />
+      {!over && <Rates />}
+      {!over && <Marks mayEdit={mayEdit} />}
     </>
   );
 }
@@ -57,6 +65,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
   return (
     <Panel
       title="Log"
+      className="log-space"
       actions={<input type="search" data-filter aria-label="Filter edits" placeholder="state, who, pattern   ( / )" value={filter} onChange={(event) => setFilter(event.target.value)} />}
       source={<Source what={`/jobs/${job}/edits`} at={edits.at} error={edits.error} busy={edits.busy} refresh={edits.refresh} />}
     >
@@ -64,7 +73,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
       {!edits.data && !edits.error && <Empty>Loading …</Empty>}
       {edits.data && shown.length === 0 && <Empty>{filter ? "No edit matches the filter." : "No edits yet."}</Empty>}
       {shown.length > 0 && (
-        <div className="scroll">
+        <div className="scroll log-rows" tabIndex={0} role="region" aria-label="Log">
           <table className="plain roomy" aria-label="Edits">
             <thead>
               <tr>

@@ -3,7 +3,7 @@
 import { type ReactNode, useState } from "react";
 
 import { del, exportFile, get } from "../api/client";
-import type { ExportInfo } from "../api/schema";
+import type { DestinationDocument, ExportInfo } from "../api/schema";
 import { bytes, clock, count, duration } from "../lib/format";
 import { loadText } from "../lib/checkpoint";
 import { Badge, Bar, Empty, Line, Name, Panel, Snippet, Source, Trouble } from "../ui/bits";
@@ -21,7 +21,7 @@ export default function Exports(): ReactNode {
   const whyNot = useWhyNot("export");
   const mayExport = whyNot === "";
   const destinations = usePoll("destinations", (signal) => get("/api/v1/destinations", { signal }), 0);
-  const roots = new Map((destinations.data?.destinations ?? []).map((one) => [one.name, one.root]));
+  const roots = rootsOf(destinations.data?.destinations ?? []);
   const [fast, setFast] = useState(false);
   const [started, setStarted] = useState(0);
   const exports = usePoll(
@@ -53,6 +53,16 @@ export default function Exports(): ReactNode {
 }
 
 type Roots = ReadonlyMap<string, string>;
+
+function rootsOf(destinations: readonly DestinationDocument[]): Roots {
+  return new Map(destinations.map((one) => [one.name, one.root]));
+}
+
+/** Where destinations lead, as far as this role is told. */
+export function useRoots(): Roots {
+  const found = usePoll("destinations", (signal) => get("/api/v1/destinations", { signal }), 0);
+  return rootsOf(found.data?.destinations ?? []);
+}
 
 function List(props: {
   exports: readonly ExportInfo[];
@@ -164,7 +174,7 @@ function One(props: { one: ExportInfo; roots: Roots; mayExport: boolean; onChang
 const nameOf = (one: ExportInfo): string => one.destination.split("/")[0] ?? "";
 
 /** Where its files are: the path, or the destination's name where this role is not told its path. */
-function placeOf(one: ExportInfo, roots: Roots): string {
+export function placeOf(one: ExportInfo, roots: Roots): string {
   const root = roots.get(nameOf(one))?.replace(/\/$/, "");
   return root ? `${root}/${one.destination.split("/").slice(1).join("/")}` : one.destination;
 }

@@ -4,7 +4,7 @@ import { type ReactNode, useEffect, useMemo, useReducer, useState } from "react"
 
 import { get, urlOf } from "../api/client";
 import { follow, type ServerEvent } from "../api/sse";
-import { count, number } from "../lib/format";
+import { count, number, plural } from "../lib/format";
 import { type Frame, type GradRow, type Grads, type Mark, NO_GRADS, withFrame } from "../lib/grads";
 import { substrings } from "../lib/filters";
 import { placeHash } from "../lib/route";
@@ -16,6 +16,7 @@ import { useShared } from "../ui/context";
 import { usePoll, useQuery, useSettled } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
 import { ChartSpace, ModeControls, SeriesChart } from "../ui/series";
+import { Over } from "./remains";
 
 const TONES: Record<Mark, Tone> = {
   "": "ok",
@@ -34,6 +35,18 @@ interface Following {
 }
 
 export default function Gradients(): ReactNode {
+  if (useShared().summary?.state !== "ended") return <Live />;
+  return (
+    <>
+      <div className="head">
+        <h1>Gradients</h1>
+      </div>
+      <Over what="their gradients" />
+    </>
+  );
+}
+
+function Live(): ReactNode {
   const { job } = useShared();
   const [filter, setFilter] = useQuery("filter");
   const [every, setEvery] = useQuery("every", "1");
@@ -74,7 +87,7 @@ export default function Gradients(): ReactNode {
       </div>
       {problem && <Trouble>{problem}</Trouble>}
       {wrong.length > 0 && <Broken rows={wrong} />}
-      <Panel title="All gradients" actions={<ModeControls />} source={<span className="source">{count(grads.frames)} frames, {count(grads.dropped)} dropped</span>}>
+      <Panel title="All gradients" actions={<ModeControls />} source={<span className="source">{plural(grads.frames, "frame")}, {count(grads.dropped)} dropped</span>}>
         {grads.total === null && (problem ? <Empty>No frame received; see the reason above.</Empty> : <ChartSpace height={330}>Waiting for the next update …</ChartSpace>)}
         {grads.total && (
           <Facts

@@ -47,15 +47,42 @@ function Last(props: { of: HistoryDocument | undefined }): ReactNode {
   return <span title={`rank ${props.of?.subject}, at ${clock(point.time_s)}`}>{point.mean === null ? "not finite" : number(point.mean, 5)}</span>;
 }
 
-export function LoggedNumbers(props: { incarnation: number; events: readonly Happening[] }): ReactNode {
+export interface Logged {
+  /** Ranks that log it, by metric. */
+  of: ReadonlyMap<string, string[]>;
+  loaded: boolean;
+  at: number;
+  error: string | null;
+  busy: boolean;
+}
+
+/** Which numbers a run's script logs. */
+export function useLogged(incarnation: number): Logged {
   const { job } = useShared();
-  const [picked, setPicked] = useQuery("number");
   const series = usePoll(
-    `${job}/${props.incarnation}/series`,
+    `${job}/${incarnation}/series`,
     (signal) => get("/api/v1/jobs/{job}/history/series", { path: { job }, query: { limit: 5000 }, signal }),
     30_000,
   );
-  const logged = useMemo(() => loggedOf(series.data?.series ?? []), [series.data]);
+  return useMemo(
+    () => ({ of: loggedOf(series.data?.series ?? []), loaded: series.data !== null, at: series.at, error: series.error, busy: series.busy }),
+    [series.data, series.at, series.error, series.busy],
+  );
+}
+
+/** The number that is the loss: by its name, else by a part of it. */
+export function lossOf(logged: ReadonlyMap<string, string[]>): { name: string; metric: string; subject: string } | null {
+  const names = [...logged.keys()].map((metric) => metric.slice(PREFIX.length));
+  const name = names.find((one) => one.toLowerCase() === "loss") ?? names.find((one) => /loss/i.test(one));
+  const subject = name === undefined ? undefined : logged.get(PREFIX + name)?.[0];
+  return name === undefined || subject === undefined ? null : { name, metric: PREFIX + name, subject };
+}
+
+export function LoggedNumbers(props: { logged: Logged; incarnation: number; events: readonly Happening[] }): ReactNode {
+  const { job } = useShared();
+  const [picked, setPicked] = useQuery("number");
+  const series = props.logged;
+  const logged = series.of;
   const names = useMemo(() => [...logged.keys()].map((one) => one.slice(PREFIX.length)), [logged]);
   const chosen = chosenOf(picked, names);
   const wanted = chosen.map((name) => {
@@ -84,8 +111,8 @@ export function LoggedNumbers(props: { incarnation: number; events: readonly Hap
       source={<Source what={`/jobs/${job}/history/series`} at={found.at || series.at} error={series.error ?? found.error} busy={found.busy} />}
     >
       {(series.error ?? found.error) && <Trouble>{series.error ?? found.error}</Trouble>}
-      {!series.data && !series.error && <ChartSpace height={250}>Loading …</ChartSpace>}
-      {series.data && names.length === 0 && <Empty>None; the script may call attachment.log(loss=loss).</Empty>}
+      {!series.loaded && !series.error && <ChartSpace height={250}>Loading …</ChartSpace>}
+      {series.loaded && names.length === 0 && <Empty>None; the script may call attachment.log(loss=loss).</Empty>}
       {names.length > 1 && (
         <div className="choice many" role="group" aria-label="Metrics">
           {names.map((name) => (

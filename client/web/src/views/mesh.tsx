@@ -4,18 +4,20 @@ import { type ReactNode, useMemo } from "react";
 
 import { get } from "../api/client";
 import type { RankDocument } from "../api/schema";
-import { bytes, count, duration } from "../lib/format";
+import { bytes, count, duration, plural } from "../lib/format";
 import { type Axis, axesOf, countBy, median, stragglers } from "../lib/mesh";
 import { Badge, Facts, Panel, Source, Trouble } from "../ui/bits";
-import { useMay, useShared } from "../ui/context";
+import { useMay, useShared, whyDead } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { phaseText, Tiles, type TileData } from "./mesh_tiles";
 import { FieldMap } from "./mesh_field";
 import { RankTable } from "./mesh_table";
 import { ChartSpace } from "../ui/series";
 import { StepTimes } from "./mesh_times";
+import { hostRows } from "./mesh_host";
 import { LogPanel } from "./mesh_log";
 import { WhyPanel } from "./mesh_why";
+import { Over } from "./remains";
 
 /** Above this many ranks, cells of a map instead of tiles with text. */
 const MAX_TILES = 128;
@@ -27,6 +29,25 @@ export function pollMs(worldSize: number): number {
 }
 
 export default function Mesh(): ReactNode {
+  const { summary } = useShared();
+  if (summary?.state !== "ended") return <Live />;
+  return (
+    <>
+      <div className="head">
+        <h1>Mesh</h1>
+        <Badge state={summary.state} />
+        <span>
+          run {summary.incarnation} of {plural(summary.world_size, "rank")}
+          {summary.step >= 0 ? `, ended after step ${count(summary.step)}` : ""}
+        </span>
+      </div>
+      <Over what="their state and memory" />
+      <StepTimes world={summary.world_size} incarnation={summary.incarnation} />
+    </>
+  );
+}
+
+function Live(): ReactNode {
   const { job, live, summary } = useShared();
   const world = summary?.world_size ?? 0;
   const ranks = usePoll(
@@ -67,6 +88,7 @@ export default function Mesh(): ReactNode {
   );
   const pick = (rank: number): void => patchQuery({ rank: String(rank) === picked ? "" : String(rank) });
   const chosen = picked === "" ? undefined : tiles.find((rank) => String(rank.rank) === picked);
+  const alive = summary !== null && summary.state !== "ended" && whyDead(summary) === "";
   const axesText = axes.map((axis) => `${axis.name} ${axis.size}`).join(" × ");
   return (
     <>
@@ -98,7 +120,7 @@ export default function Mesh(): ReactNode {
       {chosen && <RankPanel rank={chosen} axes={axes} reasons={alertsOf.get(chosen.rank) ?? []} at={ranks.at} />}
       {chosen && <LogPanel key={`${job}/${chosen.rank}`} rank={chosen.rank} />}
       {(all.length > 0 || !ranks.error) && <RankTable ranks={tiles} at={ranks.at} picked={picked} onPick={pick} />}
-      <WhyPanel />
+      <WhyPanel world={alive ? world : 0} />
       <StepTimes world={world} incarnation={summary?.incarnation ?? -1} />
     </>
   );
@@ -111,7 +133,7 @@ function Totals(props: { ranks: readonly TileData[] }): ReactNode {
   const loading = ranks.length === 0;
   const phases = [...countBy(ranks.filter((r) => r.membership === "joined"), (r) => r.phase)];
   const middle = median(ranks.filter((r) => r.step_time_ns > 0).map((r) => r.step_time_ns));
-  const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes"): number =>
+  const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes" | "trainer_rss_bytes"): number =>
     ranks.reduce((total, rank) => total + rank[key], 0);
   return (
     <Panel title="Now">
@@ -123,6 +145,7 @@ function Totals(props: { ranks: readonly TileData[] }): ReactNode {
           ["not ok", count(ranks.filter((rank) => rank.state !== "ok").length)],
           ["shared parameter memory", bytes(sum("arena_bytes"))],
           ["snapshot memory", bytes(sum("snapshot_bytes"))],
+          ["trainers' memory", bytes(sum("trainer_rss_bytes"))],
           ["sidecars' memory", bytes(sum("sidecar_rss_bytes"))],
         ]}
       />
@@ -162,7 +185,7 @@ function RankPanel(props: {
           ["step", count(rank.step)],
           ["step time", `${duration(rank.step_time_ns / 1e9)}${rank.late ? " (straggler)" : ""}`],
           ["report age", duration(rank.age_s)],
-          ["waited for copies", `${count(rank.stall_count)} times, ${duration(rank.stall_total_ns / 1e9)}`],
+          ["waited for copies", `${plural(rank.stall_count, "time")}, ${duration(rank.stall_total_ns / 1e9)}`],
           ["longest wait", duration(rank.stall_max_ns / 1e9)],
           ["copies abandoned", count(rank.abandoned_copy_count)],
           ["shared parameter memory", bytes(rank.arena_bytes)],
@@ -171,6 +194,7 @@ function RankPanel(props: {
           ["trainer", rank.trainer_pid ? `pid ${rank.trainer_pid}, ${bytes(rank.trainer_rss_bytes)}` : "none in the sidecar's container"],
           ["agreement", rank.agreement_works ? "works" : "failed"],
           ["version", rank.version],
+          ...hostRows(rank.host ?? null),
           ["parameters", mayRead ? <a key="p" href={`#/${encodeURIComponent(job)}/params?filter=rank%3D${rank.rank}`}>of this rank</a> : "–"],
         ]}
       />

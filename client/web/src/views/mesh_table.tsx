@@ -19,9 +19,10 @@ const COLUMNS: readonly Column<TileData>[] = [
   { key: "stall_max_ns", title: "longest wait", width: "6.5rem", wide: true, numeric: true, render: (r) => duration(r.stall_max_ns / 1e9) },
   { key: "arena_bytes", title: "parameters", width: "6rem", wide: true, numeric: true, render: (r) => bytes(r.arena_bytes) },
   { key: "sidecar_rss_bytes", title: "sidecar", width: "6rem", wide: true, numeric: true, render: (r) => bytes(r.sidecar_rss_bytes) },
+  { key: "host", title: "its host", width: "minmax(10rem, 2fr)", wide: true, render: (r) => <span title={r.host?.why}>{r.host?.why || "–"}</span> },
   { key: "why", title: "what is wrong", width: "minmax(10rem, 1fr)", wide: true, render: (r) => [r.reason, r.late ? "straggler" : ""].filter(Boolean).join("; ") },
 ];
-const SORTABLE = new Set(COLUMNS.map((column) => column.key).filter((key) => key !== "why"));
+const SORTABLE = new Set(COLUMNS.map((column) => column.key).filter((key) => key !== "why" && key !== "host"));
 const keyOf = (rank: TileData): string => String(rank.rank);
 
 export function RankTable(props: {

@@ -82,7 +82,7 @@ function Tile(props: {
   const { rank, axes, picked, onPick } = props;
   const place = coordinates(rank.rank, axes);
   const where = axes.map((axis, i) => `${axis.name} ${place[i]}`).join(", ");
-  const notes = [rank.late ? "straggler" : "", rank.alertCount ? `${rank.alertCount} alert${rank.alertCount > 1 ? "s" : ""}` : ""];
+  const notes = [rank.late ? "straggler" : "", rank.late ? (rank.host?.why ?? "") : "", rank.alertCount ? `${rank.alertCount} alert${rank.alertCount > 1 ? "s" : ""}` : ""];
   return (
     <button
       type="button"

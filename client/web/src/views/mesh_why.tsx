@@ -5,33 +5,38 @@ import { type ReactNode, useState } from "react";
 import { get } from "../api/client";
 import type { RankActivity } from "../api/schema";
 import { bytes, count, duration } from "../lib/format";
-import { Empty, Panel, Source, Trouble } from "../ui/bits";
+import { Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
+import { ChartSpace } from "../ui/series";
 
-export function WhyPanel(): ReactNode {
+/** Larger meshes are asked when somebody wants to know: each rank shows its stacks. */
+const MOST_AT_ONCE = 64;
+
+export function WhyPanel(props: { world: number }): ReactNode {
   const { job } = useShared();
   const mayRead = useMay("read");
-  const [asked, setAsked] = useState(0);
+  const [again, setAgain] = useState(0);
+  const asked = again > 0 ? again : mayRead && props.world > 0 && props.world <= MOST_AT_ONCE ? -1 : 0;
   const why = usePoll(
-    asked > 0 ? `${job}/why/${asked}` : null,
+    asked !== 0 ? `${job}/why/${asked}` : null,
     (signal) => get("/api/v1/jobs/{job}/why", { path: { job }, signal }),
     0,
   );
-  const found = asked > 0 ? why.data : null;
+  const found = asked !== 0 ? why.data : null;
   return (
     <Panel
       title="Stuck or slow?"
       source={<Source what={`/jobs/${job}/why`} at={why.at} error={why.error} busy={why.busy} />}
       actions={
-        <button type="button" disabled={!mayRead || why.busy} onClick={() => setAsked(asked + 1)}>
+        <button type="button" disabled={!mayRead || why.busy} onClick={() => setAgain(again + 1)}>
           Ask every rank
         </button>
       }
     >
       {why.error && <Trouble>{why.error}</Trouble>}
       {!found && !why.error && (
-        <Empty>{mayRead ? "Shows what each rank is doing, also while training hangs." : "Needs a reader's token."}</Empty>
+        <ChartSpace height={Math.min(8, Math.max(1, props.world)) * 30 + 50}>{!mayRead ? "Needs a reader's token." : asked === 0 ? "Shows what each rank is doing, also while training hangs." : "Asking every rank …"}</ChartSpace>
       )}
       {found && <p><strong>{found.verdict}</strong></p>}
       {found && <Ranks ranks={found.ranks} />}

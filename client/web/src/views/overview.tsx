@@ -6,7 +6,7 @@ import { get, urlOf } from "../api/client";
 import type { JobSummary } from "../api/schema";
 import { follow } from "../api/sse";
 import type { Point } from "../lib/chart";
-import { bytes, clock, count, duration, number, plural } from "../lib/format";
+import { clock, count, duration, number, plural } from "../lib/format";
 import type { Frame } from "../lib/grads";
 import { median, stragglers } from "../lib/mesh";
 import { placeHash } from "../lib/route";
@@ -14,12 +14,13 @@ import { badCount } from "../lib/stats";
 import { drawnOf, editText, type Happening, suspectOf } from "../lib/timeline";
 import { Badge, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared, whyDead } from "../ui/context";
-import { usePoll } from "../ui/hooks";
-import { ChartSpace, ModeControls, SeriesChart } from "../ui/series";
+import { useNow, usePoll } from "../ui/hooks";
+import { ModeControls, SeriesChart } from "../ui/series";
 import { CauseItem } from "./causes";
-import { LoggedNumbers } from "./logged";
+import { type Logged, LoggedNumbers, lossOf, useLogged } from "./logged";
 import { pollMs } from "./mesh";
 import { StepTimes } from "./mesh_times";
+import { Remains } from "./remains";
 import { type History, Timeline, useHistory } from "./timeline";
 
 const CAUSES_SHOWN = 5;
@@ -28,6 +29,8 @@ const MAX_FOLLOWED = 500;
 
 export default function Overview(): ReactNode {
   const { job, summary, health } = useShared();
+  const logged = useLogged(summary?.incarnation ?? -1);
+  const total = useTotal(job, summary?.state);
   const history = useHistory();
   const events = useMemo(() => drawnOf(history.timeline), [history.timeline]);
   return (
@@ -49,10 +52,12 @@ export default function Overview(): ReactNode {
       </section>
       <Ended history={history} />
       <Firing history={history} />
-      <Numbers events={events} />
-      <LoggedNumbers incarnation={summary?.incarnation ?? -1} events={events} />
+      {summary?.state === "ended" && <Remains />}
+      <Numbers total={total} logged={logged} />
+      <LoggedNumbers logged={logged} incarnation={summary?.incarnation ?? -1} events={events} />
       <Timeline history={history} />
       <StepTimes world={summary?.world_size ?? 0} incarnation={summary?.incarnation ?? -1} events={events} />
+      {total.points.length > 1 && <GradientNorm total={total} events={events} />}
     </>
   );
 }
@@ -75,7 +80,7 @@ function Ended(props: { history: History }): ReactNode {
       <p>
         <strong>Training ended{step >= 0 ? ` at step ${count(step)}` : ""}</strong>
         {run?.ended_s ? `, ${clock(run.ended_s)}, after ${duration(run.ended_s - run.began_s)}` : ""}
-        {run?.reason ? `: ${run.reason}` : ""}. What was logged, changed and written is below; <code>paramd dashboard --job {job}</code> shows it again, at the address that the job had and that its next start has.
+        {run?.reason ? `: ${run.reason}` : ""}. Its last values and checkpoints, and what was logged and changed, are below; <code>paramd dashboard --job {job}</code> shows it again, at the address that the job had and that its next start has.
       </p>
     </section>
   );
@@ -123,55 +128,94 @@ function Firing(props: { history: History }): ReactNode {
   );
 }
 
-function Numbers(props: { events: readonly Happening[] }): ReactNode {
+/** Last of the page: it begins when the first norms are there, and moves nothing. */
+function GradientNorm(props: { total: Total; events: readonly Happening[] }): ReactNode {
+  const { points } = props.total;
+  const line = useMemo(() => [{ name: "gradient norm", points }], [points]);
+  return (
+    <Panel title="Gradient norm" source={<Source what="gradients" at={1000 * (points.at(-1)?.time_s ?? 0)} step={points.at(-1)?.step} />}>
+      <SeriesChart label="Gradient norm over the run" unit="gradient norm" lines={line} height={170} events={props.events} small />
+    </Panel>
+  );
+}
+
+/** How old a number is, and of which step. */
+function Moment(props: { point: Point | undefined; text?: string }): ReactNode {
+  const { point, text = "" } = props;
+  const now = useNow();
+  if (!point) return null;
+  const age = Math.max(0, now / 1000 - point.time_s);
+  return (
+    <small className="faint">
+      {text}
+      {point.step >= 0 ? `step ${count(point.step)}, ` : ""}
+      {age < 1.5 ? "now" : `${duration(Math.round(age))} ago`}
+    </small>
+  );
+}
+
+function Numbers(props: { total: Total; logged: Logged }): ReactNode {
+  const { total } = props;
   const { job, summary, live } = useShared();
+  const loss = useLoss(props.logged);
   const world = summary?.world_size ?? 0;
   const ranks = usePoll(
     world && summary?.state !== "ended" ? `${job}/ranks` : null,
     (signal) => get("/api/v1/jobs/{job}/ranks", { path: { job }, signal }),
     pollMs(world),
   );
-  const { shown: gradient, points } = useTotal(job, summary?.state);
-  const line = useMemo(() => [{ name: "gradient norm", points }], [points]);
   const all = ranks.data?.ranks ?? [];
   const late = [...stragglers(all)];
   const middle = median(all.filter((rank) => rank.step_time_ns > 0).map((rank) => rank.step_time_ns)) / 1e9;
   const loading = !ranks.data && !ranks.error;
-  const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes" | "trainer_rss_bytes"): string =>
-    loading ? "…" : bytes(all.reduce((total, rank) => total + rank[key], 0));
-  const dead = whyDead(summary) !== "";
+  const [dead, over] = [whyDead(summary) !== "", summary?.state === "ended"];
   const paused = summary?.pause === "paused" && !dead;
-  const step = Math.max(summary?.step ?? -1, live.incarnation === summary?.incarnation ? live.step : -1);
+  const step = Math.max(summary?.step ?? -1, live.incarnation === summary?.incarnation ? live.step : -1, total.points.at(-1)?.step ?? -1);
   return (
     <Panel title="Now" source={<Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />}>
       {ranks.error && <Trouble>{ranks.error}</Trouble>}
-      {summary?.state !== "ended" && (
+      <Facts
+        large
+        rows={[
+          [over ? "last step" : "step", step >= 0 ? count(step) : "–"],
+          ["steps per second", dead || over ? "–" : paused ? "0, paused" : Number.isFinite(middle) ? number(1 / middle, 3) : "–"],
+          [loss.name || "loss", <>{loss.shown} <Moment point={loss.point} /></>],
+          ["gradient norm", <>{total.shown} <Moment point={total.points.at(-1)} /></>],
+        ]}
+      />
+      {!over && (
         <Facts
           rows={[
-            ["step", step >= 0 ? count(step) : "–"],
-            ["steps per second", dead ? "–" : paused ? "0, paused" : Number.isFinite(middle) ? number(1 / middle, 3) : "–"],
             ["median step time", dead ? "–" : paused ? `${duration(middle)} before the pause` : duration(middle)],
-            ["stragglers", loading ? "…" : dead ? "–" : late.length ? late.map((rank) => <a key={rank} className="spaced" href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>rank {rank}</a>) : "none"],
-            ["gradient norm", gradient],
+            ["stragglers", loading ? "…" : dead || !ranks.data ? "–" : late.length ? late.map((rank) => <a key={rank} className="spaced" href={placeHash({ job, view: "mesh", query: { rank: String(rank) } })}>rank {rank}</a>) : "none"],
             ["learning rates", <a key="lr" href={placeHash({ job, view: "edits", query: {} })}>see and set</a>],
             ["training", dead ? "–" : (summary?.pause ?? "–")],
-            ["shared parameter memory", sum("arena_bytes")],
-            ["snapshot memory", sum("snapshot_bytes")],
-            ["trainers' memory", sum("trainer_rss_bytes")],
-            ["sidecars' memory", sum("sidecar_rss_bytes")],
+            ["memory", <a key="m" href={placeHash({ job, view: "mesh", query: {} })}>of all ranks</a>],
           ]}
         />
-      )}
-      {points.length > 1 ? (
-        <SeriesChart label="Gradient norm over the run" unit="gradient norm" lines={line} height={170} events={props.events} />
-      ) : (
-        gradient === WAITING && summary?.state !== "ended" && <ChartSpace height={170}>Loading …</ChartSpace>
       )}
     </Panel>
   );
 }
 
+/** The last loss that the script logged: of the first rank that logs it. */
+function useLoss(logged: Logged): { name: string; shown: string; point: Point | undefined } {
+  const { job, summary } = useShared();
+  const loss = lossOf(logged.of);
+  const found = usePoll(
+    loss ? `${job}/${summary?.incarnation}/${loss.metric}/${loss.subject}` : null,
+    (signal) => get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: loss!.metric, subject: loss!.subject }, signal }),
+    summary?.state === "ended" ? 0 : 10_000,
+  );
+  const last = found.data?.points.at(-1);
+  if (!loss) return { name: "", shown: logged.busy ? WAITING : "not logged", point: undefined };
+  if (!last) return { name: loss.name, shown: found.error ? "not known" : WAITING, point: undefined };
+  return { name: loss.name, shown: last.mean === null ? "not finite" : number(last.mean, 5), point: { step: last.step, time_s: last.time_s, value: last.mean } };
+}
+
 const WAITING = "…";
+/** What is kept of the gradients is asked for this often, where the page does not follow them itself. */
+const KEPT_EVERY_MS = 10_000;
 const KEPT_S = 3600;
 /** Norms kept of the gradients while the page is open. */
 const MAX_NORMS = 600;
@@ -202,17 +246,32 @@ function useTotal(job: string, state: string | undefined): Total {
 }
 
 async function begin(job: string, ended: boolean, signal: AbortSignal, tell: Tell): Promise<void> {
-  try {
-    // What the control plane has kept: no waiting for the next update, and a past.
-    const kept = await get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "grad_norm", subject: "total", begin_s: ended ? 0 : Date.now() / 1000 - KEPT_S }, signal });
-    for (const { mean, step, time_s } of kept.points) tell(number(mean), { step, time_s, value: mean });
-  } catch {
-    // There may be none.
-  }
-  if (ended) return;
+  let last_s = ended ? 0 : Date.now() / 1000 - KEPT_S;
+  /** What the control plane has kept: no waiting for the next update, and a past. How many points there were. */
+  const kept = async (): Promise<number> => {
+    try {
+      const found = await get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "grad_norm", subject: "total", begin_s: last_s }, signal });
+      const fresh = found.points.filter((point) => point.time_s > last_s);
+      for (const { mean, step, time_s } of fresh) tell(number(mean), { step, time_s, value: mean });
+      last_s = fresh.at(-1)?.time_s ?? last_s;
+      return fresh.length;
+    } catch {
+      return 0; // there may be none
+    }
+  };
+  const had = await kept();
+  if (ended) return had ? undefined : tell("not kept");
   try {
     const page = await get("/api/v1/jobs/{job}/params", { path: { job }, query: { limit: 1 }, signal });
-    if (page.total_count > MAX_FOLLOWED) return tell(<a href={placeHash({ job, view: "grads", query: {} })}>see Gradients</a>);
+    if (page.total_count > MAX_FOLLOWED) {
+      // Too many to be followed unasked; what the control plane samples costs nothing more.
+      if (!had) tell(<a href={placeHash({ job, view: "grads", query: {} })}>see Gradients</a>);
+      while (!signal.aborted) {
+        await new Promise((done) => setTimeout(done, KEPT_EVERY_MS));
+        if (!signal.aborted) await kept();
+      }
+      return;
+    }
   } catch {
     if (!signal.aborted) tell("not known");
     return;

@@ -16,12 +16,25 @@ import { Changes } from "./param_changes";
 import { ParamDetail } from "./param_detail";
 import { States } from "./param_states";
 import { MAX_WHOLE, useNumbers, useParams } from "./params_load";
+import { Over } from "./remains";
 
 const TYPING_MS = 180;
 const SHOWN = [["list", "List"], ["tree", "Tree"], ["changes", "Changes"], ["states", "Two states"]] as const;
 type Item = Row<ParamDocument>;
 
 export default function Params(): ReactNode {
+  if (useShared().summary?.state !== "ended") return <Live />;
+  return (
+    <>
+      <div className="head">
+        <h1>Parameters</h1>
+      </div>
+      <Over what="the parameters in memory" />
+    </>
+  );
+}
+
+function Live(): ReactNode {
   const { job } = useShared();
   const [filter, setFilter] = useQuery("filter");
   const [as, setAs] = useQuery("as", "list");
@@ -73,7 +86,7 @@ export default function Params(): ReactNode {
   const onSort = useCallback((each: string) => setSort(nextSort(sort, each)), [sort, setSort]);
   const steps = numbers.steps[0] === numbers.steps[1] ? numbers.steps[0] : undefined;
   return (
-    <div className={`params ${name ? "open" : ""}`}>
+    <div className={`params ${name ? "open" : ""} ${name && listed.done && rows.length <= 1 && as === "list" ? "alone" : ""}`}>
       <div className="list">
         <div className="head">
           <h1>Parameters</h1>

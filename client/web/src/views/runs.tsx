@@ -3,12 +3,13 @@
 import { type ReactNode, useMemo } from "react";
 
 import { get } from "../api/client";
-import type { HistoryDocument, IncarnationRecord, JobSummary } from "../api/schema";
+import type { HistoryDocument, IncarnationRecord, JobSummary, SeriesPage } from "../api/schema";
 import { clock, count, duration, number, plural } from "../lib/format";
+import { verdictOf } from "../lib/health";
 import { placeHash } from "../lib/route";
 import { meanOf, parseRun, type Run, runText } from "../lib/runs";
 import { Badge, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
-import { useShared } from "../ui/context";
+import { useMay, useShared } from "../ui/context";
 import { patchQuery, usePlace, usePoll, useQuery } from "../ui/hooks";
 import { ChartSpace, ModeControls, SeriesChart } from "../ui/series";
 import { lineOf } from "./logged";
@@ -23,16 +24,16 @@ export default function Runs(): ReactNode {
       </div>
       <Jobs jobs={jobs} />
       {job && <RunsOf job={job} />}
+      <OthersRuns />
       <Comparison />
     </>
   );
 }
 
-function toneOfJob(job: JobSummary): ReactNode {
-  const alive = job.state !== "ended" && job.state !== "down";
-  if (alive && job.critical_count > 0) return <Badge state="critical" />;
-  if (job.state === "ok" && job.warning_count > 0) return <Badge state="warning" />;
-  return <Badge state={job.state} />;
+/** What the header and the overview say of a job. */
+function Verdict(props: { of: JobSummary }): ReactNode {
+  const { tone, word } = verdictOf(props.of);
+  return <Badge state={word} tone={tone} />;
 }
 
 function Jobs(props: { jobs: readonly JobSummary[] }): ReactNode {
@@ -52,7 +53,7 @@ function Jobs(props: { jobs: readonly JobSummary[] }): ReactNode {
             <thead>
               <tr>
                 <th>job</th>
-                <th>state</th>
+                <th>health</th>
                 <th className="num">alerts</th>
                 <th className="num">ranks</th>
                 <th className="num">step</th>
@@ -69,7 +70,9 @@ function Jobs(props: { jobs: readonly JobSummary[] }): ReactNode {
                       <Name>{one.job}</Name>
                     </a>
                   </td>
-                  <td>{toneOfJob(one)}</td>
+                  <td>
+                    <Verdict of={one} />
+                  </td>
                   <td className="num">
                     <a href={placeHash({ job: one.job, view: "alerts", query: {} })}>{count(one.critical_count + one.warning_count)}</a>
                   </td>
@@ -83,7 +86,7 @@ function Jobs(props: { jobs: readonly JobSummary[] }): ReactNode {
                     </a>
                   </td>
                   <td>{one.state === "ended" ? "ended" : one.pause}</td>
-                  <td className="wrap">{one.reason}</td>
+                  <td className="wrap">{one.why}</td>
                 </tr>
               ))}
             </tbody>
@@ -96,16 +99,14 @@ function Jobs(props: { jobs: readonly JobSummary[] }): ReactNode {
 
 function RunsOf(props: { job: string }): ReactNode {
   const { job } = props;
-  const { live } = useShared();
-  const [a, setA] = useQuery("a");
-  const [b, setB] = useQuery("b");
+  const { live, jobs: served } = useShared();
   const found = usePoll(
     `${job} incarnations`,
     (signal) => get("/api/v1/jobs/{job}/incarnations", { path: { job }, signal }),
     60_000,
     live.changes["incarnation"] ?? 0,
   );
-  const rows = [...(found.data?.incarnations ?? [])].reverse();
+  const rows = (found.data?.incarnations ?? []).map((run) => ({ job, run })).reverse();
   return (
     <Panel
       title={<>Runs of <Name>{job}</Name></>}
@@ -114,49 +115,83 @@ function RunsOf(props: { job: string }): ReactNode {
       {found.error && <Trouble>{found.error}</Trouble>}
       {!found.data && !found.error && <Empty>Loading …</Empty>}
       {found.data && rows.length === 0 && <Empty>No run is known.</Empty>}
-      <div className="scroll" tabIndex={0} role="region" aria-label="Runs">
-        <table className="plain roomy" aria-label="Runs">
-          <thead>
-            <tr>
-              <th className="num">run</th>
-              <th className="num">ranks</th>
-              <th>began</th>
-              <th>lasted</th>
-              <th className="num">last step</th>
-              <th>why it ended</th>
-              <th>compare</th>
-            </tr>
-          </thead>
-          <tbody>
-            {rows.map((run) => {
-              const key = `${job}@${run.incarnation}`;
-              return (
-                <tr key={run.incarnation}>
-                  <td className="num">{run.incarnation}</td>
-                  <td className="num">{count(run.world_size)}</td>
-                  <td>{clock(run.began_s)}</td>
-                  <td>{lasted(run)}</td>
-                  <td className="num">{run.step >= 0 ? count(run.step) : "–"}</td>
-                  <td className="wrap">{run.reason || (run.ended_s === null ? "running" : "")}</td>
-                  <td>
-                    <div className="actions">
-                      <button type="button" className="small" aria-pressed={a === key} onClick={() => setA(a === key ? "" : key)}>
-                        A
-                      </button>
-                      <button type="button" className="small" aria-pressed={b === key} onClick={() => setB(b === key ? "" : key)}>
-                        B
-                      </button>
-                      <a href={placeHash({ job, view: "alerts", query: { incarnation: String(run.incarnation) } })}>alerts</a>
-                    </div>
-                  </td>
-                </tr>
-              );
-            })}
-          </tbody>
-        </table>
-      </div>
-      <p className="faint">To compare with another job's run, choose A here, then the number of that job's run above, and B there: the choice is kept in the address.</p>
+      <RunTable label="Runs" rows={rows} />
+      {served.length > 1 && <p className="faint">To compare with a run of another job, choose A here, then the number of that job's run above, and B there: the choice is kept in the address.</p>}
     </Panel>
+  );
+}
+
+/** Runs of jobs that have a control plane of their own, as each job has by default: yesterday's is among them. */
+function OthersRuns(): ReactNode {
+  const mayAsk = useMay("administer");
+  const found = usePoll(mayAsk ? "other jobs" : null, (signal) => get("/api/v1/other-jobs", { signal }), 60_000);
+  const rows = (found.data?.jobs ?? []).flatMap(({ job, incarnations }) => [...incarnations].reverse().map((run) => ({ job, run })));
+  if (!found.error && rows.length === 0) return null;
+  return (
+    <Panel title="Runs of other jobs of this user" source={<Source what="/other-jobs" at={found.at} error={found.error} busy={found.busy} refresh={found.refresh} />}>
+      {found.error && <Trouble>{found.error}</Trouble>}
+      <p className="faint">From their own records, running or ended, to be compared below. <code>paramd dashboard --job NAME</code> shows one of them whole.</p>
+      <RunTable label="Runs of other jobs" rows={rows.slice(0, OTHERS_SHOWN)} named />
+      {rows.length > OTHERS_SHOWN && <p className="faint">and {count(rows.length - OTHERS_SHOWN)} older ones</p>}
+    </Panel>
+  );
+}
+
+const OTHERS_SHOWN = 50;
+
+function RunTable(props: { label: string; rows: readonly { job: string; run: IncarnationRecord }[]; named?: boolean }): ReactNode {
+  const { label, rows, named = false } = props;
+  const [a, setA] = useQuery("a");
+  const [b, setB] = useQuery("b");
+  return (
+    <div className="scroll" tabIndex={0} role="region" aria-label={label}>
+      <table className="plain roomy" aria-label={label}>
+        <thead>
+          <tr>
+            {named && <th>job</th>}
+            <th className="num">run</th>
+            <th className="num">ranks</th>
+            <th>began</th>
+            <th>lasted</th>
+            <th className="num">last step</th>
+            <th>why it ended</th>
+            <th>compare</th>
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map(({ job, run }) => {
+            const key = `${job}@${run.incarnation}`;
+            const what = `Run ${run.incarnation}${named ? ` of ${job}` : ""}`;
+            return (
+              <tr key={key}>
+                {named && (
+                  <td>
+                    <Name>{job}</Name>
+                  </td>
+                )}
+                <td className="num">{run.incarnation}</td>
+                <td className="num">{count(run.world_size)}</td>
+                <td>{clock(run.began_s)}</td>
+                <td>{lasted(run)}</td>
+                <td className="num">{run.step >= 0 ? count(run.step) : "–"}</td>
+                <td className="wrap">{run.reason || (run.ended_s === null ? (named ? "no end is noted" : "running") : "")}</td>
+                <td>
+                  <div className="actions">
+                    <button type="button" className="small" aria-label={`${what} as A`} aria-pressed={a === key} onClick={() => setA(a === key ? "" : key)}>
+                      as A
+                    </button>
+                    <button type="button" className="small" aria-label={`${what} as B`} aria-pressed={b === key} onClick={() => setB(b === key ? "" : key)}>
+                      as B
+                    </button>
+                    {!named && <a href={placeHash({ job, view: "alerts", query: { incarnation: String(run.incarnation) } })}>alerts</a>}
+                  </div>
+                </td>
+              </tr>
+            );
+          })}
+        </tbody>
+      </table>
+    </div>
   );
 }
 
@@ -167,7 +202,21 @@ function lasted(run: IncarnationRecord): string {
 const METRICS = [["step_time_s", "Step time"], ["norm", "Norm"], ["grad_norm", "Gradient norm"]] as const;
 const LOGGED = "log:";
 
+/** Of a job that is served here, or of another one's own records. */
+function seriesOf(run: Run, here: boolean, signal: AbortSignal): Promise<SeriesPage> {
+  const [path, query] = [{ job: run.job }, { incarnation: run.incarnation, limit: 5000 }];
+  return here ? get("/api/v1/jobs/{job}/history/series", { path, query, signal }) : get("/api/v1/other-jobs/{job}/series", { path, query, signal });
+}
+
+function historyOf(run: Run, here: boolean, metric: string, subject: string, signal: AbortSignal): Promise<HistoryDocument> {
+  const [path, query] = [{ job: run.job }, { metric, subject, incarnation: run.incarnation }];
+  return here ? get("/api/v1/jobs/{job}/history", { path, query, signal }) : get("/api/v1/other-jobs/{job}/history", { path, query, signal });
+}
+
 function Comparison(): ReactNode {
+  const { jobs } = useShared();
+  const names = jobs.map((one) => one.job).join("/");
+  const served = useMemo(() => new Set(names.split("/")), [names]);
   const [a] = useQuery("a");
   const [b] = useQuery("b");
   const [asked, setMetric] = useQuery("metric");
@@ -175,7 +224,7 @@ function Comparison(): ReactNode {
   const runs = useMemo(() => [parseRun(a), parseRun(b)].filter((run): run is Run => run !== null), [a, b]);
   const offered = usePoll(
     runs.length ? `${a} ${b} series` : null,
-    (signal) => Promise.all(runs.map((run) => get("/api/v1/jobs/{job}/history/series", { path: { job: run.job }, query: { incarnation: run.incarnation, limit: 5000 }, signal }))),
+    (signal) => Promise.all(runs.map((run) => seriesOf(run, served.has(run.job), signal))),
     0,
   );
   // What the scripts log comes first: runs are compared by their loss.
@@ -195,11 +244,7 @@ function Comparison(): ReactNode {
     (signal) =>
       Promise.all(
         runs.map((run) =>
-          get("/api/v1/jobs/{job}/history", {
-            path: { job: run.job },
-            query: { metric, subject: chosen, incarnation: run.incarnation },
-            signal,
-          }),
+          historyOf(run, served.has(run.job), metric, chosen, signal),
         ),
       ),
     0,
@@ -246,7 +291,7 @@ function Comparison(): ReactNode {
       source={<Source what="/history" at={found.at} error={found.error ?? offered.error} busy={found.busy} />}
     >
       {(found.error ?? offered.error) && <Trouble>{found.error ?? offered.error}</Trouble>}
-      {runs.length < 2 && <Empty>Choose A and B among the runs above.</Empty>}
+      {runs.length < 2 && <Empty>Choose A and B among the runs above, also of other jobs.</Empty>}
       {runs.length > 0 && offered.data && subjects.length === 0 && (
         <Empty>
           {metric === "norm" ? "No norms are kept of these runs: the watch was off." : metric === "grad_norm" ? "No gradient norms are kept of these runs: nobody followed gradients." : `Nothing is kept of ${title} in these runs.`}

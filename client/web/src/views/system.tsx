@@ -4,9 +4,9 @@ import { type ReactNode, useMemo } from "react";
 
 import { get, text } from "../api/client";
 import type { RankDocument } from "../api/schema";
-import { bytes, clock, count, duration, words } from "../lib/format";
+import { bytes, clock, count, duration, eventText } from "../lib/format";
 import { countBy } from "../lib/mesh";
-import { parseMetrics } from "../lib/prometheus";
+import { parseMetrics, sentencesOf } from "../lib/prometheus";
 import { Bar, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
@@ -142,28 +142,19 @@ function Leases(): ReactNode {
 
 function ControlPlane(): ReactNode {
   const metrics = usePoll("metrics", async (signal) => parseMetrics(await text("/metrics", signal)), 30_000);
-  const shown = useMemo(
-    () => (metrics.data ?? []).filter((one) => !one.name.startsWith("paramd_rank_") && !one.name.startsWith("python_")),
-    [metrics.data],
-  );
   return (
     <Panel title="Requests and rounds" source={<Source what="/metrics" at={metrics.at} error={metrics.error} busy={metrics.busy} refresh={metrics.refresh} />}>
       {metrics.error && <Trouble>{metrics.error}</Trouble>}
-      <div className="scroll" style={{ height: "20rem" }} tabIndex={0}>
-        <table className="plain">
-          <tbody>
-            {shown.map((one) => (
-              <tr key={`${one.name} ${JSON.stringify(one.labels)}`}>
-                <td>
-                  {one.name.replace(/^paramd_/, "").replaceAll("_", " ")}{" "}
-                  <span className="faint">{Object.entries(one.labels).filter(([key]) => key !== "job").map(([key, value]) => `${key}=${value}`).join(" ")}</span>
-                </td>
-                <td className="num">{one.name.endsWith("_seconds") ? duration(one.value) : count(one.value)}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      {metrics.data && (
+        <ul className="bare" aria-label="Requests and rounds">
+          {sentencesOf(metrics.data).map((one) => (
+            <li key={one}>{one}</li>
+          ))}
+        </ul>
+      )}
+      <p className="faint">
+        <a href="/metrics">/metrics</a> has these and more numbers in the format of Prometheus.
+      </p>
     </Panel>
   );
 }
@@ -180,7 +171,7 @@ function Happenings(): ReactNode {
         {live.recent.map((event) => (
           <li key={event.id}>
             <span className="faint">{clock(event.time_s)}</span> <strong>{event.kind}</strong>{" "}
-            <span className="wrap">{words(Object.fromEntries(Object.entries(event.data).filter(([key]) => key !== "time_s" && key !== "job")))}</span>
+            <span className="wrap">{eventText(event.data)}</span>
           </li>
         ))}
       </ul>

@@ -87,7 +87,8 @@ _OPERATIONS: Final[dict[Action, str]] = {
     Action.TUNNEL: "open_tunnel open_control_tunnel",
     Action.ATTACH: "register_job",
     Action.ADMINISTER: (
-        "end_job list_audit list_own_audit create_token list_tokens revoke_token add_destination"
+        "end_job list_audit list_own_audit create_token list_tokens revoke_token add_destination "
+        "list_other_jobs list_other_series get_other_history"
     ),
 }
 OPERATIONS: Final = {name: action for action, of in _OPERATIONS.items() for name in of.split()}
@@ -102,7 +103,7 @@ _RECORDS: Final = (
     "get_openapi get_metrics get_session create_session create_sign_in_code delete_session "
     "list_jobs get_job list_ranks list_incarnations list_alerts follow_events get_history "
     "list_series list_exports get_export list_schedules list_destinations list_edits get_edit "
-    "list_audit list_own_audit list_tokens"
+    "list_audit list_own_audit list_tokens list_other_jobs list_other_series get_other_history"
 )
 OF_RECORDS: Final = frozenset(_RECORDS.split())
 """Operations that need no rank, only what is stored: those that a job which has ended answers."""

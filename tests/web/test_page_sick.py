@@ -60,7 +60,7 @@ def test_planted_nan_is_marked_wherever_it_shows(tab: Tab, door: Door) -> None:
     alert.wait_for()
     firing = [a for a in door.get("alerts")["alerts"] if a["rule"] == "non-finite"]
     alert.get_by_role("button", name="All").click()
-    wait_for("its members", lambda: firing[0]["subject"] in alert.inner_text())
+    wait_for("its members", lambda: firing[0]["name"] in alert.inner_text())
     assert "layers.1.weight" in alert.inner_text()
     assert tab.page.locator("li[data-rule='non-finite']").count() == 1
     bad = door.get("params/stats", filter="nan>0")["stats"]
@@ -80,10 +80,10 @@ def test_the_overview_names_the_first_cause_and_who_changed_something(tab: Tab, 
     page = tab.page
     tab.open("overview")
     verdict = page.get_by_label("Health")
-    wait_for("the verdict", lambda: "not finite" in verdict.inner_text())
+    wait_for("the verdict", lambda: "critical" in verdict.inner_text())
     assert "bad" in (verdict.get_attribute("class") or "")
-    assert page.get_by_label("Views").get_by_text("not finite").count() == 1
-    assert page.title().startswith("(not finite)")
+    assert page.get_by_label("Views").get_by_text("critical").count() == 1
+    assert page.title().startswith("(critical)")
     causes = page.get_by_role("list", name="Causes")
     causes.locator("li[data-rule='non-finite']").wait_for()
     edited = page.get_by_role("list", name="Timeline").locator("li", has_text="late idea")
@@ -95,7 +95,7 @@ def test_the_overview_names_the_first_cause_and_who_changed_something(tab: Tab, 
 def test_a_control_plane_that_does_not_answer_is_not_taken_for_alive(tab: Tab, door: Door) -> None:
     tab.open("overview")
     verdict = tab.page.get_by_label("Health")
-    wait_for("the verdict", lambda: "not finite" in verdict.inner_text())
+    wait_for("the verdict", lambda: "critical" in verdict.inner_text())
     verdict.evaluate(WATCH)
     pid = door.control_pid
     os.kill(pid, signal.SIGSTOP)
@@ -106,5 +106,5 @@ def test_a_control_plane_that_does_not_answer_is_not_taken_for_alive(tab: Tab, d
         assert all(title.startswith("(unknown)") for title in doubts), doubts
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_for("the answer", lambda: "not finite" in verdict.inner_text())
+    wait_for("the answer", lambda: "critical" in verdict.inner_text())
     tab.messages.clear()  # requests that were given up

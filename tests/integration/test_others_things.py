@@ -447,7 +447,7 @@ PLAIN = {
     "begin_s", "end_s", "max_points", "sort", "mode", "rows", "columns", "row_dims", "bins", "low",
     "high", "k", "buffers", "histogram", "steps", "lines", "log_lines", "lease_s", "timeout_s",
     "ttl_s", "role", "note", "data", "dry_run", "if_step", "preview", "reset_moments",
-    "allow_nonfinite",
+    "allow_nonfinite", "on",
     "dtype", "every_steps", "format", "include", "keep_every", "keep_last", "max_shard_size",
     "tied", "verify", "merge", "replace", "incarnation_floor", "world_size", "if-none-match",
     # Of the job of the path: its tensors, ranks, steps and groups.

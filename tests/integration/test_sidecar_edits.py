@@ -54,7 +54,7 @@ def refused(
 
 def test_only_editors_stage_and_only_the_control_plane_drops(shared: Editing) -> None:
     one, denied = shared, grpc.StatusCode.PERMISSION_DENIED
-    refused(denied, "may not", one.stage, one.manifest(0x20, FILL_B), role=Role.READER)
+    refused(denied, "needs editor", one.stage, one.manifest(0x20, FILL_B), role=Role.READER)
     drop = pb.DropEditRequest(edit_id=f"{0x20:032x}")
     refused(denied, "may not", one.call, "DropEdit", drop, Role.EDITOR)
     for op in ("lend", "stage"):

@@ -35,7 +35,8 @@ of its own."""
 
 WALKED: dict[str, tuple[str, ...]] = {
     "jobs": (), "status": (), "why": (), "top": (), "logs": ("0",), "alerts": (), "params": (),
-    "stats": (), "diff": ("1", "2"), "summon": ("*",), "marks": (), "exports": (), "edits": (),
+    "watch": (), "stats": (), "diff": ("1", "2"), "summon": ("*",), "marks": (), "exports": (),
+    "edits": (),
     "audit list": (), "audit verify": (), "doctor": (), "spectrum": ("w",),
     "verify": (), "updates": (), "edit": ("w",),
     "pause": (), "unmark": ("m",), "rollback": ("m",), "undo": ("1" * 32,),

@@ -117,7 +117,7 @@ def test_nan_is_told_with_its_tensor_until_it_is_mended(
 
         def told(state: str) -> dict[str, str]:
             found = mesh.alerts(state=state)
-            return {one.subject: one.reason for one in found if one.rule == "non-finite"}
+            return {one.name: one.reason for one in found if one.rule == "non-finite"}
 
         edit_to(mesh, 1)
         assert told("all") == {}

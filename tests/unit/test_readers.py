@@ -84,6 +84,8 @@ READERS = {
     "paramd_service/admission.py:_private_bytes read_text": KERNEL,
     "paramd_service/control/alerts/webhook.py:Webhooks.__init__ httpx2.AsyncClient": BOUNDED
     + "WEBHOOK: of an answer only the head is read",
+    "paramd_service/control/alerts/costs.py:_cpu_s read_text": KERNEL,
+    "paramd_service/control/alerts/costs.py:_is_sidecar read_bytes": KERNEL,
     "paramd_service/control/api/guard.py:_answer read_bytes": SHIPPED,
     "paramd_service/control/api/guard.py:_file read_bytes": SHIPPED,
     "paramd_service/control/api/routes/audit.py:record_of json.loads": OWN,

@@ -11,9 +11,15 @@ from tests.longer import takes_all
 LONGEST_S = 1800
 
 
+USUAL_SEED = 50480
+"""Of `make test` and CI, as the soak's, so that a red run can be had again."""
+
+
 @cache
 def seed() -> int:
-    """Another one for each commit, the same wherever that is tested."""
+    """In campaigns another one for each commit, the same wherever that is tested."""
+    if not takes_all():
+        return USUAL_SEED
     said = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )

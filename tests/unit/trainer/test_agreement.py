@@ -133,10 +133,12 @@ def test_ranks_at_different_iterations_agree_on_nothing_and_are_told_how_far_apa
     make: Callable[..., Ranks],
 ) -> None:
     ranks = make(2)
-    ranks.boundary(edit(4), edit(4), iterations=(10, 11))
+    ranks.boundary(edit(4), edit(4), iterations=(10, 11), within=(True, False))
     apart = ranks.boundary(edit(4), edit(4), iterations=(11, 11))
     assert told(apart) == [None] * 2
     assert [heard.iterations for heard in apart if heard is not None] == [(10, 11)] * 2
+    # Where one computes says nothing of the other's boundary.
+    assert [heard.differs for heard in apart if heard is not None] == [False] * 2
     assert told(ranks.boundary(NOTHING, NOTHING)) == [edit(4)] * 2
 
 

@@ -319,16 +319,18 @@ class Agreement:
         self._agreed_pace = -slowest
         self._agreed_copies = settled, copied if copied == -minus_copied else 0
         self._next_launch = self._launched_at + max(1, interval)
+        in_step = lowest == -minus_highest
         heard = Round(
             None,
             bool(stay),
             self._iteration,
             (lowest, -minus_highest),
-            differs=not (outside or inside),
+            # Ranks that are apart look at different boundaries: what they see says nothing.
+            differs=in_step and not (outside or inside),
             postponed=postponed if postponed == -minus_postponed else 0,
         )
         # MIN over x and -x gives opposite numbers only if every rank sent the same x.
-        same = number == -minus_number and token == -minus_token and lowest == -minus_highest
+        same = number == -minus_number and token == -minus_token and in_step
         if not same or number <= self._last_agreed:
             return heard
         self._last_agreed = number

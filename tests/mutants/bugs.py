@@ -140,7 +140,7 @@ BUGS = (
         "if glance is not None and all(map(is_, map(getitem, owners, keys), glance.tensors)):",
         "if glance is not None:",
     ),
-    AGREEMENT("ranks one iteration apart agree", " and lowest == -minus_highest\n", "\n"),
+    AGREEMENT("ranks one iteration apart agree", " and in_step\n", "\n"),
     AGREEMENT(
         "a quiet training may not hear a request for thousands of steps",
         "longest = min(QUIET_BOUNDARIES, ",

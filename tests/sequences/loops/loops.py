@@ -215,11 +215,13 @@ def abandoned(script: Script) -> None:
         script.train()
         broken = script.more["broken"] = script.optimizers.pop()
         found = broken.param_groups[0]["params"]
-        broken.state[found[len(found) // 2]]["momentum_buffer"] = torch.zeros(3, 1, 1, 1)
+        state = broken.state[found[len(found) // 2]]
+        state["momentum_buffer"] = torch.zeros(3, 1, 1, 1)
         with suppress(RuntimeError):
             broken.step()
+        # What is left of it is read on; state of that shape is refused.
+        state.clear()
         script.model.zero_grad()
-        script.record.optimizers = script.optimizers
     script.train()
     for one in script.optimizers:
         with script.record.update():

@@ -71,7 +71,8 @@ def train(given: argparse.Namespace) -> None:
     """The script, with its loop."""
     loop, script = LOOPS[given.loop], made(given.kind, given.folder)
     script.optimizers = loop.optimizers(script)
-    script.record.optimizers = script.optimizers
+    # A loop may step fewer of them later; what was attached is read on.
+    script.record.optimizers = list(script.optimizers)
     model = dict(script.net.named_children()) if given.kind == "pipeline" else script.model
     given_ones: Any = script.optimizers if len(script.optimizers) > 1 else script.optimizer
     script.attachment = paramd.attach(model, given_ones, job=JOB, resume=loop.resume)

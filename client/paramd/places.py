@@ -35,7 +35,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from paramd.answers import parsed_json, read_file
-from paramd.bounds import ENDPOINT, SMALL_FILE
+from paramd.bounds import ENDPOINT, SMALL_FILE, OverBoundError
 from paramd.documents import Document, read_document
 from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.state_files import check_job_name as check_job_name
@@ -366,6 +366,8 @@ def _counted(path: Path) -> int:
         text = read_file(path, SMALL_FILE).decode(errors="replace")
     except FileNotFoundError:
         return 0
+    except OverBoundError:
+        text = ""
     if not re.fullmatch(r"[0-9]{1,18}\n?", text):
         raise ConflictError(
             f"{path} does not hold a number; write the job's last run into it, "

@@ -146,6 +146,8 @@ def test_a_mesh_is_a_card_in_a_notebook(mesh: paramd.Mesh) -> None:
     assert f"<td>{JOB}</td>" in card
     assert "<td>1 of 1</td>" in card
     assert mesh.url in card
+    with mesh.pause():
+        assert "<td>1 of 1</td>" in mesh._repr_html_(), "a pause on request is no illness"
     mesh.close()
     assert "closed" in mesh._repr_html_()
 

@@ -299,8 +299,9 @@ def test_incarnations_are_never_handed_out_twice_under_contention() -> None:
     assert sorted(got) == list(range(1, 41))
 
 
-def test_a_damaged_incarnation_counter_is_not_guessed() -> None:
-    (places.job_dir("run") / "incarnation").write_text("-1")
+@pytest.mark.parametrize("text", ["-1", "1" * 5000])
+def test_a_damaged_incarnation_counter_is_not_guessed(text: str) -> None:
+    (places.job_dir("run") / "incarnation").write_text(text)
     with pytest.raises(ConflictError, match="does not hold a number"):
         places.next_incarnation("run")
 

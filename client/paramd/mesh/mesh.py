@@ -179,7 +179,7 @@ class Mesh:
         if self._end.alive and not self._thread.is_parents:
             try:
                 found = self.status(timeout=CARD_S)
-                healthy = sum(not row.reason for row in found)
+                healthy = sum(row.healthy for row in found)
                 rows.append(["step", str(found.step) if found.step >= 0 else "-"])
                 rows.append(["healthy ranks", f"{healthy} of {found.world_size}"])
                 rows += [[f"rank {row.rank}", row.reason] for row in found if row.reason]

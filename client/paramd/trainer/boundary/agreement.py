@@ -291,8 +291,8 @@ class Agreement:
         self._launched_at = self._boundary
 
     def _fill_postponed(self, within: bool | None, postponed: int) -> None:
-        # The minimum of the first is 0 once FSDP does not compute on one rank, that of the second
-        # once it computes on one. A rank that did not look changes neither.
+        # Their minima: 1 if FSDP computes on all ranks, and 1 if it does on none. A rank that did
+        # not look changes neither.
         self._message[13], self._message[14] = int(within is not False), int(within is not True)
         self._message[15], self._message[16] = postponed, -postponed
 
@@ -315,7 +315,7 @@ class Agreement:
             self._message[:8]
         )
         slowest, self._agreed_made, settled, copied, minus_copied = self._message[8:13]
-        outside, inside, postponed, minus_postponed = self._message[13:]
+        all_inside, all_outside, postponed, minus_postponed = self._message[13:]
         self._agreed_pace = -slowest
         self._agreed_copies = settled, copied if copied == -minus_copied else 0
         self._next_launch = self._launched_at + max(1, interval)
@@ -326,7 +326,7 @@ class Agreement:
             self._iteration,
             (lowest, -minus_highest),
             # Ranks that are apart look at different boundaries: what they see says nothing.
-            differs=in_step and not (outside or inside),
+            differs=in_step and not (all_inside or all_outside),
             postponed=postponed if postponed == -minus_postponed else 0,
         )
         # MIN over x and -x gives opposite numbers only if every rank sent the same x.

@@ -271,7 +271,7 @@ class BoundaryHandler:
                 expected=words[Word.EXPECTED_NS] > now_ns,
                 quiet=words[Word.CLIENTS_UNTIL_NS] < now_ns,
                 within=self._within,
-                postponed=self._postponed[0].number if self._postponed is not None else 0,
+                postponed=self._postponed_number,
             )
 
     def _stay(self, agreement: Agreement, at_home: bool) -> None:
@@ -318,8 +318,12 @@ class BoundaryHandler:
             stay=self._wants_to_stay(),
             iteration=self._iteration,
             within=self._within,
-            postponed=self._postponed[0].number if self._postponed is not None else 0,
+            postponed=self._postponed_number,
         )
+
+    @property
+    def _postponed_number(self) -> int:
+        return self._postponed[0].number if self._postponed is not None else 0
 
     @property
     def _pending(self) -> bool:

@@ -196,7 +196,7 @@ class Signals:
         the forward again there, and runs a separate backward for it.
         """
         self._silent = 0
-        if not self._stages.run(module):
+        if not self._stages.runs(module):
             self._count(within if within != -1 else backward_id())
 
     def _count(self, number: int) -> None:

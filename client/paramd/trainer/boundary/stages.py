@@ -42,7 +42,7 @@ class Stages:
         self._cleared: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that a step which has run none of them yet has cleared."""
 
-    def run(self, module: nn.Module) -> bool:
+    def runs(self, module: nn.Module) -> bool:
         """Whether a stage that lives is known to run this root."""
         stage = self._running.get(id(module))
         return stage is not None and stage() is not None
@@ -50,7 +50,7 @@ class Stages:
     def forward(self, module: nn.Module) -> bool:
         """Note that a forward of a root begins; return whether a stage was known to run it."""
         self._cleared.clear()
-        if self.run(module):
+        if self.runs(module):
             return True
         stage = running_stage(module)
         if stage is not None:

@@ -44,7 +44,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from paramd.memory.control_page import MAX_SAMPLES, Changed, digest_of
+from paramd.memory.control_page import MAX_SAMPLES, UNCHANGED, Changed, digest_of
 from paramd.trainer.model.dtensor import is_dtensor, split
 from paramd.trainer.model.local_shard import Slot
 from paramd.trainer.model.plain import has_plain_memory
@@ -461,7 +461,7 @@ class Contents:
     def changed_since(self, before: Left) -> Changed:
         """Whether what an update has left was changed since, and what shows it."""
         now = self.left()
-        how = Changed(0) if now.versions == before.versions else Changed.WRITTEN
+        how = UNCHANGED if now.versions == before.versions else Changed.WRITTEN
         return how if now.samples == before.samples else how | Changed.SAMPLES
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ import time
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -96,6 +96,14 @@ class Figures:
 
 Freeing = Callable[[], object]
 """Frees memory that was taken from where it was kept; on any thread, which it may block."""
+
+
+def free_all(freeing: Sequence[Freeing]) -> None:
+    """Free all, in order. One that fails does not keep the rest from being freed: edits wait for
+    theirs. Raises the last error."""
+    with ExitStack() as stack:
+        for free in reversed(freeing):
+            stack.callback(free)
 
 
 class HostRoom:
@@ -330,8 +338,7 @@ class HostRoom:
             if taken.cancel():
                 return False
             freeing = taken.result()
-        for free in freeing:
-            free()
+        free_all(freeing)
         self.show_idle(0)
         return bool(freeing)
 

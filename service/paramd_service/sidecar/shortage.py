@@ -17,7 +17,7 @@ import ctypes
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from paramd.memory.control_page import Word
 from paramd.memory.left import Growth, Spare, private_bytes
 from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.room import MOST_STANDING, Freeing
+from paramd_service.sidecar.room import MOST_STANDING, free_all
 
 LOOK_LEAST_S, LOOK_MOST_S = 0.1, 1.0
 """Seconds between two looks, when little is left and when much is."""
@@ -132,7 +132,7 @@ class Shortage:
             freeing.append(_trim)
         if freeing:
             # Not on the thread that allocates: it may be waiting for other ranks to do the same.
-            asyncio.get_running_loop().run_in_executor(None, _free_all, freeing)
+            asyncio.get_running_loop().run_in_executor(None, free_all, freeing)
 
     def _text(self, spare: Spare, count: int | None) -> str:
         """What the rank's status says about memory; empty when there is nothing to say."""
@@ -185,11 +185,6 @@ class Pressure:
         if self._event >= 0:
             os.close(self._event)
             self._event = -1
-
-
-def _free_all(freeing: Sequence[Freeing]) -> None:
-    for free in freeing:
-        free()
 
 
 def _trim() -> None:

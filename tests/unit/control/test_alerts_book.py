@@ -56,6 +56,14 @@ def test_a_look_that_does_not_cover_an_alert_does_not_end_it() -> None:
     assert len(found.firing) == 1
 
 
+def test_what_nobody_looks_at_again_is_over_at_once() -> None:
+    found = new_book()
+    see(found, 100, finding("v"), finding("w"))
+    (over,) = found.end(lambda alert: alert.subject == "w", 101)
+    assert (over.subject, over.state, over.resolved_s) == ("w", State.RESOLVED, 101)
+    assert [alert.subject for alert in found.firing] == ["v"]
+
+
 def test_waits_are_judged_by_the_trainers_own_budget() -> None:
     def judged(**environment: str) -> float:
         return load_alerts([], environment, watch=True).stall_budget_s

@@ -90,6 +90,18 @@ def test_the_worst_layer_is_named_first_and_the_others_are_listed() -> None:
     assert LAYERS[0] not in finding.reason
 
 
+def test_a_layer_that_is_frozen_has_no_gradient_and_the_rest_does_not_vanish() -> None:
+    courses, found = Courses(), []
+    for sample in range(COUNT):
+        large = [Sampled(fqn="large", norm=1e6)] if sample < AT else []
+        if not large:
+            courses.forget(["large"])
+        found += courses.take([Sampled(fqn="small", norm=1.0), *large], sample)
+        assert courses.has_gradient("large") is bool(large)
+    assert found == []
+    assert courses.total() == 1.0
+
+
 def young(layer: int, sample: int, chance: random.Random) -> float:
     """Deep layers start with next to no gradient, and grow by hundreds in the first minutes."""
     grown = 1.0 if layer < 12 else 300.0 / (1 + 299 * math.exp(-sample / 3))

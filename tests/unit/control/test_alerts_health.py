@@ -1,9 +1,12 @@
 """The verdict: the worst first, and never ok where nobody looked."""
 
+from dataclasses import replace
+
 import pytest
 
 from paramd.mesh.edits.calls import PauseWord
 from paramd.mesh.insight.reports import Alert
+from paramd_service.control.alerts.costs import Spent
 from paramd_service.control.alerts.health import Verdict, Watch, WatchState, verdict_of
 from paramd_service.control.alerts.pace import (
     CREDIT_S,
@@ -47,6 +50,7 @@ def test_ok_says_what_was_looked_at_and_when() -> None:
         ((), "nothing is watched yet"),
         ((Watch(what="values", state=WatchState.FAILING, detail="gone"),), "could not be checked"),
         ((Watch(what="values", state=WatchState.ON, every_s=40.0),), "not yet"),
+        ((replace(ON, age_s=301.0),), "values were last checked 301 s ago"),
     ],
 )
 def test_where_nobody_looked_it_is_not_ok(watches: tuple[Watch, ...], said: str) -> None:
@@ -117,3 +121,20 @@ def test_an_hour_costs_no_more_than_its_share_and_the_credit() -> None:
         now_s += pace.every_s(now_s, hurry=True)
         pace.paid(0.2)
     assert pace.spent_s <= CREDIT_S + 0.001 * 3600.0 + 0.2
+
+
+def test_what_is_told_of_the_rate_is_the_rate() -> None:
+    pace = Pace(share=0.001)
+    pace.begin(0.0)
+    assert pace.usual_s(0.0) == pace.every_s(0.0) < USUAL_S
+    pace.paid(0.010)
+    # A wait that is reported later counts as what is known at once.
+    pace.later(CREDIT_S)
+    assert pace.cost_s == pace.spent_s == pytest.approx(CREDIT_S + 0.010)
+    assert pace.usual_s(0.0) == pace.every_s(0.0) > LONGEST_S
+
+
+def test_the_rank_that_waits_longest_counts_whatever_others_have_waited_before() -> None:
+    before = Spent(1.0, {0: 50.0, 1: 2.0})
+    assert Spent(1.1, {0: 50.0, 1: 2.5, 2: 9.0}).since(before) == pytest.approx(0.5)
+    assert Spent(1.1, {0: 0.0, 1: 0.0}).since(before) == pytest.approx(0.1), "new sidecars"

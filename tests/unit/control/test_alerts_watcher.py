@@ -17,7 +17,13 @@ from paramd_service.control.alerts import webhook
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.drift import Difference, ReplicaGroup
 from paramd_service.control.alerts.looks import LookRounds
-from paramd_service.control.alerts.sampling import DigestRound, MeshSampler, StatsRound, TensorInput
+from paramd_service.control.alerts.sampling import (
+    DigestRound,
+    GradientRound,
+    MeshSampler,
+    StatsRound,
+    TensorInput,
+)
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.insight.verdict import Evidence
@@ -54,6 +60,9 @@ class World:
         self.mirrored = False
         self.sampled: list[str] = []
         self.unreadable = ""
+        self.step = 7
+        self.frozen: tuple[str, ...] = ()
+        self.during: Callable[[], object] = lambda: None
 
     def view(self) -> MeshView:
         return view(*self.reports.values(), world_size=3, now_s=self.now_s)
@@ -74,7 +83,16 @@ class World:
             t.fqn: TensorInput(fqn=t.fqn, count=8, nan_count=0, inf_count=0, norm=3.0)
             for t in tensors
         }
-        return StatsRound(step=7, tensors=tuple((well | self.bad).values()))
+        self.during()
+        return StatsRound(step=self.step, tensors=tuple((well | self.bad).values()))
+
+    async def gradients(self, patterns: Sequence[str], *, timeout_s: float) -> GradientRound:
+        found = tuple(
+            TensorInput(fqn=one.fqn, count=8, nan_count=0, inf_count=0, norm=1.0)
+            for one in TENSORS
+            if one.fqn not in self.frozen
+        )
+        return GradientRound(step=self.step, tensors=found, frozen=self.frozen)
 
     async def digests(self, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> DigestRound:
         self.asked.append(frozenset(rank for group in groups for rank in group.begins))
@@ -287,6 +305,66 @@ async def test_values_are_looked_at_once_a_round_succeeds_and_past_what_fails(
     world.unreadable = ""
     await _until(lambda: watcher.looks_at_values or len(world.sampled) > 20)
     assert watcher.looks_at_values is not bool(disabled)
+    await watcher.close()
+
+
+@pytest.mark.parametrize("on_purpose", [True, False])
+async def test_a_layer_stands_still_without_a_word_only_if_it_is_frozen_on_purpose(
+    world: World, on_purpose: bool
+) -> None:
+    told: list[Alert] = []
+    rounds = watcher_of(world, told).rounds
+
+    def norm(number: int) -> float:
+        return 3.0 + min(world.step, 16 if number == 0 else 999) / 1024
+
+    for world.step in range(8, 30):
+        world.frozen = ("w0",) if on_purpose and world.step > 16 else ()
+        world.bad = {
+            one.fqn: TensorInput(fqn=one.fqn, count=8, nan_count=0, inf_count=0, norm=norm(n))
+            for n, one in enumerate(TENSORS)
+        }
+        assert await rounds.gradients()
+        assert await rounds.stats()
+    assert [(one.rule, one.name) for one in told] == [("norm-jump", "w0")] * (not on_purpose)
+
+
+async def test_after_a_rollback_a_rate_of_zero_leaves_no_layer_behind(world: World) -> None:
+    told: list[Alert] = []
+    rounds = watcher_of(world, told).rounds
+    for world.step in [*range(1000, 1010), *range(20, 30)]:
+        norm = 3.0 + max(world.step, 1000) / 1024
+        world.bad = {
+            one.fqn: TensorInput(fqn=one.fqn, count=8, nan_count=0, inf_count=0, norm=norm)
+            for one in TENSORS
+        }
+        assert await rounds.gradients()
+        assert await rounds.stats()
+    assert told == []
+
+
+async def test_after_turning_off_nothing_of_values_fires(world: World) -> None:
+    told: list[Alert] = []
+    watcher = watcher_of(world, told)
+    world.bad = {"w1": TensorInput(fqn="w1", count=8, nan_count=2, inf_count=0, norm=3.0)}
+    assert await watcher.rounds.stats()
+    assert [one.state for one in told] == ["firing"]
+    watcher.turn(on=False)
+    assert [one.state for one in told] == ["firing", "resolved"]
+    watcher.turn(on=True)
+    world.during = lambda: watcher.turn(on=False)
+    assert not await watcher.rounds.stats(), "it was turned off meanwhile"
+    assert len(told) == 2
+    assert watcher.book.firing == ()
+
+
+async def test_waits_that_are_reported_after_a_sample_are_part_of_its_cost(world: World) -> None:
+    watcher = watcher_of(world, [], AlertConfig(watch_share=1, stats_every_s=0.01))
+    watcher.start()
+    await _until(lambda: bool(world.sampled))
+    assert watcher.watches()[0].every_s < 1.0
+    world.reports[1].state.stall_total_ns += 50 * 10**9
+    await _until(lambda: watcher.watches()[0].every_s > 1.0)
     await watcher.close()
 
 

@@ -279,6 +279,19 @@ def test_a_simulated_gpu_that_tells_little_is_told_with_what_there_is() -> None:
     assert list(told.throttled) == []
 
 
+def test_a_simulated_gpu_that_fell_off_the_bus_keeps_no_other_from_being_told() -> None:
+    class OneIsLost(SimulatedNvml):
+        def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:
+            if index == 0:
+                raise NvmlError("GPU is lost")
+            return self.gpus[index]
+
+    devices = devices_of(OneIsLost([Gpu(0), Gpu(1, pids=(20,))]))
+    assert (
+        [one.index for one in devices.facts(20)] == [one.index for one in devices.facts(0)] == [1]
+    )
+
+
 def test_without_nvml_there_are_no_gpus() -> None:
     def missing() -> Any:
         raise ImportError("pynvml")

@@ -15,7 +15,7 @@ import pytest
 from paramd.errors import ExhaustedError
 from paramd.memory.left import LOWER_S, Limit, Memory, Purpose, killed_count
 from paramd_service.sidecar import room as module
-from paramd_service.sidecar.room import MOST_STANDING, HostRoom
+from paramd_service.sidecar.room import MOST_STANDING, HostRoom, free_all
 
 MIB = 1 << 20
 
@@ -258,3 +258,14 @@ def test_standing_snapshots_count_on_idle_memory_unless_memory_is_short(
     assert one.standing_count(200 * MIB, 0) == MOST_STANDING
     host.left_bytes, host.now_s = 90 * MIB, host.now_s + LOWER_S
     assert one.decide() == 1
+
+
+def test_memory_that_cannot_be_freed_keeps_no_other_from_it() -> None:
+    freed: list[int] = []
+
+    def stuck() -> None:
+        raise BufferError("it is exported")
+
+    with pytest.raises(BufferError):
+        free_all([lambda: freed.append(1), stuck, lambda: freed.append(2)])
+    assert freed == [1, 2]

@@ -86,9 +86,14 @@ class Book:
                 changes.append(self._end(key, now_s))
         return changes
 
+    def end(self, covered: Covered, now_s: float) -> list[Alert]:
+        """Resolve at once what nobody will look at again; return what was firing of it."""
+        over = [key for key, alert in self._firing.items() if covered(alert)]
+        return [self._end(key, now_s) for key in over]
+
     def close(self, now_s: float) -> list[Alert]:
         """Resolve everything because the incarnation has ended; return what was firing."""
-        return [self._end(key, now_s) for key in list(self._firing)]
+        return self.end(lambda _: True, now_s)
 
     def restore(self, alerts: Iterable[Alert]) -> None:
         """Resume alerts that were firing before a restart of the control plane."""

@@ -8,7 +8,7 @@ all of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +24,22 @@ class Spent:
     """What has been spent up to a moment, in seconds."""
 
     cpu_s: float
-    stalled_s: float
-    """Longest total wait of a rank's updates for copies."""
+    stalled_s: Mapping[int, float]
+    """Total wait of each rank's updates for copies, as far as it is reported."""
 
     def since(self, before: Spent) -> float:
         """Seconds of a core, or of the training, whichever is more, since `before`."""
-        return max(self.cpu_s - before.cpu_s, self.stalled_s - before.stalled_s, 0.0)
+        return max(self.cpu_s - before.cpu_s, longest(self.stalled_s, before.stalled_s))
+
+
+def stalled(reports: Sequence[Report]) -> Mapping[int, float]:
+    """Total wait of each rank's updates for copies, in seconds."""
+    return {one.rank: one.state.stall_total_ns / 1e9 for one in reports}
+
+
+def longest(now: Mapping[int, float], before: Mapping[int, float]) -> float:
+    """Longest wait of a rank between two times; 0 of a rank that was not there before."""
+    return max((total_s - before.get(rank, total_s) for rank, total_s in now.items()), default=0.0)
 
 
 def spent(reports: Sequence[Report]) -> Spent:
@@ -37,8 +47,7 @@ def spent(reports: Sequence[Report]) -> Spent:
     here = [one.state.sidecar_pid for one in reports if _is_sidecar(one.state.sidecar_pid)]
     read = [_cpu_s(pid) for pid in here[:MAX_SIDECARS]]
     times = len(here) / len(read) if read else 0.0
-    stalled_s = max((one.state.stall_total_ns / 1e9 for one in reports), default=0.0)
-    return Spent(time.process_time() + times * sum(read), stalled_s)
+    return Spent(time.process_time() + times * sum(read), stalled(reports))
 
 
 def _is_sidecar(pid: int) -> bool:

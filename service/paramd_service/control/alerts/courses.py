@@ -165,6 +165,14 @@ class Courses:
         self._of = {fqn: one for fqn, one in self._of.items() if fqn in kept}
         self._last = {fqn: one for fqn, one in self._last.items() if fqn in kept}
 
+    def forget(self, fqns: Iterable[str]) -> None:
+        """Drop layers that are frozen on purpose: one that trains again begins anew, and so does
+        the total, which is less without them."""
+        for fqn in fqns:
+            if self._of.pop(fqn, None) is not None:
+                self._total = Course()
+            self._last.pop(fqn, None)
+
     def take(self, sampled: Sequence[Sampled], step: int) -> list[Finding]:
         """Judge the gradients of one update, which then become part of the course unless they are
         wrong. Returns at most one finding of each kind."""

@@ -22,6 +22,11 @@ WORDS = (
 )  # fmt: skip
 """From good to bad; then "ended"."""
 
+OLD_S = 300.0
+"""Seconds after which a look is too old to say that all is well, unless looks are rarer."""
+OLD_TIMES = 3
+"""Times the usual seconds between two looks after which one is too old."""
+
 MAX_MORE = 20
 """Most lines beside the first."""
 
@@ -73,8 +78,13 @@ class Watch:
 
     @property
     def is_blind(self) -> bool:
-        """Whether nobody has looked yet, or can."""
-        return self.state in (WatchState.OFF, WatchState.FAILING) or self.age_s is None
+        """Whether nobody has looked yet, can, or has done so lately."""
+        off = self.state in (WatchState.OFF, WatchState.FAILING)
+        return off or self.age_s is None or self._is_old
+
+    @property
+    def _is_old(self) -> bool:
+        return self.age_s is not None and self.age_s > max(OLD_S, OLD_TIMES * self.every_s)
 
     @property
     def text(self) -> str:
@@ -83,6 +93,8 @@ class Watch:
             return f"{self.what} are not watched"
         if self.state is WatchState.FAILING:
             return f"{self.what} could not be checked ({self.detail})"
+        if self._is_old:
+            return f"{self.what} were last checked {self.age_s:.0f} s ago"
         age = f", last {self.age_s:.0f} s ago" if self.age_s is not None else " (not yet)"
         warming = f" (warming up: {self.detail})" if self.state is WatchState.WARMING_UP else ""
         return f"{self.what} checked every {self.every_s:.0f} s{age}{warming}"

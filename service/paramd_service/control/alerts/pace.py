@@ -6,7 +6,6 @@ on credit: without a past nothing can be judged. Later ones repay it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 SHARE = 0.001
@@ -54,6 +53,11 @@ class Pace:
             first = self.count == 1
             self.cost_s = cost_s if first else self.cost_s + _SMOOTH * (cost_s - self.cost_s)
 
+    def later(self, cost_s: float) -> None:
+        """The last attempt has cost so much more, as is known only now."""
+        self.spent_s += cost_s
+        self.cost_s += cost_s if self.count == 1 else _SMOOTH * cost_s
+
     def affordable_s(self) -> float:
         """Seconds between two samples that their share of the time pays for."""
         return max(self.least_s, self.cost_s / self.share)
@@ -61,23 +65,18 @@ class Pace:
     def every_s(self, now_s: float, *, hurry: bool = False) -> float:
         """Seconds until the next sample."""
         self.hurried = self.hurried + 1 if hurry else 0
-        earned_s = CREDIT_S + self.share * (
-            now_s - self.began_s if self.began_s is not None else 0.0
-        )
-        if self.spent_s + self.cost_s > earned_s:
-            return max(self.affordable_s(), LONGEST_S)
-        if hurry and self.hurried <= MAX_HURRIED:
+        if hurry and self.hurried <= MAX_HURRIED and self._has_credit(now_s):
             return min(HURRY_S, self.least_s)
+        return self.usual_s(now_s)
+
+    def usual_s(self, now_s: float) -> float:
+        """Seconds between two samples while nothing is odd."""
+        if not self._has_credit(now_s):
+            return max(self.affordable_s(), LONGEST_S)
         if self.count < QUICK_COUNT:
             return min(FIRST_S, self.least_s)
         return min(self.affordable_s(), max(LONGEST_S, self.least_s))
 
-    def usual_s(self, now_s: float) -> float:
-        """Seconds between two samples at present, for those who are told."""
-        if self.count < QUICK_COUNT:
-            return FIRST_S
-        earned_s = CREDIT_S + self.share * (
-            now_s - self.began_s if self.began_s is not None else 0.0
-        )
-        most_s = LONGEST_S if self.spent_s + self.cost_s <= earned_s else math.inf
-        return min(self.affordable_s(), most_s)
+    def _has_credit(self, now_s: float) -> bool:
+        paid_s = self.share * (now_s - self.began_s) if self.began_s is not None else 0.0
+        return self.spent_s + self.cost_s <= CREDIT_S + paid_s

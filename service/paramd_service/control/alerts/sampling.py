@@ -83,6 +83,8 @@ class GradientRound:
     """As the optimizer gets them."""
     absent: tuple[str, ...] = ()
     """Tensors without a gradient although they require one."""
+    frozen: tuple[str, ...] = ()
+    """Tensors that require none any more, or never did."""
     factor: float = 1.0
     """What their norms are multiplied by to undo loss scale and clipping."""
 
@@ -149,7 +151,7 @@ class MeshSampler:
         from paramd.mesh.reading.transfer import Transfer
 
         wanted = GradRequest(patterns=tuple(patterns), every=1, kind="stats", transport="auto")
-        missing = REASONS[pb.NO_GRADIENT_NONE]
+        missing, on_purpose = REASONS[pb.NO_GRADIENT_NONE], REASONS[pb.NO_GRADIENT_FROZEN]
         reach = await self._reaching()
         with closing(Transfer()) as transfer, suppress(TimeoutError):
             stream = await open_stream(reach, transfer, wanted)
@@ -164,6 +166,7 @@ class MeshSampler:
                             for one in found
                         ),
                         absent=tuple(name for name, why in frame.none.items() if why == missing),
+                        frozen=tuple(name for name, why in frame.none.items() if why == on_purpose),
                         factor=_undone(frame.scale, frame.clip_factor),
                     )
         return GradientRound(step=-1)

@@ -62,21 +62,13 @@ class Values:
         self._config = config
         self._past: dict[str, _Past] = {}
         self._standing: dict[str, dict[str, _Trouble]] = {NOT_FINITE: {}, NORMS: {}, FROZEN: {}}
-        self._seen: set[str] = set()
         self._changed_step = -1
         """Last step at which any tensor had changed since its round before."""
-
-    @property
-    def warm_count(self) -> int:
-        """Rounds that the tensor with the fewest has been in."""
-        counts = [len(self._past[fqn].norms) for fqn in self._seen if fqn in self._past]
-        return min(counts, default=0)
 
     def keep_only(self, fqns: Iterable[str]) -> None:
         """Drop tensors that a new layout no longer has."""
         kept = set(fqns)
         self._past = {fqn: one for fqn, one in self._past.items() if fqn in kept}
-        self._seen &= kept
         for kind, standing in self._standing.items():
             self._standing[kind] = {fqn: one for fqn, one in standing.items() if fqn in kept}
 
@@ -88,8 +80,10 @@ class Values:
         has_gradient: Callable[[str], bool] = lambda _: False,
     ) -> list[Finding]:
         """Judge the tensors of one round. `has_gradient`: whether updates bring one a gradient."""
+        if step < self._changed_step:
+            # After a rollback steps come again, in which nothing has changed yet.
+            self._changed_step = -1
         for one in tensors:
-            self._seen.add(one.fqn)
             past = self._past.setdefault(one.fqn, _Past(deque(maxlen=self._config.norm_window)))
             self._put(NOT_FINITE, one.fqn, self._not_finite(one, step))
             self._put(NORMS, one.fqn, self._jumped(one, past.norms, step))

@@ -25,7 +25,7 @@ from paramd_service.control.alerts import looks
 from paramd_service.control.alerts.bits import BitRounds
 from paramd_service.control.alerts.book import Book, Covered, Finding, Severity, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
-from paramd_service.control.alerts.costs import spent
+from paramd_service.control.alerts.costs import Spent, longest, spent, stalled
 from paramd_service.control.alerts.courses import LEAST as LEAST_SAMPLES
 from paramd_service.control.alerts.courses import Courses
 from paramd_service.control.alerts.drift import Sample, drift_findings, groups_of, next_sample
@@ -76,6 +76,8 @@ STEPS_OF_PATIENCE = 2.5
 WINDOW_PARTS = 6
 """Past states kept per stall window."""
 KEEP_AGAIN_S = 5.0
+REPORTED_S = 3.0
+"""Seconds after which reports have the waits that a sample has caused."""
 BETWEEN_PARTS_S = 0.01
 
 Tell = Callable[[Alert], object]
@@ -100,9 +102,14 @@ class Rounds:
         self._digests_begin = 0
         self._turn = 0
 
+    def forget(self) -> None:
+        """Begin anew: nobody looks for a while, and what changes meanwhile is no jump."""
+        self.values, self.courses = Values(self._config), Courses()
+
     async def stats(self) -> bool:
         """Check statistics of the next parameters; return whether there were any. Raises
         ParamdError."""
+        values = self.values
         if not any(self._config.looks_for(rule) for rule in TENSOR_RULES):
             return False
         layout = await self._sampler.layout()
@@ -113,6 +120,9 @@ class Rounds:
         # Before it is read: what cannot be read must not keep the rest from being looked at.
         self._stats_begin = sample.next_begin
         found = await self._sampler.stats(sample.tensors, timeout_s=self._timeout_s())
+        # Turned off meanwhile: nobody would look at a finding again.
+        if not found.tensors or self.values is not values:
+            return False
         findings = self.values.take(
             found.tensors, found.step, has_gradient=self.courses.has_gradient
         )
@@ -124,8 +134,9 @@ class Rounds:
         return True
 
     async def gradients(self) -> bool:
-        """Check the gradients of one update; return whether one came in time. Raises
+        """Check the gradients of one update; return whether some came in time. Raises
         ParamdError."""
+        courses = self.courses
         if not self._config.looks_for(Rule.GRADIENT_JUMP):
             return False
         layout = await self._sampler.layout()
@@ -138,7 +149,7 @@ class Rounds:
         names = ["*"] if whole else [tensor.fqn for tensor in sample.tensors]
         self._gradients_begin = sample.next_begin
         found = await self._sampler.gradients(names, timeout_s=self._timeout_s())
-        if found.step < 0:
+        if found.step < 0 or self.courses is not courses:
             return False
         bad = [one for one in found.tensors if one.nan_count or one.inf_count]
         if bad:
@@ -149,6 +160,7 @@ class Rounds:
             [not_finite] if not_finite is not None else [],
             lambda alert: alert.subject == GRADIENTS_NOT_FINITE and alert.name in seen,
         )
+        self.courses.forget(found.frozen)
         findings = self.courses.take(found.sampled(), found.step)
         warm = self.courses.warm_count >= LEAST_SAMPLES
         # After a restart of the control plane an alert stays until there is a course again.
@@ -156,7 +168,7 @@ class Rounds:
         norms = {one.fqn: one.norm * found.factor for one in found.tensors}
         total = {"total": self.courses.total()} if norms else {}
         self._measured("grad_norm", found.step, norms | total)
-        return True
+        return bool(found.tensors)
 
     def _timeout_s(self) -> float:
         """Patience with one round: an update may be long in coming."""
@@ -201,6 +213,15 @@ class Rounds:
 def _covers(rules: frozenset[Rule], fqns: set[str]) -> Covered:
     """A test whether checking these tensors would find an alert's problem again."""
     return lambda alert: alert.rule in rules and (not alert.name or alert.name in fqns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """A sample whose waits are not all reported yet."""
+
+    before: Spent
+    paid_s: float
+    due_s: float
 
 
 @dataclass(kw_only=True, eq=False)
@@ -262,6 +283,7 @@ class Watcher:
                 ("stats", config.stats_every_s), ("gradients", config.gradients_every_s)
             )
         }  # fmt: skip
+        self._owed: dict[str, _Owed] = {}
         self._last_s: dict[str, float] = {}
         """When a round of each kind succeeded last."""
         self.rounds = Rounds(self, view, self.sampler)
@@ -293,7 +315,7 @@ class Watcher:
     @property
     def looks_at_values(self) -> bool:
         """Whether values are looked at: by the rule, and in the last round."""
-        looked = self.round_counts["stats"] > 0 and "stats" not in self._trouble
+        looked = "stats" in self._last_s and "stats" not in self._trouble
         return looked and self.config.looks_for(Rule.NON_FINITE)
 
     def start(self) -> None:
@@ -335,8 +357,8 @@ class Watcher:
             self._on.set()
         else:
             self._on.clear()
-            # Nobody will look at these again.
-            self.observe([], lambda one: one.rule in _SAMPLED)
+            self.rounds.forget()
+            self._on_change(self.book.end(lambda one: one.rule in _SAMPLED, self.clock()))
             for kind in self._paces:
                 self._trouble.pop(kind, None)
                 self._last_s.pop(kind, None)
@@ -386,6 +408,8 @@ class Watcher:
     def tick(self, view: MeshView) -> None:
         """Check the sidecars' reports. Never fails; large meshes are checked less often."""
         now_s = self.clock()
+        for kind in [kind for kind, owed in self._owed.items() if now_s >= owed.due_s]:
+            self._settle(kind, view)
         if self._logged is not None:
             self._logged.join(view.joined)
         if not self._restored or now_s < self._look_due_s:
@@ -464,9 +488,19 @@ class Watcher:
             hurry = kind == "gradients" and self.rounds.courses.suspicious
             await self._pause(kind, pace.every_s(self.clock(), hurry=hurry))
             await self._on.wait()
+            self._settle(kind, self.view())
             before = spent(self.view().joined)
             made = await self._round(kind, one)
-            pace.paid(spent(self.view().joined).since(before), made=made)
+            cost_s = spent(self.view().joined).since(before)
+            pace.paid(cost_s, made=made)
+            self._owed[kind] = _Owed(before, cost_s, self.clock() + REPORTED_S)
+
+    def _settle(self, kind: str, view: MeshView) -> None:
+        """Count the waits that the last sample caused, which only later reports have."""
+        owed = self._owed.pop(kind, None)
+        if owed is not None:
+            waited_s = longest(stalled(view.joined), owed.before.stalled_s)
+            self._paces[kind].later(max(waited_s - owed.paid_s, 0.0))
 
     async def _looking(self, rounds: looks.LookRounds) -> None:
         while True:

@@ -96,7 +96,8 @@ class Devices:
         """No I/O."""
         self._library: Library | None = None
         self._error: type[Exception] = Exception
-        self._handles: list[Handle] = []
+        self._handles: dict[int, Handle] = {}
+        """By number in NVML; without GPUs that do not answer."""
         self._events: Any = None
         self._xids: dict[int, int] = {}
 
@@ -116,7 +117,10 @@ class Devices:
             return False
         self._library, self._error = library, library.NVMLError
         count = min(self._told(library.nvmlDeviceGetCount, 0), MOST)
-        self._handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        for index in range(count):
+            handle = self._told(partial(library.nvmlDeviceGetHandleByIndex, index), None)
+            if handle is not None:
+                self._handles[index] = handle
         self._listen(library)
         return bool(self._handles)
 
@@ -125,9 +129,9 @@ class Devices:
         if self._library is None:
             return []
         self._hear(self._library)
-        indices = range(len(self._handles))
-        mine = [index for index in indices if trainer_pid and trainer_pid in self._users(index)]
-        return [self._facts(self._library, index) for index in (mine if mine else indices)]
+        every = list(self._handles)
+        mine = [index for index in every if trainer_pid and trainer_pid in self._users(index)]
+        return [self._facts(self._library, index) for index in (mine if mine else every)]
 
     def close(self) -> None:
         """Idempotent."""
@@ -178,7 +182,7 @@ class Devices:
         self._events = self._told(library.nvmlEventSetCreate, None)
         if self._events is None:
             return
-        for handle in self._handles:
+        for handle in self._handles.values():
             register = partial(library.nvmlDeviceRegisterEvents, handle, _XID, self._events)
             self._told(register, None)
 

@@ -15,7 +15,7 @@ const JOB: JobSummary = {
   verdict: { level: "ok", word: "ok", line: "every rank reports", cause: "", more: [], ranks: [], names: [], step: -1, watches: [] },
 };
 const said = (level: string, word: string): Partial<JobSummary> => ({ verdict: { ...JOB.verdict, level, word } });
-const WELL: Known = { summary: JOB, values: { bad: 0, first: "", why: "" }, silentMs: 1000, problem: null };
+const WELL: Known = { summary: JOB, silentMs: 1000, problem: null };
 const of = (known: Partial<Known>, job: Partial<JobSummary> = {}): string => {
   const found = healthOf({ ...WELL, summary: { ...JOB, ...job }, ...known });
   return `${found.tone} ${found.word}`;

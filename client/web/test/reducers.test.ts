@@ -4,6 +4,7 @@ import { ApiError } from "../src/api/client";
 import type { ServerEvent } from "../src/api/sse";
 import { type Frame, type GradParam, KEPT_NORMS, NO_GRADS, withFrame } from "../src/lib/grads";
 import { MAX_RECENT, NOTHING, withEvent, withProblem } from "../src/lib/live";
+import type { Alert } from "../src/api/schema";
 import { axesOf, coordinates, median, stragglers } from "../src/lib/mesh";
 import { density, difference, MAX_SAMPLES, type Sample, smooth, spread, withSample } from "../src/lib/samples";
 import { rowsOf, treeOf } from "../src/lib/tree";
@@ -65,14 +66,19 @@ describe("mesh axes", () => {
 });
 
 describe("stragglers", () => {
-  const rank = (n: number, ms: number, membership = "joined") => ({ rank: n, state: "ok", membership, step: 1, step_time_ns: ms * 1e6 });
+  const alert = (rule: string, ranks: number[], state = "firing") => ({ rule: rule as Alert["rule"], state: state as Alert["state"], ranks });
 
-  it("are far above the median, and by more than noise", () => {
-    expect([...stragglers([rank(0, 100), rank(1, 100), rank(2, 151)])]).toEqual([2]);
-    expect([...stragglers([rank(0, 100), rank(1, 100), rank(2, 149)])]).toEqual([]);
-    expect([...stragglers([rank(0, 100), rank(1, 150)])]).toEqual([1]);
-    expect([...stragglers([rank(0, 1), rank(1, 1), rank(2, 9)])]).toEqual([]);
-    expect([...stragglers([rank(0, 100), rank(1, 100), rank(2, 900, "gone")])]).toEqual([]);
+  it("are the ranks that the control plane's rules call slow now", () => {
+    expect([...stragglers([alert("slow-rank", [2]), alert("straggler", [5])])]).toEqual([2, 5]);
+    expect([...stragglers([alert("slow-rank", [0, 1])])]).toEqual([]);
+    expect([...stragglers([alert("slow-rank", [2], "resolved"), alert("stale-rank", [1])])]).toEqual([]);
+    expect([...stragglers([])]).toEqual([]);
+  });
+
+});
+
+describe("the median", () => {
+  it("of nothing is no number", () => {
     expect(median([])).toBeNaN();
   });
 });

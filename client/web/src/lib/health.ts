@@ -10,24 +10,11 @@ export interface Health {
   why: string;
 }
 
-/** A check of the parameters' values for NaN and infinities. */
-export interface Values {
-  /** Tensors with NaN or infinities; null: not known. */
-  bad: number | null;
-  /** The first of them in model order. */
-  first: string;
-  /** Why it is not known. */
-  why: string;
-}
-
-export const UNCHECKED: Values = { bad: null, first: "", why: "not checked yet" };
-
 /** A job list older than this is stale: it is asked for every 5 s and given up after 5 s. */
 export const STALE_MS = 15_000;
 
 export interface Known {
   summary: JobSummary | null;
-  values: Values;
   /** Time since the control plane last answered; null: it never has. */
   silentMs: number | null;
   /** Why the last request failed; null: it did not. */

@@ -1,5 +1,7 @@
 /** Mesh axes, inferred from placements; coordinates of ranks; stragglers. Pure. */
 
+import type { Alert } from "../api/schema";
+
 export interface Axis {
   name: "data" | "shard" | "tensor" | "rank";
   size: number;
@@ -65,32 +67,15 @@ export function coordinates(rank: number, axes: readonly Axis[]): number[] {
   return found;
 }
 
-export interface RankLike {
-  rank: number;
-  state: string;
-  membership: string;
-  step: number;
-  step_time_ns: number;
-}
+/** Rules that find a rank slower than the others. */
+const SLOW_RULES: ReadonlySet<string> = new Set(["slow-rank", "straggler"]);
 
-export const STRAGGLER_FACTOR = 1.5;
-const STRAGGLER_MARGIN_NS = 10e6;
-
-/** Joined ranks whose step time is far above the median; the same rule as the alert's. */
-export function stragglers(ranks: readonly RankLike[]): Set<number> {
-  const timed = ranks.filter((rank) => rank.membership === "joined" && rank.step_time_ns > 0);
-  const times = timed.map((rank) => rank.step_time_ns);
-  // The median of two is their mean, which hides the slower one: compare with the faster.
-  const middle = times.length === 2 ? Math.min(...times) : median(times);
-  return new Set(
-    timed
-      .filter(
-        (rank) =>
-          rank.step_time_ns >= middle * STRAGGLER_FACTOR &&
-          rank.step_time_ns - middle >= STRAGGLER_MARGIN_NS,
-      )
-      .map((rank) => rank.rank),
-  );
+/**
+ * Ranks that the control plane calls slower than the others: the page has no rule of its own, which could contradict
+ * the verdict. An alert of several ranks is about the data that all of them wait for.
+ */
+export function stragglers(alerts: readonly Pick<Alert, "rule" | "state" | "ranks">[]): Set<number> {
+  return new Set(alerts.filter((alert) => alert.state === "firing" && SLOW_RULES.has(alert.rule) && alert.ranks.length === 1).flatMap((alert) => alert.ranks));
 }
 
 export function median(values: readonly number[]): number {

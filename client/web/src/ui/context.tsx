@@ -4,11 +4,11 @@ import { createContext, useContext, useEffect, useMemo, useState, type ReactNode
 
 import type { JobList, JobSummary, SessionDocument } from "../api/schema";
 import { follow } from "../api/sse";
-import { get, urlOf } from "../api/client";
+import { urlOf } from "../api/client";
 import { plural } from "../lib/format";
-import { type Health, healthOf, UNCHECKED, type Values } from "../lib/health";
+import { type Health, healthOf } from "../lib/health";
 import { type Live, NOTHING, withEvent, withProblem } from "../lib/live";
-import { type Polled, useNow, usePoll, useSettled } from "./hooks";
+import { type Polled, useNow, useSettled } from "./hooks";
 import { useOutage } from "./outage";
 
 export type Action = "view" | "read" | "logs" | "edit" | "edit-any" | "export" | "attach" | "administer";
@@ -19,7 +19,6 @@ interface Shared {
   live: Live;
   dark: boolean;
   health: Health;
-  values: Values;
   summary: JobSummary | null;
   jobs: readonly JobSummary[];
 }
@@ -78,11 +77,10 @@ export function Provider(props: {
   }, [news, refresh]);
   const all = jobs.data?.jobs ?? NO_JOBS;
   const summary = all.find((one) => one.job === job) ?? null;
-  const values = useValues(job, summary);
-  const health = useHealth(jobs, summary, values);
+  const health = useHealth(jobs, summary);
   const shared = useMemo(
-    () => ({ session, job, live, dark, health, values, summary, jobs: all }),
-    [session, job, live, dark, health, values, summary, all],
+    () => ({ session, job, live, dark, health, summary, jobs: all }),
+    [session, job, live, dark, health, summary, all],
   );
   return <Context.Provider value={shared}>{children}</Context.Provider>;
 }
@@ -92,56 +90,13 @@ const NEWS_MS = 300;
 const NO_JOBS: readonly JobSummary[] = [];
 
 /** The same object until what it says changes: every second brings a new age, and no new health. */
-function useHealth(jobs: Polled<JobList>, summary: JobSummary | null, values: Values): Health {
+function useHealth(jobs: Polled<JobList>, summary: JobSummary | null): Health {
   const now = useNow();
   const silentMs = jobs.at ? Math.max(0, now - jobs.at) : null;
   const outage = useOutage();
   // The first question that fails ends what was known: not only the next one for the list of jobs.
-  const { tone, word, why } = healthOf({ summary, values, silentMs, problem: jobs.error ?? (outage || null) });
+  const { tone, word, why } = healthOf({ summary, silentMs, problem: jobs.error ?? (outage || null) });
   return useMemo(() => ({ tone, word, why }), [tone, word, why]);
-}
-
-const CHECK_EVERY_MS = 60_000;
-/** Larger models are read only by the control plane's own watch, a part at a time. */
-const MAX_CHECKED = 1000;
-const MAX_CHECKED_NUMEL = 1e8;
-
-/** Whether the parameters' values are finite: what the control plane's watch says, else looked at once a minute. */
-function useValues(job: string, summary: JobSummary | null): Values {
-  const alive = summary !== null && summary.state !== "ended" && summary.joined_count > 0;
-  const found = usePoll<Values>(
-    alive ? `${job}/${summary.incarnation}/values` : null,
-    (signal) => valuesOf(job, signal),
-    CHECK_EVERY_MS,
-  );
-  const [data, error] = [found.data, found.error];
-  return useMemo(() => (error ? { ...UNCHECKED, why: error } : (data ?? UNCHECKED)), [data, error]);
-}
-
-async function valuesOf(job: string, signal: AbortSignal): Promise<Values> {
-  const path = { job };
-  const alerts = await get("/api/v1/jobs/{job}/alerts", { path, query: { limit: MAX_CHECKED }, signal });
-  const found = alerts.alerts.filter((alert) => alert.rule === "non-finite");
-  // The control plane samples the values itself: reading them here would tell nothing more.
-  if (found.length > 0 || alerts.watch) return { bad: found.length, first: found.at(-1)?.subject ?? "", why: "" };
-  let why = "the model is too large to be read every minute";
-  if (await isSmall(job, signal)) {
-    const stats = await get("/api/v1/jobs/{job}/params/stats", { path, query: { filter: "*" }, signal });
-    const bad = stats.stats.filter((row) => row.nan_count + row.inf_count > 0);
-    const missing = stats.missing[0];
-    // Tensors of ranks that are away, or too small for this role, are not known.
-    if (bad.length > 0 || !missing) return { bad: bad.length, first: bad[0]?.name ?? "", why: "" };
-    why = `${missing.name}: ${missing.reason}`;
-  }
-  return { ...UNCHECKED, why: `${why}, and the control plane does not look for NaN and Inf (watch in [alerts])` };
-}
-
-async function isSmall(job: string, signal: AbortSignal): Promise<boolean> {
-  const list = (limit: number) => get("/api/v1/jobs/{job}/params", { path: { job }, query: { limit }, signal });
-  // The names of a model that is large anyway need not be sent to count them.
-  if ((await list(1)).total_count > MAX_CHECKED) return false;
-  const numel = (await list(MAX_CHECKED)).params.reduce((sum, one) => sum + one.numel, 0);
-  return numel <= MAX_CHECKED_NUMEL;
 }
 
 function useEvents(job: string): Live {

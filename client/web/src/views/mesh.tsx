@@ -69,7 +69,7 @@ function Live(): ReactNode {
   const [picked] = useQuery("rank");
   const axes = useMemo(() => axesOf(facts.data?.params ?? [], world), [facts.data, world]);
   const all = ranks.data?.ranks ?? NO_RANKS;
-  const late = useMemo(() => stragglers(all), [all]);
+  const late = useMemo(() => stragglers(alerts.data?.alerts ?? []), [alerts.data]);
   const alertsOf = useMemo(() => {
     const found = new Map<number, string[]>();
     for (const alert of alerts.data?.alerts ?? []) {

@@ -5,6 +5,7 @@ import { type ReactNode, useEffect, useMemo, useState } from "react";
 import { get, urlOf } from "../api/client";
 import type { JobSummary } from "../api/schema";
 import { follow } from "../api/sse";
+import type { Cause } from "../lib/causes";
 import type { Point } from "../lib/chart";
 import { clock, count, duration, number, plural } from "../lib/format";
 import type { Frame } from "../lib/grads";
@@ -53,7 +54,7 @@ export default function Overview(): ReactNode {
       <Ended history={history} />
       <Firing history={history} />
       {summary?.state === "ended" && <Remains />}
-      <Numbers total={total} logged={logged} />
+      <Numbers total={total} logged={logged} causes={history.causes} />
       <LoggedNumbers logged={logged} incarnation={summary?.incarnation ?? -1} events={events} />
       <Timeline history={history} />
       <StepTimes world={summary?.world_size ?? 0} incarnation={summary?.incarnation ?? -1} events={events} />
@@ -154,8 +155,8 @@ function Moment(props: { point: Point | undefined; text?: string }): ReactNode {
   );
 }
 
-function Numbers(props: { total: Total; logged: Logged }): ReactNode {
-  const { total } = props;
+function Numbers(props: { total: Total; logged: Logged; causes: readonly Cause[] }): ReactNode {
+  const { total, causes } = props;
   const { job, summary, live } = useShared();
   const loss = useLoss(props.logged);
   const world = summary?.world_size ?? 0;
@@ -165,7 +166,7 @@ function Numbers(props: { total: Total; logged: Logged }): ReactNode {
     pollMs(world),
   );
   const all = ranks.data?.ranks ?? [];
-  const late = [...stragglers(all)];
+  const late = useMemo(() => [...stragglers(causes.flatMap((cause) => cause.alerts))], [causes]);
   const middle = median(all.filter((rank) => rank.step_time_ns > 0).map((rank) => rank.step_time_ns)) / 1e9;
   const loading = !ranks.data && !ranks.error;
   const [dead, over] = [whyDead(summary) !== "", summary?.state === "ended"];

@@ -13,13 +13,14 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from paramd import errors
 from paramd.errors import CODES, NotFoundError, ParamdError
 from paramd.mesh.peers.control import JobDocument
 from paramd_service import core_dumps
 
 START_S = 12.0
 """Additional time for a process to load torch."""
+
+_ERRORS = {kind.__name__: kind for kind in CODES}
 
 log = logging.getLogger("paramd.control")
 
@@ -51,7 +52,7 @@ async def ask_process(module: str, asked: Mapping[str, Any], *, timeout_s: float
         )
     found = dict(json.loads(answer))
     if "error" in found:
-        raise getattr(errors, str(found["error"]), ParamdError)(str(found["message"]))
+        raise _ERRORS[found["error"]](str(found["message"]))
     return found
 
 

@@ -239,6 +239,11 @@ class EditService:
         await driver.until(EditState.STAGED, EditState.COMMITTED)
         driver.start(self.work.commit(driver, by, index, ops))
 
+    def takes_data(self, row: EditRow) -> bool:
+        """Whether data may still be uploaded for it: its commit has not begun."""
+        staging = row.state in (EditState.STAGING, EditState.STAGED)
+        return staging and not self.work.is_committing(row.id)
+
     async def preview(self, row: EditRow) -> EditRow:
         """Compute statistics before and after a staged edit without applying it."""
         driver = self.work.open.get(row.id)

@@ -6,10 +6,11 @@ of this one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from paramd.errors import ConflictError, DataLossError, ParamdError
+from paramd.errors import ConflictError, DataLossError, DeadlineError, ParamdError
 from paramd_service.admission import CALLER, Shares
 from paramd_service.control.base.processes import ask_process
 
@@ -26,6 +27,33 @@ class Loading:
 
     def __init__(self) -> None:
         self._shares = Shares(MAX_CONCURRENT, "exports being loaded")
+        self._edits: set[str] = set()
+
+    @contextmanager
+    def place(self, edit_id: str | None) -> Iterator[None]:
+        """Take one of the places for a load, before its edit exists.
+
+        A load that fails aborts its edit, so a repeated request must not load beside the first.
+
+        Args:
+            edit_id: Id that the caller chose for the edit, if any.
+
+        Raises:
+            ExhaustedError: other exports are being loaded.
+            ConflictError: the edit with this id is being loaded already.
+        """
+        if edit_id in self._edits:
+            raise ConflictError(
+                f"edit {edit_id} is being loaded already; ask for the edit (paramd edits)"
+            )
+        with self._shares.one(CALLER.get()):
+            if edit_id is not None:
+                self._edits.add(edit_id)
+            try:
+                yield
+            finally:
+                if edit_id is not None:
+                    self._edits.discard(edit_id)
 
     async def upload(
         self,
@@ -38,7 +66,7 @@ class Loading:
         edit: Mapping[str, Any],
     ) -> None:
         """Send an export's parameters to the sidecars, as the operands of an edit that waits for
-        them.
+        them. Call it in a `place`.
 
         Args:
             job: Its name.
@@ -49,7 +77,6 @@ class Loading:
             edit: Its `id`, and `reset_moments` and `note` as it was created.
 
         Raises:
-            ExhaustedError: other exports are being loaded.
             NotFoundError, UsageError: the export is not of this model.
             ConflictError: a file is not what was exported, another export lies there by now, or it
                 takes longer than `UPLOAD_S`.
@@ -58,16 +85,15 @@ class Loading:
             "job": job, "document": document, "path": path, "label": label, "export": export_id,
             "edit": edit, "timeout_s": UPLOAD_S,
         }  # fmt: skip
-        with self._shares.one(CALLER.get()):
-            try:
-                await ask_process(PROCESS, asked, timeout_s=UPLOAD_S)
-            except TimeoutError as error:
-                raise ConflictError(
-                    f"{label} was not read and sent within {UPLOAD_S:.0f} s; use paramd restore, "
-                    "which waits longer"
-                ) from error
-            except DataLossError as error:
-                # No server error: another checkpoint can be chosen.
-                raise ConflictError(f"{str(error).replace(path, label)}; choose another") from error
-            except ParamdError as error:
-                raise type(error)(str(error).replace(path, label)) from error
+        try:
+            await ask_process(PROCESS, asked, timeout_s=UPLOAD_S)
+        except (TimeoutError, DeadlineError) as error:
+            raise ConflictError(
+                f"{label} was not read and sent within {UPLOAD_S:.0f} s; use paramd restore, "
+                "which waits longer"
+            ) from error
+        except DataLossError as error:
+            # No server error: another checkpoint can be chosen.
+            raise ConflictError(f"{str(error).replace(path, label)}; choose another") from error
+        except ParamdError as error:
+            raise type(error)(str(error).replace(path, label)) from error

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from paramd.errors import ParamdError
-from paramd.layout.edits.ops import EDIT_ENDS, OpSpec
+from paramd.layout.edits.ops import OpSpec
 from paramd.mesh.edits.calls import Edit
 from paramd.mesh.exports.calls import ExportInfo, loaded_names
 from paramd_service.control.access.doorway import principal_of
@@ -224,25 +224,26 @@ def _loading(services: Services, routes: APIRouter) -> None:
             OpSpec(pattern=name, op="set", data=True) for name in loaded_names(index.layout)
         )
         service = edits.service(job)
-        row = await service.create(who, EditSpec(ops=ops, **terms), wanted.id)
-        if row.state in EDIT_ENDS:
-            return stored_document(edits, row)
-        document = await job_document(services, mesh, who)
-        try:
-            await loading.upload(
-                job=job,
-                document=document.model_dump(mode="json"),
-                path=path,
-                label=f"export {destination}",
-                export_id=export_id,
-                edit={"id": row.id, **terms},
-            )
-            if wanted.preview:
-                return stored_document(edits, await service.preview(row))
-            await service.commit(who, row)
-        except BaseException:
-            # Free the staged operands now rather than when the edit expires.
-            with suppress(ParamdError):
-                await service.abort(who, row)
-            raise
+        with loading.place(wanted.id):
+            row = await service.create(who, EditSpec(ops=ops, **terms), wanted.id)
+            # A repeated request waits for what the first has begun.
+            if service.takes_data(row):
+                document = await job_document(services, mesh, who)
+                try:
+                    await loading.upload(
+                        job=job,
+                        document=document.model_dump(mode="json"),
+                        path=path,
+                        label=f"export {destination}",
+                        export_id=export_id,
+                        edit={"id": row.id, **terms},
+                    )
+                    if wanted.preview:
+                        return stored_document(edits, await service.preview(row))
+                    await service.commit(who, row)
+                except BaseException:
+                    # Free the staged operands now rather than when the edit expires.
+                    with suppress(ParamdError):
+                        await service.abort(who, row)
+                    raise
         return stored_document(edits, await edits.wait(row, wanted.wait_s))

@@ -163,7 +163,7 @@ def flipped_bit(t: Training) -> None:
     for _ in t.steps():
         t.update(t.loss(model), optimizer)
         if t.begins() and t.is_sick:
-            # As hardware does it: nobody is told.
+            # A silent bit flip, as faulty hardware causes it.
             bits = layer.up.weight.detach().view(torch.int32)
             bits[5, 7] ^= 1 << 19
 

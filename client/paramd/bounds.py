@@ -115,7 +115,7 @@ LAYOUT_NAMES_CHARS: Final = 64 << 20
 MANIFEST: Final = Bound(what="an export's manifest", most_bytes=16 << 20, parts=1 << 20)
 RESERVATION: Final = Bound(what="the reservation of a key", most_bytes=4 << 10)
 LISTED: Final = 1_000_000
-"""Objects of a store that are looked at below one key."""
+"""Most objects that are listed below one key of a store."""
 OPTIMIZER_GROUPS: Final = Bound(
     what="the optimizer's settings in an export", most_bytes=64 << 20, parts=1 << 22
 )

@@ -164,8 +164,8 @@ def fill_from(
 ) -> None:
     """Fill the places of every snapshot with threads of the pool. Blocks until done.
 
-    Raises the ParamdError of a source, or DeadlineError once `deadline_s` on the monotonic clock
-    has passed, which is looked at before each part; the contents of the places are then undefined.
+    Raises the ParamdError of a source, or DeadlineError if the monotonic clock has passed
+    `deadline_s` before a part begins. The contents of the places are undefined after an error.
     """
     # Shared by the threads: `next` on a list iterator is atomic under the GIL.
     parts = iter([(source, part) for source, places in jobs for part in _parts(places)])

@@ -594,7 +594,7 @@ class GradientCapture:
         try:
             slot.write_notes(replace(frame.told, clip_factor=self._factor(), notes=notes))
         except Exception:
-            # Within the optimizer's step, which must not end for what readers are told.
+            # This runs within the optimizer's step, which a failure to inform readers must not end.
             self._fail(frame)
             return False
         return True

@@ -257,8 +257,8 @@ class ControlLink:
         )
 
     def goes_on(self, identity: Identity) -> None:
-        """Be the next incarnation's. A process that did not answer `take_next` learns of it from
-        the first rank that joins; one started from now on is told at its start."""
+        """Use the identity of the next incarnation. A process that did not answer `take_next`
+        learns it from the first rank that joins; a process that starts later gets it at start."""
         self._identity = identity
 
     def when_up(self, act: Callable[[], None]) -> None:

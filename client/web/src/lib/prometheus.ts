@@ -38,7 +38,7 @@ export function sentencesOf(measures: readonly Measure[]): string[] {
   const lag = measures.find((one) => one.name === "paramd_loop_lag_max_seconds");
   return [
     `All ranks were asked for a common step ${plural(rounds, "time")}${rounds ? `, ${count(captured)} of them with a copy` : ""}.`,
-    looks ? `Values were looked at ${plural(looks, "time")}; ${count(failed)} of these looks failed.` : "Values have not been looked at.",
+    looks ? `Values were sampled ${plural(looks, "time")}; ${count(failed)} of the samples failed.` : "Values have not been sampled.",
     `${plural(sum("paramd_exports_total", (one) => one.labels["state"]?.toLowerCase() === "done"), "export")} done, ${count(sum("paramd_exports_running"))} running; ${bytes(sum("paramd_export_bytes_total"))} written.`,
     ...(posts ? [`${plural(posts, "notice")} sent to the webhook, ${count(lost)} failed.`] : []),
     audit?.value === 0 ? "The audit cannot be written: changes are refused." : "The audit is written.",

@@ -58,7 +58,7 @@ function rootsOf(destinations: readonly DestinationDocument[]): Roots {
   return new Map(destinations.map((one) => [one.name, one.root]));
 }
 
-/** Where destinations lead, as far as this role is told. */
+/** Paths of destinations by name; empty where this role may not see them. */
 export function useRoots(): Roots {
   const found = usePoll("destinations", (signal) => get("/api/v1/destinations", { signal }), 0);
   return rootsOf(found.data?.destinations ?? []);

@@ -33,7 +33,7 @@ export function Load(props: { one: ExportInfo; onClose: () => void }): ReactNode
     if (tried) {
       const path = { job, edit: tried.id };
       sending.send(post("/api/v1/jobs/{job}/edits/{edit}/commit", { path, body: { wait_s: WAIT_S }, patienceS: PATIENCE_S }), (edit) =>
-        edit.state === "APPLIED" ? setDone(edit) : `${edit.state}: ${edit.reason || "not applied yet; the log of edits tells"}`,
+        edit.state === "APPLIED" ? setDone(edit) : `${edit.state}: ${edit.reason || "not applied yet; see the log of edits"}`,
       );
       return;
     }

@@ -413,35 +413,36 @@ class Tokens:
 
 
 class _Ids:
-    """Digests of good tokens by the id that strangers may ask for a proof of.
+    """Digests of valid tokens by id, for proofs that the control plane knows a token.
 
-    Anyone may ask, for any id. An id that is not known costs no query of its own: it waits for the
-    next look at the table, which all that wait share, and of which there is one in `LOOK_S`.
+    Anyone may ask for any id. Therefore all requests with unknown ids share one query of the store
+    per `LOOK_S`.
     """
 
     LOOK_S: Final = 1.0
+    """Seconds between two queries; a new token is looked up at once."""
 
     def __init__(self, digests: Callable[[], Awaitable[list[str]]]) -> None:
-        """`digests` reads those of all good tokens."""
+        """`digests` reads the digests of all valid tokens."""
         self._digests = digests
         self._known: dict[str, str] = {}
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = -math.inf
         self._is_new = asyncio.Event()
         self._is_current = False
-        """Whether no token was made since the last look began."""
+        """Whether no token was created since the last query began."""
 
     def forget(self) -> None:
-        """Look again for the next unknown id, at once: there is a new token."""
+        """Query at once for the next unknown id, because a token was created."""
         self._is_current = False
         self._is_new.set()
 
     async def digest(self, token_id: str) -> str:
-        """The digest of the token with this id; empty when no good one has it."""
+        """Return the digest of the valid token with this id; empty if there is none."""
         while token_id not in self._known:
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.ensure_future(self._look())
-            # One that is cancelled must not take the look from the others.
+            # A cancelled request must not cancel the query that others wait for.
             await asyncio.shield(self._looking)
             if self._is_current:
                 break

@@ -136,7 +136,8 @@ _DOING: Final[dict[Action, str]] = {
 
 
 def why_refused(role: UserRole, action: Action) -> str:
-    """What the holder of a token is told whose role does not permit an action, and what helps."""
+    """Return the text of a refusal: the token's role, the least role that permits the action, and
+    how to get a token of that role."""
     least = next(one for one in UserRole if may(one, action))
     return (
         f"this token's role is {role}; {_DOING[action]} needs {least}. Ask an admin for such a "

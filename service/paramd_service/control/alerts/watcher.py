@@ -152,8 +152,6 @@ class Rounds:
         if found.step < 0 or self.courses is not courses:
             return False
         bad = [one for one in found.tensors if one.nan_count or one.inf_count]
-        if bad:
-            self._watcher.hurry()
         not_finite = self.values.gradients_not_finite(bad, found.step)
         seen = {one.fqn for one in found.tensors}
         self._watcher.observe(
@@ -213,6 +211,12 @@ class Rounds:
 def _covers(rules: frozenset[Rule], fqns: set[str]) -> Covered:
     """A test whether checking these tensors would find an alert's problem again."""
     return lambda alert: alert.rule in rules and (not alert.name or alert.name in fqns)
+
+
+def _poisons(alert: Alert) -> bool:
+    """Whether a loss or a gradient is not finite: parameters may be next."""
+    bad = alert.rule == Rule.LOGGED_NUMBER and alert.severity == Severity.CRITICAL
+    return bad or alert.subject == GRADIENTS_NOT_FINITE
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +512,7 @@ class Watcher:
             await self._round("looks", rounds.round)
 
     def hurry(self) -> None:
-        """Look at the parameters now: a loss or a gradient is not finite."""
+        """Look at the parameters now, whatever it costs: see `_poisons`."""
         self._hurry_until_s = self.clock() + HURRY_S
         self._hurried.set()
 
@@ -555,7 +559,7 @@ class Watcher:
                     **({"rank": alert.ranks[0]} if len(alert.ranks) == 1 else {}),
                 },
             )
-            if firing and alert.rule == Rule.LOGGED_NUMBER and alert.severity == Severity.CRITICAL:
+            if firing and _poisons(alert):
                 self.hurry()
             self.tell(alert)
             self._unkept[alert.id] = alert

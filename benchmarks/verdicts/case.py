@@ -51,6 +51,8 @@ class Case:
     """Seconds of a usual step."""
     act: Callable[[Job], None] | None = None
     """What somebody outside does at the onset."""
+    own_clock: bool = False
+    """Whether rank 1 and what it starts have a clock of their own (`training.CLOCK_FILE`)."""
     simulated: str = ""
     """What is not the real thing, and what stands for it."""
 
@@ -68,6 +70,7 @@ class Cases:
         expected: Expected | None = None,
         pace_s: float = 0.1,
         act: Callable[[Job], None] | None = None,
+        own_clock: bool = False,
         simulated: str = "",
     ) -> Callable[[Callable[[Training], None]], Callable[[Training], None]]:
         """Make a case of a function, under its name with dashes."""
@@ -76,7 +79,7 @@ class Cases:
             name = train.__name__.replace("_", "-")
             self.found[name] = Case(
                 name=name, what=what, train=train, expected=expected, pace_s=pace_s, act=act,
-                simulated=simulated,
+                own_clock=own_clock, simulated=simulated,
             )  # fmt: skip
             return train
 

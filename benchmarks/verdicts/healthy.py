@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from benchmarks.verdicts.case import Cases
 from benchmarks.verdicts.training import BATCH, WIDTH, Block, Training, of
@@ -58,31 +61,27 @@ def young_and_deep(t: Training) -> None:
         t.update(t.loss(model), optimizer)
 
 
-@HEALTHY.add("The learning rate warms up over 600 steps, to a high one.")
-def warm_up(t: Training) -> None:
+def _scheduled(t: Training, schedule_of: Callable[[Optimizer], LRScheduler]) -> None:
     model, optimizer = t.prepare(t.net(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, 1.0, 600)
+    schedule = schedule_of(optimizer)
     for _ in t.steps():
         t.update(t.loss(model), optimizer)
         schedule.step()
+
+
+@HEALTHY.add("The learning rate warms up over 600 steps, to a high one.")
+def warm_up(t: Training) -> None:
+    _scheduled(t, lambda optimizer: lr_scheduler.LinearLR(optimizer, 1e-3, 1.0, 600))
 
 
 @HEALTHY.add("A cosine schedule that restarts every 250 steps.")
 def cosine_restarts(t: Training) -> None:
-    model, optimizer = t.prepare(t.net(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 250)
-    for _ in t.steps():
-        t.update(t.loss(model), optimizer)
-        schedule.step()
+    _scheduled(t, lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 250))
 
 
 @HEALTHY.add("The learning rate falls tenfold every 400 steps.")
 def step_decay(t: Training) -> None:
-    model, optimizer = t.prepare(t.net(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 400, 0.1)
-    for _ in t.steps():
-        t.update(t.loss(model), optimizer)
-        schedule.step()
+    _scheduled(t, lambda optimizer: lr_scheduler.StepLR(optimizer, 400, 0.1))
 
 
 @HEALTHY.add("Gradients with heavy tails, clipped in most steps, paramd told.")
@@ -95,9 +94,7 @@ def clipping(t: Training) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         t.attachment.clipped(norm, 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-        t.log(loss)
+        t.step_with(optimizer, loss)
 
 
 @HEALTHY.add("A GradScaler that skips the first steps, and one in a hundred later.")
@@ -307,9 +304,7 @@ def freezing_and_unfreezing(t: Training) -> None:
         loss = t.loss(model)
         loss.backward()  # type: ignore[no-untyped-call]
         t.average(net.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        t.log(loss)
+        t.step_with(optimizer, loss)
 
 
 @HEALTHY.add("Only small adapters are trained, which begin at nothing.")

@@ -23,7 +23,7 @@ import psutil
 
 from benchmarks.verdicts import cases
 from benchmarks.verdicts.case import WITHIN_S, Case
-from benchmarks.verdicts.training import CLOCK_FILE, ONSET_FILE, Training
+from benchmarks.verdicts.training import CLOCK_FILE, ONSET_FILE, SICK_RANK, Training
 from benchmarks.verdicts.watch import Job
 
 WORLD_SIZE = 2
@@ -49,7 +49,7 @@ def _shifted():
         return _real()
 
 _words = sys.orig_argv
-if os.environ.get("RANK") == "1" and "paramd_service.control" not in " ".join(_words):
+if os.environ.get("RANK") == "{SICK_RANK}" and "paramd_service.control" not in " ".join(_words):
     time.time = _shifted
 """
 """As `sitecustomize` of what rank 1 starts: its clock is the host's and what the file adds."""
@@ -117,8 +117,8 @@ def _fork(case: Case, rank: int, folder: Path, *, onset_s: float) -> int:
         out = os.open(folder / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        if case.name == "clock-jumps":
-            _shift_clock(rank, folder)
+        if case.own_clock and rank == SICK_RANK:
+            _shift_clock(folder)
         training = Training(rank=rank, folder=folder, onset_s=onset_s, pace_s=case.pace_s)
         case.train(training)
     except BaseException:
@@ -129,10 +129,8 @@ def _fork(case: Case, rank: int, folder: Path, *, onset_s: float) -> int:
         os._exit(code)
 
 
-def _shift_clock(rank: int, folder: Path) -> None:
-    """Give rank 1, and what it starts, a clock that jumps when the file says so."""
-    if rank != 1:
-        return
+def _shift_clock(folder: Path) -> None:
+    """Give this rank, and what it starts, a clock that jumps when the file says so."""
     path = folder / "site"
     path.mkdir(exist_ok=True)
     (path / "sitecustomize.py").write_text(SHIFTED_CLOCK)

@@ -52,8 +52,10 @@ def _found(done: Report) -> list[dict[str, str]]:
 
 def chosen(text: str) -> list[str]:
     """Names of the cases that a text such as "ci" or "calm,killed" means; all when it is empty."""
-    if text in ("healthy", "sick"):
-        return [name for name, one in cases().items() if (one.expected is None) == (text[0] == "h")]
+    if text == "healthy":
+        return [name for name, one in cases().items() if one.expected is None]
+    if text == "sick":
+        return [name for name, one in cases().items() if one.expected is not None]
     if text == "ci":
         return list(OF_CI)
     return [name.strip() for name in text.split(",")] if text else list(cases())

@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import psutil
@@ -29,25 +29,27 @@ _LAYER = f"layers.{LAYER}."
 _ONE = frozenset({SICK_RANK})
 
 
-def _scaled_gradients(t: Training, net: Net) -> list[float]:
-    """Gradients of the layer are multiplied by the list's only number from now on."""
-    factor = [1.0]
+def _scaled(t: Training, following: Callable[[float], float]) -> None:
+    """Gradients of the layer are multiplied, from the onset on.
+
+    Args:
+        following: What they are multiplied by in a step, from what it was in the step before.
+    """
+    net, factor = t.net(), 1.0
     for _, one in of(net, LAYER):
-        one.register_hook(lambda gradient: gradient * factor[0])
-    return factor
+        one.register_hook(lambda gradient: gradient * factor)
+    model, optimizer = t.prepare(net)
+    for _ in t.steps():
+        if t.began():
+            factor = following(factor)
+        t.update(t.loss(model), optimizer)
 
 
 @SICK.add(
     "A layer's gradients grow by 2 % in each step.", expected=Expected(rules=VALUES, layer=_LAYER)
 )
 def explodes_slowly(t: Training) -> None:
-    net = t.net()
-    factor = _scaled_gradients(t, net)
-    model, optimizer = t.prepare(net)
-    for _ in t.steps():
-        if t.began():
-            factor[0] = min(1e6, factor[0] * 1.02)
-        t.update(t.loss(model), optimizer)
+    _scaled(t, lambda factor: min(1e6, factor * 1.02))
 
 
 @SICK.add(
@@ -55,13 +57,7 @@ def explodes_slowly(t: Training) -> None:
     expected=Expected(rules=VALUES, layer=_LAYER),
 )
 def explodes_at_once(t: Training) -> None:
-    net = t.net()
-    factor = _scaled_gradients(t, net)
-    model, optimizer = t.prepare(net)
-    for _ in t.steps():
-        if t.began():
-            factor[0] = 1e4
-        t.update(t.loss(model), optimizer)
+    _scaled(t, lambda _: 1e4)
 
 
 @SICK.add(
@@ -69,13 +65,7 @@ def explodes_at_once(t: Training) -> None:
     expected=Expected(rules=VALUES, layer=_LAYER),
 )
 def vanishes(t: Training) -> None:
-    net = t.net()
-    factor = _scaled_gradients(t, net)
-    model, optimizer = t.prepare(net)
-    for _ in t.steps():
-        if t.began():
-            factor[0] = 1e-5
-        t.update(t.loss(model), optimizer)
+    _scaled(t, lambda _: 1e-5)
 
 
 @SICK.add(
@@ -146,9 +136,7 @@ def replicas_drift(t: Training) -> None:
             for _, one in of(net, LAYER):
                 assert one.grad is not None
                 one.grad *= 1.001
-        optimizer.step()
-        optimizer.zero_grad()
-        t.log(loss)
+        t.step_with(optimizer, loss)
 
 
 @SICK.add(
@@ -225,9 +213,7 @@ def frozen_by_mistake(t: Training) -> None:
         loss = t.loss(model)
         loss.backward()  # type: ignore[no-untyped-call]
         t.average(net.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        t.log(loss)
+        t.step_with(optimizer, loss)
 
 
 @SICK.add(
@@ -310,7 +296,7 @@ def starving_all(t: Training) -> None:
 
 
 def _until_onset(t: Training) -> Iterator[tuple[Net, nn.Module, torch.optim.Optimizer]]:
-    """Train until the onset, then yield once, before the step's backward, and stop."""
+    """Train; at the onset yield, once, before the forward of that step."""
     net = t.net()
     model, optimizer = t.prepare(net)
     for _ in t.steps():
@@ -375,8 +361,8 @@ def killed_for_memory(t: Training) -> None:
     for _ in _until_onset(t):
         if t.is_sick:
             t.record_onset()
-            kept = torch.ones(32 << 20)
-            os.kill(os.getpid(), signal.SIGKILL if kept.numel() else 0)
+            _kept = torch.ones(32 << 20)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @SICK.add(
@@ -444,6 +430,7 @@ def stopped(t: Training) -> None:
 @SICK.add(
     "The clock of the host of rank 1 jumps ahead by an hour.",
     expected=Expected(ranks=_ONE, says=("clock",)),
+    own_clock=True,
     simulated="time.time is patched in the trainer of rank 1 and in its sidecar",
 )
 def clock_jumps(t: Training) -> None:

@@ -142,6 +142,10 @@ class Training:
     def update(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Backward, one step, and the loss into paramd's log."""
         loss.backward()  # type: ignore[no-untyped-call]
+        self.step_with(optimizer, loss)
+
+    def step_with(self, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        """One step with the gradients that there are, and the loss into paramd's log."""
         optimizer.step()
         optimizer.zero_grad()
         self.log(loss)

@@ -72,11 +72,8 @@ class Job:
         return line
 
     def _line(self, found: dict[str, Any]) -> Line:
-        verdict = found.get("verdict") or {
-            "word": found["health"], "line": found["why"], "cause": found["cause"], "step": None
-        }  # fmt: skip
+        verdict = found["verdict"]
         alert = self._alert(verdict["cause"]) if verdict["cause"] else {}
-        step = verdict["step"] if verdict["step"] is not None else alert.get("step", -1)
         return Line(
             s=time.monotonic(),
             word=verdict["word"],
@@ -84,7 +81,7 @@ class Job:
             rule=alert.get("rule", ""),
             ranks=tuple(alert.get("ranks", ())),
             name=alert.get("name", ""),
-            step=step,
+            step=verdict["step"],
             at_step=found["step"],
         )
 

@@ -2,7 +2,7 @@
 
 Each attack runs as the user that the table names: another token's holder, a peer that lies, or
 another user of this host (65534 and 65533, which takes root; without it those rows say "skipped").
-A row has the attack, as whom, what is expected, and the result. Ends with 1 unless all held.
+A row has the attack, as whom, what is expected, and the result. Ends with 1 if one did not hold.
 
 The floods run last: the owner's requests have to be answered and nothing may end. Their ratio to a
 plain server's needs a calm machine, so it is printed; `--strict` also holds it at a half.
@@ -36,13 +36,16 @@ class Outcome:
     skipped: int = 0
     failed: int = 0
 
+    @property
+    def is_bad(self) -> bool:
+        """Whether a test failed, or there was none."""
+        return bool(self.failed) or not (self.passed or self.skipped)
+
     def result(self) -> str:
         """In a word or two."""
-        if self.failed:
-            return f"FAILED ({self.failed})"
-        if not self.passed:
-            return "skipped" if self.skipped else "FAILED (no test)"
-        return f"held ({self.passed})"
+        if self.is_bad:
+            return f"FAILED ({self.failed or 'no test'})"
+        return f"held ({self.passed})" if self.passed else "skipped"
 
 
 def outcomes(attacks: Sequence[Attack]) -> Mapping[Attack, Outcome]:
@@ -87,7 +90,7 @@ def main() -> int:
     if not given.floods:
         print(f"{'attack':62} {'as':22} {'expected':30} result")
         for attack, outcome in outcomes(ATTACKS).items():
-            failed += bool(outcome.failed) or not (outcome.passed or outcome.skipped)
+            failed += outcome.is_bad
             print(f"{attack.what:62} {attack.who:22} {attack.expected:30} {outcome.result()}")
         print()
     seconds = given.seconds or (3.0 if given.strict else 0.7)

@@ -60,6 +60,21 @@ def test_a_pin_that_never_finds_a_boundary_is_aborted_with_the_reason(
     assert "is inside an update" in refused.value.details()
 
 
+NEVER_AGREED = pytest.mark.parametrize(
+    ("words", "why"),
+    [({Word.AGREEMENT_STATE: 2}, "gave up agreeing"), ({Word.APART_HIGH: 6}, "DDP.join")],
+    ids=["a round was lost", "uneven inputs"],
+)
+"""Words of the control page that say so, and what readers are told."""
+
+
+def start_never_agreeing(trainer: FakeTrainer, words: dict[Word, int]) -> None:
+    trainer.settings.agrees = False
+    for word, value in words.items():
+        trainer.page[word] = value
+    trainer.start()
+
+
 def test_a_request_that_is_not_agreed_is_withdrawn(trainer: FakeTrainer) -> None:
     trainer.settings.agrees = False
     trainer.start()
@@ -74,18 +89,11 @@ def test_a_request_that_is_not_agreed_is_withdrawn(trainer: FakeTrainer) -> None
     trainer.finish()
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [({Word.AGREEMENT_STATE: 2}, "gave up agreeing"), ({Word.APART_HIGH: 6}, "DDP.join")],
-    ids=["a round was lost", "uneven inputs"],
-)
+@NEVER_AGREED
 def test_a_request_that_can_never_be_agreed_ends_at_once(
     trainer: FakeTrainer, words: dict[Word, int], why: str
 ) -> None:
-    trainer.settings.agrees = False
-    for word, value in words.items():
-        trainer.page[word] = value
-    trainer.start()
+    start_never_agreeing(trainer, words)
     with client_of(trainer, Role.CONTROL) as client:
         prepared = client.pin(at_boundary=True)
         # Longer than this test may take.
@@ -95,19 +103,12 @@ def test_a_request_that_can_never_be_agreed_ends_at_once(
     trainer.finish()
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [({Word.AGREEMENT_STATE: 2}, "gave up agreeing"), ({Word.APART_HIGH: 6}, "DDP.join")],
-    ids=["a round was lost", "uneven inputs"],
-)
+@NEVER_AGREED
 def test_what_only_a_boundary_copies_is_refused_once_no_boundary_will_be_agreed_on(
     trainer: FakeTrainer, words: dict[Word, int], why: str
 ) -> None:
     """Not answered as missed, after which readers try again until their time is over."""
-    trainer.settings.agrees = False
-    for word, value in words.items():
-        trainer.page[word] = value
-    trainer.start()
+    start_never_agreeing(trainer, words)
     with client_of(trainer, Role.CONTROL) as client:
         # The first one is the first to see the ranks apart: they may meet within some rounds.
         if Word.APART_HIGH in words:

@@ -58,8 +58,8 @@ def test_an_ended_run_is_a_whole_record_and_compares_with_the_next_one(
         means = both.locator("tbody tr td:nth-child(3)").all_inner_texts()
         assert [text for text in means if re.search("[1-9]", text)] == means
         tab.check_quiet()
-        editor = door.post("/tokens", {"role": "admin", "ttl_s": 600.0})["token"]
-        assert door.as_holder(editor).get("/other-jobs") == {"jobs": []}
+        admin = door.post("/tokens", {"role": "admin", "ttl_s": 600.0})["token"]
+        assert door.as_holder(admin).get("/other-jobs") == {"jobs": []}
         assert [one["job"] for one in door.get("/other-jobs")["jobs"]] == [BEFORE]
         command = [sys.executable, "-m", "paramd.cli", "dashboard", "--job", BEFORE]
         shown = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)

@@ -84,7 +84,8 @@ class Reader(threading.Thread):
         self.ends.wait(AFTER_REFUSAL_S)
 
     def _fail(self, what: str, error: Exception) -> None:
-        if not self.ends.is_set():
+        # The end of a session breaks calls, but makes no answer wrong.
+        if isinstance(error, DefectError) or not self.ends.is_set():
             self.failed = DefectError(f"reader {self._number}, {what}: {error!r}")
 
     # Reads

@@ -17,6 +17,8 @@ LOST = frozenset({"stale-rank"})
 STUCK = frozenset({"stuck", "stalled-rank"})
 SLOW = frozenset({"slow-rank", "straggler"})
 DRIFT = frozenset({"replica-drift"})
+CLOCK = frozenset({"clock-jump"})
+EXPORT = frozenset({"failed-export"})
 
 WITHIN_S = 60.0
 """Seconds from the onset to the right first line."""

@@ -16,7 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.verdicts.case import DRIFT, LOST, SLOW, STUCK, VALUES, Cases, Expected
+from benchmarks.verdicts.case import (
+    CLOCK,
+    DRIFT,
+    EXPORT,
+    LOST,
+    SLOW,
+    STUCK,
+    VALUES,
+    Cases,
+    Expected,
+)
 from benchmarks.verdicts.training import CLOCK_FILE, SICK_RANK, Block, Net, Training, of
 
 if TYPE_CHECKING:
@@ -384,7 +394,7 @@ def _export_to_a_full_disk(job: Job) -> None:
 @SICK.add(
     "The disk is full while an export is written.",
     act=_export_to_a_full_disk,
-    expected=Expected(says=("export", "full", "space", "File too large", "store")),
+    expected=Expected(rules=EXPORT, says=("full", "space", "File too large")),
     simulated="the full disk is a limit of the size of files of the sidecars (RLIMIT_FSIZE)",
 )
 def full_disk(t: Training) -> None:
@@ -429,7 +439,7 @@ def stopped(t: Training) -> None:
 
 @SICK.add(
     "The clock of the host of rank 1 jumps ahead by an hour.",
-    expected=Expected(ranks=_ONE, says=("clock",)),
+    expected=Expected(rules=CLOCK, ranks=_ONE, says=("clock",)),
     own_clock=True,
     simulated="time.time is patched in the trainer of rank 1 and in its sidecar",
 )

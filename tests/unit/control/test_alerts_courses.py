@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from paramd_service.control.alerts.book import Finding
-from paramd_service.control.alerts.courses import DEAD, Courses, Sampled
+from paramd_service.control.alerts.courses import DEAD, LEAST, Courses, Sampled
 
 LAYERS = [f"layers.{n}.weight" for n in range(24)]
 AT = 30
@@ -100,6 +100,24 @@ def test_a_layer_that_is_frozen_has_no_gradient_and_the_rest_does_not_vanish() -
         assert courses.has_gradient("large") is bool(large)
     assert found == []
     assert courses.total() == 1.0
+
+
+def test_after_a_rollback_gradients_of_an_earlier_time_are_compared_with_that_time() -> None:
+    courses = Courses()
+
+    def takes(steps: Sequence[int], norm: float) -> list[Finding]:
+        return [
+            one for step in steps for one in courses.take([Sampled(fqn=LAYERS[0], norm=norm)], step)
+        ]
+
+    assert takes(range(10), 100.0) == []
+    # Kept samples are of this time alone.
+    assert takes(range(100, 150), 1.0) == []
+    assert takes(range(5, 15), 100.0) == [], "it is as it was there"
+    assert takes(range(200, 206), 1e4), "what explodes after that is told"
+    # Back before it exploded it is over at once.
+    assert takes(range(15, 18), 100.0) == []
+    assert courses.warm_count == LEAST
 
 
 def young(layer: int, sample: int, chance: random.Random) -> float:

@@ -125,6 +125,40 @@ def test_a_tensor_is_judged_by_its_bad_elements_and_its_norms_median(
     assert [f.rule.value for f in found] == rules
 
 
+def test_after_a_rollback_norms_are_compared_with_what_came_before_that_step() -> None:
+    values = Values(CONFIG)
+
+    def takes(steps: range, norm: float) -> list[str]:
+        found = [
+            one
+            for step in steps
+            for one in values.take(
+                [TensorInput(fqn="w", count=100, nan_count=0, inf_count=0, norm=norm)], step
+            )
+        ]
+        return [one.rule.value for one in found]
+
+    assert takes(range(8), 10.0) == []
+    # It becomes usual: most of the last rounds have it.
+    assert takes(range(8, 30), 1e6)
+    assert takes(range(5, 15), 10.0) == [], "it is back where it was"
+
+
+def test_after_a_rollback_a_loss_is_compared_with_what_came_before_that_step() -> None:
+    history = NumberHistory(["loss jumps 3"])
+
+    def takes(steps: range, loss: float) -> bool:
+        values = [(step, loss) for step in steps]
+        judged = history.judge(0, "loss", values)
+        return bool(judged or history.spike(0, "loss", values))
+
+    assert not takes(range(30), 8.0)
+    # A slow fall to a hundredth, of which nothing is kept.
+    assert not takes(range(1000, 1100), 0.08)
+    assert not takes(range(20, 60), 8.0), "it is back where it was"
+    assert takes(range(60, 65), 80.0)
+
+
 def test_each_rule_over_logged_numbers_finds_what_violates_it() -> None:
     history = NumberHistory(["loss > 10", "loss jumps 3", "lr < 0"])
     assert history.judge(0, "loss", [(step, 1.0) for step in range(4)]) == []

@@ -77,6 +77,8 @@ class Course:
 
     logs: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     """Of samples in which nothing was wrong, oldest first."""
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """Of the same samples."""
     highest: float = -math.inf
     """Highest logarithm that was ever usual."""
     zeros: int = 0
@@ -106,6 +108,21 @@ class Course:
         spread = 1.4826 * median(abs(one - median(rest)) for one in rest)
         ahead = slope * len(recent) + median(rest)
         return min(*recent, ahead), max(*recent, ahead), middle, spread
+
+    def take(self, value: float, step: int) -> None:
+        """Add a sample in which nothing was wrong."""
+        self.logs.append(value)
+        self.steps.append(step)
+        self.highest = max(self.highest, value)
+
+    def rewind(self, step: int) -> None:
+        """Drop what came after a step that training has returned to: gradients of an earlier time
+        may be far from it."""
+        while self.steps and self.steps[-1] > step:
+            self.steps.pop()
+            self.logs.pop()
+        self.highest = max(self.logs, default=-math.inf)
+        self.zeros = self.absent = self.odd = self.rising = 0
 
     def usual(self) -> float:
         """Median of the recent course; -inf before the first sample."""
@@ -142,6 +159,7 @@ class Courses:
         """Squares of each layer's last norm, by name."""
         self._since: dict[str, int] = {}
         """The step at which each kind of trouble was first seen."""
+        self._step = -1
         self.suspicious = False
         """Whether the last sample was odd, and more of them should follow at once."""
 
@@ -177,6 +195,9 @@ class Courses:
         """Judge the gradients of one update, which then become part of the course unless they are
         wrong. Returns at most one finding of each kind."""
         self.suspicious = False
+        if step < self._step:
+            self._rewind(step)
+        self._step = step
         known = [one for one in sampled if self._course(one.fqn).is_warm]
         squares = {
             one.fqn: one.norm**2 for one in sampled if not one.absent and math.isfinite(one.norm)
@@ -188,14 +209,19 @@ class Courses:
         jumped, far = self._total_moved(total if known else whole)
         told: list[Told] = []
         for one in sampled:
-            told += self._judged(one, squares, sum(squares.values()), jumped, far)
+            told += self._judged(one, step, squares, sum(squares.values()), jumped, far)
         told += self._whole(whole)
         if any(one.kind == EXPLODES for one in told):
             # Where the total is clipped, all others shrink as one explodes.
             told = [one for one in told if one.kind != VANISHES]
         if not any(one.kind == EXPLODES for one in told) and not jumped and not self._total.odd:
-            self._remember(self._total, whole)
+            self._total.take(whole, step)
         return self._findings(told, step)
+
+    def _rewind(self, step: int) -> None:
+        for course in (self._total, *self._of.values()):
+            course.rewind(step)
+        self._since = {kind: since for kind, since in self._since.items() if since <= step}
 
     def _course(self, fqn: str) -> Course:
         return self._of.setdefault(fqn, Course())
@@ -210,6 +236,7 @@ class Courses:
     def _judged(
         self,
         one: Sampled,
+        step: int,
         squares: Mapping[str, float],
         total_square: float,
         total_jumped: bool,
@@ -230,7 +257,7 @@ class Courses:
         course.zeros = 0
         value = math.log(one.norm)
         if not course.is_warm:
-            self._remember(course, value)
+            course.take(value, step)
             return []
         low, high, middle, spread = course.expected()
         above = value - high > max(JUMP, SPREADS * spread) and (total_jumped or share > MATTERS)
@@ -249,7 +276,7 @@ class Courses:
             return [Told(kind=VANISHES, fqn=one.fqn, weight=middle, why=why)]
         course.odd = 0
         grown = self._grows(course, value)
-        self._remember(course, value)
+        course.take(value, step)
         if grown > 0 and (total_far > TOTAL_JUMP or share > MATTERS):
             self.suspicious = True
             why = f"has grown to {math.exp(grown):.3g} times what it was, and grows on"
@@ -309,10 +336,6 @@ class Courses:
             return []
         why = f"is {math.exp(whole - middle):.1g} of its usual norm"
         return [Told(kind=VANISHES, fqn="", weight=math.inf, why=why)]
-
-    def _remember(self, course: Course, value: float) -> None:
-        course.logs.append(value)
-        course.highest = max(course.highest, value)
 
     def _findings(self, told: Sequence[Told], step: int) -> list[Finding]:
         found: list[Finding] = []

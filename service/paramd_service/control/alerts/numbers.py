@@ -60,14 +60,31 @@ ASK_TIMEOUT_S = 3.0
 Ask = Callable[[Report, pb.GetLoggedRequest], Awaitable[pb.GetLoggedResponse]]
 
 
+class _Known:
+    """The last values of one number."""
+
+    def __init__(self, most: int) -> None:
+        self._values: deque[tuple[int, float]] = deque(maxlen=most)
+
+    def before(self, step: int) -> list[float]:
+        """The values before one of this step, oldest first. After a rollback steps come again:
+        what came after this one is not its past."""
+        while self._values and self._values[-1][0] > step:
+            self._values.pop()
+        return [value for _, value in self._values]
+
+    def add(self, step: int, value: float) -> None:
+        self._values.append((step, value))
+
+
 class NumberHistory:
     """The last finite values of each (rank, name), and what is wrong with the latest ones."""
 
     def __init__(self, rules: Sequence[str]) -> None:
         """Raises UsageError for a rule that cannot be parsed."""
         self._rules = [parse_number(text) for text in rules]
-        self._values: dict[tuple[int, str], deque[float]] = {}
-        self._losses: dict[tuple[int, str], deque[float]] = {}
+        self._values: dict[tuple[int, str], _Known] = {}
+        self._losses: dict[tuple[int, str], _Known] = {}
         """More values of those that are losses."""
         self._name_counts: Counter[int] = Counter()
         """Names known of each rank."""
@@ -76,33 +93,34 @@ class NumberHistory:
         """Problems among new (step, value) pairs, oldest first, which are then remembered. One
         finding per rule, for the last value that violates it."""
         if (rank, name) not in self._values:
-            self._values[rank, name] = deque(maxlen=WINDOW)
+            self._values[rank, name] = _Known(WINDOW)
             self._name_counts[rank] += 1
         known = self._values[rank, name]
         found: dict[str, Finding] = {}
         for step, value in values:
-            for text, why in self._problems(name, value, known):
+            for text, why in self._problems(name, value, known.before(step)):
                 found[text] = _finding(rank, name, text, why, step)
             if math.isfinite(value):
-                known.append(value)
+                known.add(step, value)
         return list(found.values())
 
     def spike(self, rank: int, name: str, values: Sequence[tuple[int, float]]) -> Finding | None:
         """The last spike among new values of a loss, which are then remembered; None for none."""
         if LOSS.fullmatch(name) is None:
             return None
-        known = self._losses.setdefault((rank, name), deque(maxlen=SPIKE_WINDOW))
+        known = self._losses.setdefault((rank, name), _Known(SPIKE_WINDOW))
         found = None
         for step, value in values:
             if not math.isfinite(value):
                 continue
-            if is_spike(value, known):
+            before = known.before(step)
+            if is_spike(value, before):
                 why = (
-                    f"jumped to {value:.4g} at step {step}; the largest of its {len(known)} values "
-                    f"before was {max(known):.4g}"
+                    f"jumped to {value:.4g} at step {step}; the largest of its {len(before)} "
+                    f"values before was {max(before):.4g}"
                 )
                 found = _finding(rank, name, SPIKE, why, step)
-            known.append(value)
+            known.add(step, value)
         return found
 
     def knows(self, rank: int, name: str) -> bool:

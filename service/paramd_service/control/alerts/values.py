@@ -49,7 +49,8 @@ class _Trouble:
 
 @dataclass(slots=True)
 class _Past:
-    norms: deque[float]
+    norms: deque[tuple[int, float]]
+    """Steps and norms."""
     moved: int = 0
     still: int = 0
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=STILL + 1))
@@ -62,6 +63,7 @@ class Values:
         self._config = config
         self._past: dict[str, _Past] = {}
         self._standing: dict[str, dict[str, _Trouble]] = {NOT_FINITE: {}, NORMS: {}, FROZEN: {}}
+        self._step = -1
         self._changed_step = -1
         """Last step at which any tensor had changed since its round before."""
 
@@ -80,17 +82,26 @@ class Values:
         has_gradient: Callable[[str], bool] = lambda _: False,
     ) -> list[Finding]:
         """Judge the tensors of one round. `has_gradient`: whether updates bring one a gradient."""
-        if step < self._changed_step:
-            # After a rollback steps come again, in which nothing has changed yet.
-            self._changed_step = -1
+        if step < self._step:
+            self._rewind(step)
+        self._step = step
         for one in tensors:
             past = self._past.setdefault(one.fqn, _Past(deque(maxlen=self._config.norm_window)))
             self._put(NOT_FINITE, one.fqn, self._not_finite(one, step))
-            self._put(NORMS, one.fqn, self._jumped(one, past.norms, step))
+            norms = [norm for _, norm in past.norms]
+            self._put(NORMS, one.fqn, self._jumped(one, norms, step))
             self._put(FROZEN, one.fqn, self._frozen(one, past, step, has_gradient(one.fqn)))
             if not math.isnan(one.norm):
-                past.norms.append(one.norm)
+                past.norms.append((step, one.norm))
         return self._findings()
+
+    def _rewind(self, step: int) -> None:
+        """After a rollback steps come again: norms that came after this one are not their past,
+        and nothing has changed yet."""
+        self._changed_step = -1
+        for past in self._past.values():
+            while past.norms and past.norms[-1][0] > step:
+                past.norms.pop()
 
     def gradients_not_finite(self, bad: Sequence[TensorInput], step: int) -> Finding | None:
         """One finding of gradients that are not finite and go into an update."""
@@ -141,7 +152,7 @@ class Values:
         self, one: TensorInput, past: _Past, step: int, has_gradient: bool
     ) -> _Trouble | None:
         """Values that no longer change although they did, and although updates bring a gradient."""
-        before = past.norms[-1] if past.norms else None
+        before = past.norms[-1][1] if past.norms else None
         if before is None or (past.steps and step <= past.steps[-1]):
             past.steps.append(step)
             return None

@@ -272,13 +272,62 @@ def private_bytes(pid: int, root: Path = _ROOT) -> int | None:
     return None
 
 
-def killed_count(root: Path = _ROOT) -> int:
-    """Processes that the kernel ended for memory since the host's start; 0 where unknown."""
-    for line in _read(root / "proc/vmstat").splitlines():
+@dataclass(frozen=True, slots=True)
+class Kills:
+    """How many processes the kernel has ended for memory, by its own counters."""
+
+    host_count: int = 0
+    """Of the whole host, since its start; 0 where unknown."""
+    group: int = 0
+    """The cgroup of this process, as the number of its folder; 0: none that counts."""
+    group_count: int = 0
+    """Of that cgroup, since it was made."""
+
+    def rose_since(self, earlier: Kills) -> bool:
+        """Whether a process of this cgroup has been ended since.
+
+        Where there is no cgroup, or another one than then, one of the host.
+        """
+        if self.group and self.group == earlier.group:
+            return self.group_count > earlier.group_count
+        return self.host_count > earlier.host_count
+
+
+def kills_now(root: Path = _ROOT) -> Kills:
+    """Read the kernel's counters of the processes that it ended for memory."""
+    host_count = _counted(root / "proc/vmstat") or 0
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        mounted = root / "sys/fs/cgroup"
+        folder, name = (
+            (mounted, "memory.events.local")
+            if number == "0"
+            else (mounted / "memory", "memory.oom_control")
+        )
+        # A container may see its own cgroup at the mount's root, whatever its path.
+        for cgroup in (folder / path.lstrip("/"), folder):
+            count = _counted(cgroup / name)
+            if count is not None:
+                return Kills(host_count, _folder_number(cgroup), count)
+    return Kills(host_count)
+
+
+def _counted(path: Path) -> int | None:
+    """`oom_kill` of one file of the kernel's counters; None if it does not count it."""
+    for line in _read(path).splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill":
-            return _number(value) or 0
-    return 0
+            return _number(value)
+    return None
+
+
+def _folder_number(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
 
 
 @dataclass(slots=True)

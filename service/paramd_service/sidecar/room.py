@@ -31,11 +31,12 @@ from paramd.bounds import FIGURES
 from paramd.errors import ExhaustedError
 from paramd.memory.left import (
     Demand,
+    Kills,
     Memory,
     Purpose,
     Spare,
     Wanted,
-    killed_count,
+    kills_now,
     memory_now,
     refusal,
     spare_of,
@@ -50,7 +51,10 @@ SHOWN_BYTES = 8 << 20
 """A smaller grant is not shown to other ranks: it is allocated in less time than that takes."""
 
 SHOW_S = 10.0
-"""Longest time between two writes of a rank's figures, in seconds: older ones are of the past."""
+"""Longest time between two writes of a rank's figures, in seconds."""
+
+PAST_S = 3 * SHOW_S
+"""Age in seconds at which figures are of an earlier start, unless their trainer still lives."""
 
 PART_S = 2.0
 """Longest wait for the event loop to part with idle memory, in seconds."""
@@ -85,13 +89,32 @@ class Figures:
     held_bytes: int = 0
     """What its standing snapshots take now."""
     killed_count: int = 0
-    """Processes that the kernel had ended for memory when this was written."""
+    """Processes of the host that the kernel had ended for memory when this was written."""
+    group: int = 0
+    """The cgroup whose count is known, too (`Kills.group`)."""
+    group_killed_count: int = 0
+    """The same count of that cgroup."""
+    trainer_pid: int = 0
+    """Its trainer; 0: none yet, or one in another container."""
+    trainer_start: int = 0
     count: int = -1
     """Its decision: how many standing snapshots each rank may keep; -1: none yet."""
     since_s: float = 0.0
     """When it decided that (monotonic clock of the host)."""
     killed_s: float = 0.0
     """When it found that the kernel had ended its predecessor for memory; 0: it has not."""
+
+    @property
+    def kills(self) -> Kills:
+        return Kills(self.killed_count, self.group, self.group_killed_count)
+
+    def with_kills(self, kills: Kills) -> Figures:
+        return replace(
+            self,
+            killed_count=kills.host_count,
+            group=kills.group,
+            group_killed_count=kills.group_count,
+        )
 
 
 Freeing = Callable[[], object]
@@ -146,8 +169,7 @@ class HostRoom:
                 host=state_files.kernel_of(state_files.host_id()),
                 pid=pid,
                 start=state_files.process_start(pid),
-                killed_count=killed_count(),
-            )
+            ).with_kills(kills_now())
             self._take_over()
             self._show()
 
@@ -206,15 +228,21 @@ class HostRoom:
         )
         return spare_of(self._memory(), demand)
 
-    def expect(self, *, step_bytes: int, coming_bytes: int) -> None:
-        """Note what this rank's trainer is about to take."""
+    def expect(self, *, step_bytes: int, coming_bytes: int, trainer_pid: int = 0) -> None:
+        """Note what this rank's trainer is about to take. `trainer_pid`: 0 while there is none, or
+        where it is in another container."""
         with self._lock:
-            self._own = replace(self._own, step_bytes=step_bytes, coming_bytes=coming_bytes)
+            own = replace(self._own, step_bytes=step_bytes, coming_bytes=coming_bytes)
+            if trainer_pid != own.trainer_pid:
+                start = state_files.process_start(trainer_pid) if trainer_pid else 0
+                own = replace(own, trainer_pid=trainer_pid, trainer_start=start)
+            self._own = own
             written = self._written if self._written is not None else Figures()
             far = (
-                abs(step_bytes - written.step_bytes) > SHOWN_BYTES
+                trainer_pid != written.trainer_pid
+                or abs(step_bytes - written.step_bytes) > SHOWN_BYTES
                 or abs(coming_bytes - written.coming_bytes) > SHOWN_BYTES
-                or written.killed_count != killed_count()
+                or written.kills != kills_now()
             )
             if far or self._clock_s() - self._shown_s > SHOW_S:
                 self._show()
@@ -353,7 +381,7 @@ class HostRoom:
         """Write the figures; the lock is held. Without a disk, this rank counts for itself."""
         if not self._own.pid:
             return
-        self._own = replace(self._own, killed_count=killed_count())
+        self._own = self._own.with_kills(kills_now())
         # Not durable: figures of a host that went down say nothing.
         temporary = self._path.with_suffix(f"{SUFFIX}-new")
         with suppress(OSError):
@@ -372,7 +400,7 @@ class HostRoom:
                 one = _figures(path)
                 if one is None or one.rank == self._own.rank or one.host != self._own.host:
                     continue
-                if state_files.process_start(one.pid) == one.start:
+                if _lives(one.pid, one.start):
                     found.append(one)
         return found
 
@@ -380,19 +408,27 @@ class HostRoom:
         """Take over what this rank's last sidecar had decided; note whether the kernel ended it.
 
         Its process is still there when it only hands over, and its figures are gone when it left
-        by itself. Old ones are of an earlier start.
+        by itself. A slow host may take long to start this one, so figures count however old they
+        are while the trainer that they name lives. Other old ones are of an earlier start.
         """
         try:
             age_s = time.time() - self._path.stat().st_mtime
         except OSError:
             return
         one = _figures(self._path)
-        if one is None or one.host != self._own.host or age_s > 3 * SHOW_S:
+        if one is None or one.host != self._own.host:
             return
-        ended = state_files.process_start(one.pid) != one.start
-        self.predecessor_killed = ended and one.killed_count < self._own.killed_count
+        if age_s > PAST_S and not _lives(one.trainer_pid, one.trainer_start):
+            return
+        self.predecessor_killed = not _lives(one.pid, one.start) and self._own.kills.rose_since(
+            one.kills
+        )
         killed_s = self._clock_s() if self.predecessor_killed else one.killed_s
         self._own = replace(self._own, count=one.count, since_s=one.since_s, killed_s=killed_s)
+
+
+def _lives(pid: int, start: int) -> bool:
+    return pid > 0 and start > 0 and state_files.process_start(pid) == start
 
 
 def _figures(path: Path) -> Figures | None:

@@ -122,6 +122,7 @@ class Shortage:
             coming_bytes=self._growth.coming_bytes(
                 page[Word.COMING_BYTES], page[Word.OPTIMIZER_BYTES], step
             ),
+            trainer_pid=pid,
         )
 
     def _give_back(self, spare: Spare) -> None:

@@ -9,13 +9,14 @@ from paramd.memory.left import (
     RAISE_S,
     Demand,
     Growth,
+    Kills,
     Limit,
     Memory,
     Purpose,
     Spare,
     Wanted,
     check_client,
-    killed_count,
+    kills_now,
     lacking_headroom,
     memory_now,
     private_bytes,
@@ -115,16 +116,52 @@ def test_without_meminfo_nothing_is_known(tmp_path: Path) -> None:
         memory_now(tmp_path)
 
 
-def test_private_memory_and_the_kernels_victims_are_read(tmp_path: Path) -> None:
+def test_private_memory_is_read(tmp_path: Path) -> None:
     (tmp_path / "proc/7").mkdir(parents=True)
     (tmp_path / "proc/7/status").write_bytes(
         # A name of 15 bytes, cut within its last letter.
         "Name:\tAusführungsgrö".encode()[:-1] + b"\nVmRSS:\t 99 kB\nRssAnon:\t 12 kB\n"
     )
-    (tmp_path / "proc/vmstat").write_text("pgfault 5\noom_kill 3\n")
     assert private_bytes(7, tmp_path) == 12 << 10
     assert private_bytes(8, tmp_path) is None
-    assert killed_count(tmp_path) == 3
+
+
+GROUPS = {
+    "0::/job/rank": "sys/fs/cgroup/job/rank/memory.events.local",
+    "4:memory:/job": "sys/fs/cgroup/memory/job/memory.oom_control",
+    # Containers that see their own cgroup at the mount's root, and are told its path outside.
+    "0::/outside": "sys/fs/cgroup/memory.events.local",
+    "9:cpuset:/\n4:memory:/outside": "sys/fs/cgroup/memory/memory.oom_control",
+}
+
+
+@pytest.mark.parametrize("line", GROUPS)
+def test_the_kernels_victims_are_those_of_this_cgroup_where_it_counts(
+    tmp_path: Path, line: str
+) -> None:
+    counter = tmp_path / GROUPS[line]
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/vmstat").write_text("pgfault 5\noom_kill 3\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
+    alone = kills_now(tmp_path)
+    assert (alone.host_count, alone.group) == (3, 0)
+    counter.parent.mkdir(parents=True, exist_ok=True)
+    counter.write_text("oom 4\noom_kill 1\noom_group_kill 0\n")
+    before = kills_now(tmp_path)
+    assert (before.host_count, before.group_count) == (3, 1)
+    # Another container's.
+    (tmp_path / "proc/vmstat").write_text("oom_kill 4\n")
+    elsewhere = kills_now(tmp_path)
+    assert not elsewhere.rose_since(before)
+    # Without a cgroup that counts, or in another than before, the host's count is all there is.
+    assert elsewhere.rose_since(alone)
+    counter.write_text("oom_kill 2\n")
+    assert kills_now(tmp_path).rose_since(elsewhere)
+
+
+def test_where_nothing_counts_nobody_was_ended(tmp_path: Path) -> None:
+    assert kills_now(tmp_path) == Kills()
+    assert not Kills().rose_since(Kills())
 
 
 def test_a_step_is_expected_to_take_what_earlier_ones_took() -> None:

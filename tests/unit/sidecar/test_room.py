@@ -8,14 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from paramd.errors import ExhaustedError
-from paramd.memory.left import LOWER_S, Limit, Memory, Purpose, killed_count
+from paramd.memory.left import LOWER_S, Kills, Limit, Memory, Purpose, kills_now
 from paramd_service.sidecar import room as module
-from paramd_service.sidecar.room import MOST_STANDING, HostRoom, free_all
+from paramd_service.sidecar.room import MOST_STANDING, PAST_S, HostRoom, free_all
 
 MIB = 1 << 20
 
@@ -154,8 +155,23 @@ from paramd_service.sidecar.room import HostRoom
 room = HostRoom(Path(sys.argv[1]), 0, reserve_bytes=None)
 room.open()
 room.standing_count(1 << 20, 0)
+room.expect(step_bytes=0, coming_bytes=0, trainer_pid=int(sys.argv[2]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def dies(folder: Path, *, trainer_pid: int = 0) -> dict[str, float]:
+    """What a sidecar of rank 0 leaves that is killed."""
+    command = [sys.executable, "-c", DIES, folder / "rank-0.sock", str(trainer_pid)]
+    subprocess.run(command, check=False)
+    left = json.loads((folder / "rank-0.memory").read_text())
+    assert isinstance(left, dict)
+    return left
+
+
+def more_kills(host: int, group: int) -> Kills:
+    now = kills_now()
+    return replace(now, host_count=now.host_count + host, group_count=now.group_count + group)
 
 
 @pytest.mark.parametrize("victims", [0, 1])
@@ -166,15 +182,50 @@ def test_a_sidecar_that_the_kernel_ended_comes_back_with_one_snapshot_fewer(
     monkeypatch: pytest.MonkeyPatch,
     victims: int,
 ) -> None:
-    subprocess.run([sys.executable, "-c", DIES, tmp_path / "rank-0.sock"], check=False)
-    left = json.loads((tmp_path / "rank-0.memory").read_text())
+    left = dies(tmp_path)
     assert left["count"] == MOST_STANDING
-    monkeypatch.setattr(module, "killed_count", lambda: killed_count() + victims)
+    monkeypatch.setattr(module, "kills_now", lambda: more_kills(victims, victims))
     host.now_s = left["since_s"] + 1
     room = opened(0)
     assert room.predecessor_killed == bool(victims)
     # Killed by somebody else, it takes again what it had.
     assert room.standing_count(MIB, 0) == MOST_STANDING - victims
+
+
+def test_kills_in_other_containers_are_not_taken_for_its_own(
+    opened: Callable[[int], HostRoom], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As in a container, whatever this machine has.
+    kills = Kills(host_count=7, group=1234, group_count=2)
+    dies(tmp_path)
+    left = module._figures(tmp_path / "rank-0.memory")
+    assert left is not None
+    one = left.with_kills(kills)
+    (tmp_path / "rank-0.memory").write_text(json.dumps(asdict(one)))
+    monkeypatch.setattr(module, "kills_now", lambda: replace(kills, host_count=8))
+    assert not opened(0).predecessor_killed
+
+
+@pytest.mark.parametrize("trainer_lives", [True, False])
+def test_a_successor_that_comes_late_still_knows_why_while_the_trainer_lives(
+    opened: Callable[[int], HostRoom],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer_lives: bool,
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as trainer:
+        try:
+            dies(tmp_path, trainer_pid=trainer.pid)
+            if not trainer_lives:
+                trainer.kill()
+                trainer.wait()
+            old_s = time.time() - 10 * PAST_S
+            os.utime(tmp_path / "rank-0.memory", (old_s, old_s))
+            monkeypatch.setattr(module, "kills_now", lambda: more_kills(1, 1))
+            # Without its trainer it is of an earlier start of the job.
+            assert opened(0).predecessor_killed == trainer_lives
+        finally:
+            trainer.kill()
 
 
 def test_figures_of_another_version_or_host_are_passed_over(

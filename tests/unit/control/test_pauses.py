@@ -30,13 +30,14 @@ class Ranks:
         self.steps = {0: step, 1: step}
         self.silent: set[int] = set()
         self.told_step = told_step
-        self.held, self.marked = True, {0}
+        self.held, self.refuses, self.marked = True, False, {0}
         self.agree = asyncio.Event()
         self.agree.set()
 
     async def ask(self, rank: int, _: str, request: object) -> Any:
         if isinstance(request, pb.WithdrawBoundaryRequest):
-            return pb.WithdrawBoundaryResponse(fate=pb.BOUNDARY_FATE_AGREED)
+            fate = pb.BOUNDARY_FATE_WITHDRAWN if self.refuses else pb.BOUNDARY_FATE_AGREED
+            return pb.WithdrawBoundaryResponse(fate=fate)
         if isinstance(request, pb.ListKeptStatesRequest):
             kept = [pb.KeptState(mark="a", whole=True)] if rank in self.marked else []
             return pb.ListKeptStatesResponse(states=kept)
@@ -57,6 +58,8 @@ class Ranks:
 
     async def round(self, request: BoundaryRequest, *_: object, **__: object) -> Verdict:
         await self.agree.wait()
+        if self.refuses:
+            raise ConflictError("a rank is late")
         self.held = request.action is not BoundaryAction.RESUME
         if self.told_step < 0:
             raise UnreachableError("a sidecar was lost while it was asked")
@@ -103,6 +106,46 @@ async def test_a_hold_is_at_the_step_agreed_though_its_ranks_fall_silent() -> No
     found = await one.begin(BY, 20.0, "")
     assert (found.state, found.step) == ("paused", 40)
     assert found.holder.startswith("operator/")
+
+
+async def test_a_pause_that_no_rank_tells_of_is_not_ended_and_keeps_its_holder() -> None:
+    pause = hold(ranks := Ranks(40, told_step=40))
+    served: Any = pause.mesh
+    ranks.held = False
+    begun = await pause.begin(BY, 20.0, "")
+    served.registry.view = mesh  # the sidecars are on their way back
+    assert (await pause.view()).step == -1
+    with pytest.raises(UnreachableError, match="rank 0: its sidecar has not joined"):
+        await pause.end(BY, "")
+    with pytest.raises(UnreachableError, match="tells whether training is paused"):
+        await pause.renew(BY, 20.0, begun.holder)
+    served.registry.view = lambda: mesh(0, 1)
+    assert (await pause.view()).holder == begun.holder
+    assert (await pause.end(BY, "")).state == "running"
+
+
+async def test_a_pause_is_told_by_any_rank_and_outlives_another_that_does_not_begin() -> None:
+    pause = hold(ranks := Ranks(40, told_step=40))
+    served: Any = pause.mesh
+    ranks.held = False
+    begun = await pause.begin(BY, 20.0, "")
+    ranks.silent = {0}
+    assert (await pause.view()).state == "paused"
+    served.registry.view, ranks.refuses = mesh, True
+    with pytest.raises(ConflictError, match="late"):
+        await pause.begin(BY, 20.0, "")
+    ranks.silent, served.registry.view = set(), lambda: mesh(0, 1)
+    assert (await pause.view()).holder == begun.holder
+
+
+async def test_a_control_plane_that_nobody_has_joined_yet_claims_no_resume() -> None:
+    again = hold(Ranks(40, told_step=40))
+    served: Any = again.mesh
+    served.registry.view = mesh
+    with pytest.raises(UnreachableError, match="has not joined"):
+        await again.end(BY, "")
+    served.registry.view = lambda: view(report(0, leaving=True), report(1, leaving=True))
+    assert (await again.end(BY, "")).state == "running"
 
 
 async def test_an_interrupted_pause_ends_alone_and_does_not_begin() -> None:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 
-from paramd.errors import ConflictError, DeadlineError, ParamdError
+from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError
 from paramd.mesh.edits.calls import PauseState, PauseWord
 from paramd.mesh.peers.grpc import MORE_TIME
 from paramd.v1 import common_pb2, sidecar_pb2
@@ -31,12 +31,14 @@ from paramd_service.control.mesh.coordinator import (
     token_of,
 )
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.registry import MeshView, Report, waited_for
+from paramd_service.control.mesh.registry import Membership, MeshView, Report, waited_for
 from paramd_service.control.mesh.sidecars import on_all
 from paramd_service.control.records.records import Records
 
 MAX_STEPS = 1_000_000
 END_NOW_MS = 1
+MOST_ASKED = 3
+"""Ranks asked, one after the other, whether training is paused: they pause and go on together."""
 OWN_LEASE_S = 15.0
 """Lease of a pause that the control plane begins for a request."""
 
@@ -68,27 +70,48 @@ class Pause:
 
     async def view(self) -> PauseState:
         """The pause as a rank reports it now; its last report if it does not answer."""
+        return (await self._look())[0]
+
+    async def _known(self) -> PauseState:
+        """As `view`. Raises UnreachableError: no rank says now whether training is paused."""
+        now, untold = await self._look()
+        if untold and now.state is PauseWord.RUNNING:
+            raise UnreachableError(
+                f"no rank tells whether training is paused ({untold}); try again"
+            )
+        return now
+
+    async def _look(self) -> tuple[PauseState, str]:
+        """The pause, and why no rank has told it just now; empty if one has."""
         view = self.mesh.registry.view()
-        state, step = common_pb2.RankState(), -1
-        if view.joined:
-            report = view.joined[0]
-            state, step = report.state, report.step
+        state, step, untold = common_pb2.RankState(), -1, ""
+        if not view.joined:
+            # Ranks that have left train without us. The others may be paused: a pause goes on while
+            # sidecars, or another control plane, are started.
+            absent = [rank for rank in view.absent if rank.membership is not Membership.LEFT]
+            untold = "; ".join(f"rank {rank.rank}: {rank.reason}" for rank in absent[:8])
+        else:
+            state, step = view.joined[0].state, view.joined[0].step
+        for report in view.joined[:MOST_ASKED]:
             try:
                 request = sidecar_pb2.GetStateRequest()
                 fresh = await self.mesh.calls.ask(report.rank, report.address, request)
-                state, step = fresh.state, fresh.header.step
             except ParamdError as error:
-                log.debug("rank %d did not report its pause: %s", report.rank, error)
+                untold = untold or str(error)
+            else:
+                state, step, untold = fresh.state, fresh.header.step, ""
+                break
         now = pause_of(state, step)
         if now.state is PauseWord.PAUSED and self._step_to:
             now = await self._last_to_step(view, now)
         if now.state is PauseWord.RUNNING:
             if self._pausing:
                 waits = waited_for(self.mesh.registry.view())
-                return replace(now, state=PauseWord.PAUSING, holder=self._holder, waits_for=waits)
-            self._forget()
-            return now
-        return replace(now, holder=self._holder, since_s=self._since_s)
+                now = replace(now, state=PauseWord.PAUSING, holder=self._holder, waits_for=waits)
+            elif not untold:
+                self._forget()
+            return now, untold
+        return replace(now, holder=self._holder, since_s=self._since_s), untold
 
     async def _last_to_step(self, view: MeshView, first: PauseState) -> PauseState:
         """STEPPING until every rank has passed the granted steps, then `first`."""
@@ -146,6 +169,9 @@ class Pause:
             )
         if pause_id in self._ended:
             raise ConflictError("this pause was ended before it began; to pause, ask again")
+        # Of a pause of which no rank has told just now, and that may go on; else forgotten already.
+        former = self._id, self._holder, self._owner, self._since_s, self._step_to
+        self._forget()
         self._id = pause_id
         self._holder = f"{by.name}/{secrets.token_hex(4)}"
         self._owner = by.name if not for_all else ""
@@ -161,7 +187,7 @@ class Pause:
             self._since_s = time.time()
             self.begun_count += 1
         except BaseException:
-            self._forget()
+            self._id, self._holder, self._owner, self._since_s, self._step_to = former
             self._tell(PauseState(state=PauseWord.RUNNING))
             raise
         finally:
@@ -200,7 +226,8 @@ class Pause:
 
     async def end(self, by: Principal, holder: str, pause_id: str = "") -> PauseState:
         """Resume training; with `pause_id`, end that pause alone, even before it begins.
-        Idempotent. Raises ConflictError when another holder paused it."""
+        Idempotent. Raises ConflictError when another holder paused it. UnreachableError: no rank
+        says whether training is paused."""
         if not pause_id:
             return await self._end(by, holder)
         self._ended.append(pause_id)
@@ -211,7 +238,7 @@ class Pause:
         return await self.view()
 
     async def _end(self, by: Principal, holder: str) -> PauseState:
-        if (now := await self.view()).state is PauseWord.RUNNING:
+        if (now := await self._known()).state is PauseWord.RUNNING:
             return now
         await self._check_holder(by, holder)
         try:
@@ -260,8 +287,9 @@ class Pause:
                 await self._renew(round(1000 * OWN_LEASE_S))
 
     async def _check_holder(self, by: Principal, holder: str) -> PauseState:
-        """The current pause. Raises ConflictError unless the caller may change it."""
-        present = await self.view()
+        """The current pause. Raises ConflictError unless the caller may change it, and as
+        `_known`."""
+        present = await self._known()
         if present.state is PauseWord.RUNNING:
             raise ConflictError(
                 "training is not paused, or the lease of the pause has ended; pause it first"

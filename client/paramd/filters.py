@@ -47,8 +47,10 @@ _SPACED = re.compile(
 )
 """Around comparisons, and in shapes; not in quotes."""
 _QUOTED = re.compile(r'"((?:[^"]|"")*)"')
-_NUMBER = re.compile(r"([+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e[+-]?[0-9]{1,3})?)"
-                     r"([kKMG]?)\Z")  # fmt: skip
+_NUMBER = re.compile(
+    r"([+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e[+-]?[0-9]{1,3})?)"
+    r"([kKMG]?)\Z"
+)
 _SHAPE = re.compile(r"(?:[0-9]{1,18}|\*)(?:x(?:[0-9]{1,18}|\*)){0,31}\Z")
 _SCALE: Final = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
 _ORDER: Final[dict[str, Callable[[float, float], bool]]] = {

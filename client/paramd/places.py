@@ -395,9 +395,14 @@ def _parse(text: bytes, job: str) -> Endpoint | None:
     except (ValueError, TypeError):
         return None
     texts = (
-        endpoint.url, endpoint.token, endpoint.grpc_address,
-        endpoint.host_id, endpoint.ca, endpoint.ca_pin, endpoint.via,
-    )  # fmt: skip
+        endpoint.url,
+        endpoint.token,
+        endpoint.grpc_address,
+        endpoint.host_id,
+        endpoint.ca,
+        endpoint.ca_pin,
+        endpoint.via,
+    )
     numbers = (endpoint.pid, endpoint.incarnation, endpoint.pid_start)
     typed = all(isinstance(t, str) for t in texts) and all(type(n) is int for n in numbers)
     return endpoint if typed and endpoint.job == job and endpoint.pid > 0 else None

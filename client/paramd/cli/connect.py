@@ -44,13 +44,20 @@ END_S = 5.0
 def connect(
     host: Annotated[
         str | None,
-        Argument(metavar="[USER@]HOST", help="Where SSH reaches the job's first host, or a "
-                       "login node that shares its state dir."),
+        Argument(
+            metavar="[USER@]HOST",
+            help="Where SSH reaches the job's first host, or a "
+            "login node that shares its state dir.",
+        ),
     ] = None,
     job: Annotated[
         str | None,
-        Option("--job", metavar="NAME", help="Name of the job; required if several run there."
-                     " \\[env: PARAMD_JOB]", autocompletion=completion.jobs),
+        Option(
+            "--job",
+            metavar="NAME",
+            help="Name of the job; required if several run there. \\[env: PARAMD_JOB]",
+            autocompletion=completion.jobs,
+        ),
     ] = None,
     port: Annotated[
         int, Option("--port", min=0, max=65535, help="Local port; 0 picks a free one.")
@@ -63,10 +70,14 @@ def connect(
     ] = "paramd",
     show: Annotated[
         bool,
-        Option("--show", help="Print the endpoint of a job here, token included, as JSON, "
-                     "and end. What the other side of a connection runs.", rich_help_panel=PANEL),
+        Option(
+            "--show",
+            help="Print the endpoint of a job here, token included, as JSON, "
+            "and end. What the other side of a connection runs.",
+            rich_help_panel=PANEL,
+        ),
     ] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Connect to a job on another host over SSH; runs until Ctrl-C.
 
     While it runs, all commands on this machine find the job by its name. Only

@@ -172,12 +172,23 @@ def started(
     }
     environment.pop("PARAMD_TOKEN", None)
     command = [
-        sys.executable, "-m", "torch.distributed.run",
-        "--standalone", "--nproc-per-node", str(ranks),
-        "-m", MODULE, "--job", job, "--steps", str(MAX_STEPS), "--every", "1",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        MODULE,
+        "--job",
+        job,
+        "--steps",
+        str(MAX_STEPS),
+        "--every",
+        "1",
         *(["--keep"] if keep else []),
         *(["--control", control] if control is not None else []),
-    ]  # fmt: skip
+    ]
     with _Interrupts() as interrupts, log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -261,8 +272,10 @@ def _gradients(mesh: Mesh) -> None:
 
 def _edit_and_undo(mesh: Mesh) -> None:
     edit = mesh.edit(ROWS, mul=0.5, note="demo")
-    print(f"edit {edit.id[:8]}: {edit.state} at step {edit.step}; training stopped for "
-          f"{seconds((edit.stop_ms or 0.0) / 1e3)}")  # fmt: skip
+    print(
+        f"edit {edit.id[:8]}: {edit.state} at step {edit.step}; training stopped for "
+        f"{seconds((edit.stop_ms or 0.0) / 1e3)}"
+    )
     undo = mesh.undo(edit.id)
     print(f"edit {undo.id[:8]}: {undo.state} at step {undo.step}, undoing {edit.id[:8]}")
 

@@ -157,9 +157,19 @@ def show_edit(target: Target, edit: Edit) -> None:
 
 _TOLD = ("id", "incarnation", "step", "size_bytes", "stop_ms", "created_s", "actor", "note")
 _TOLD_OF_ONE = (
-    "ops", "before", "after", "reason", "committed_by", "undo_of", "undone_by", "undoable",
-    "undo_refusal", "rollback", "hyperparameters", "warning",
-)  # fmt: skip
+    "ops",
+    "before",
+    "after",
+    "reason",
+    "committed_by",
+    "undo_of",
+    "undone_by",
+    "undoable",
+    "undo_refusal",
+    "rollback",
+    "hyperparameters",
+    "warning",
+)
 
 
 def _show(target: Target, found: Sequence[Edit], **about: Any) -> None:

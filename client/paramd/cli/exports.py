@@ -42,14 +42,18 @@ FormatOption = Annotated[
 ]
 ShardSize = Annotated[
     str | None,
-    Option("--max-shard-size", metavar="SIZE",
-           help="Maximum size of a safetensors file; default 5GB."),
-]  # fmt: skip
+    Option(
+        "--max-shard-size", metavar="SIZE", help="Maximum size of a safetensors file; default 5GB."
+    ),
+]
 Include = Annotated[
     list[str] | None,
-    Option("--include", metavar="KIND",
-           help="optimizer, in addition to parameters and buffers; or list every kind wanted."),
-]  # fmt: skip
+    Option(
+        "--include",
+        metavar="KIND",
+        help="optimizer, in addition to parameters and buffers; or list every kind wanted.",
+    ),
+]
 KeepTied = Annotated[
     bool, Option("--keep-tied", help="Write tied tensors under each of their names.")
 ]
@@ -63,10 +67,13 @@ NameMapFile = Annotated[
 ]
 WeightsFrom = Annotated[
     str | None,
-    Option("--weights-from", metavar="NAME",
-           help="Averaged weights: a model given to attach, a state of the optimizers, or "
-           "schedule-free."),
-]  # fmt: skip
+    Option(
+        "--weights-from",
+        metavar="NAME",
+        help="Averaged weights: a model given to attach, a state of the optimizers, or "
+        "schedule-free.",
+    ),
+]
 AssetsDir = Annotated[
     Path | None, Option("--assets", metavar="DIR", help="Also copy the files in DIR, up to 64 MiB.")
 ]
@@ -137,8 +144,12 @@ def export(
     target: Target,
     destination: Annotated[
         str | None,
-        completed("[DEST/KEY]", "Destination and key; by default step-{step} in checkpoints, or in "
-                  "the only destination.", completion.destinations),
+        completed(
+            "[DEST/KEY]",
+            "Destination and key; by default step-{step} in checkpoints, or in "
+            "the only destination.",
+            completion.destinations,
+        ),
     ] = None,
     format: FormatOption = "safetensors",
     max_shard_size: ShardSize = None,
@@ -159,7 +170,7 @@ def export(
         Option("--timeout", metavar="S", parser=duration, help="Give up after S."),
     ] = 3600,
     wait: Annotated[bool, Option("--wait", help="Wait until it is done or failed.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write a checkpoint of one step to a destination, while training continues.
 
     The sidecars write directly to the destination, where it becomes visible
@@ -323,8 +334,11 @@ def create(
     target: Target,
     destination: Annotated[
         str,
-        completed("DEST/KEY", "{step} in it becomes the step; else /step-N is appended.",
-                  completion.destinations),
+        completed(
+            "DEST/KEY",
+            "{step} in it becomes the step; else /step-N is appended.",
+            completion.destinations,
+        ),
     ],
     every_steps: Annotated[
         int, Option("--every-steps", metavar="N", help="Every N steps, or soon after.")
@@ -348,7 +362,7 @@ def create(
     weights_from: WeightsFrom = None,
     assets: AssetsDir = None,
     no_verify: NoVerify = False,
-) -> None:  # fmt: skip
+) -> None:
     """Export periodically from now on.
 
     A run is skipped while the previous one is still in progress. Retention only

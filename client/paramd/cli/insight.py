@@ -164,14 +164,17 @@ def diff(
     target: Target,
     a: Annotated[
         str,
-        Argument(metavar="A", help="'now', '+N' (N steps from now), a step to come, mark:NAME, "
-                 "job:NAME, or a safetensors file or directory."),
+        Argument(
+            metavar="A",
+            help="'now', '+N' (N steps from now), a step to come, mark:NAME, "
+            "job:NAME, or a safetensors file or directory.",
+        ),
     ],
     b: Annotated[str, Argument(metavar="B", help="The same.")] = "now",
     only: Annotated[
         list[str] | None, Option("--filter", metavar="GLOB", help="Compare these names.")
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Show how the weights of B differ from those of A, tensor by tensor.
 
     Norm and cosine of the difference, changed elements, and the rows that differ
@@ -284,15 +287,24 @@ def logs(
     target: Target,
     rank: Annotated[
         int | None,
-        Argument(metavar="[RANK]", min=0, help="Rank to show; all unless given.",
-                 autocompletion=completion.ranks),
+        Argument(
+            metavar="[RANK]",
+            min=0,
+            help="Rank to show; all unless given.",
+            autocompletion=completion.ranks,
+        ),
     ] = None,
     lines: Annotated[
         int | None,
-        Option("-n", "--lines", min=1, max=state_files.MAX_LOG_LINES,
-               help="Lines from the end of each log; 100 of one rank, 20 of each of all."),
+        Option(
+            "-n",
+            "--lines",
+            min=1,
+            max=state_files.MAX_LOG_LINES,
+            help="Lines from the end of each log; 100 of one rank, 20 of each of all.",
+        ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Show the last lines of a rank's sidecar, and of its trainer; without RANK, of all ranks.
 
     The trainer's lines are available if its output goes to a file (torchrun

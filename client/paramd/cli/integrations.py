@@ -98,9 +98,7 @@ def track(
 @with_output
 def follow(
     target: Target,
-    engine: Annotated[
-        str, Argument(metavar="URL", help="The engine, e.g. http://127.0.0.1:8000.")
-    ],
+    engine: Annotated[str, Argument(metavar="URL", help="The engine, e.g. http://127.0.0.1:8000.")],
     to: Annotated[str, Option("--to", metavar="ENGINE", help="vllm or sglang.")],
     directory: Annotated[
         Path, Option("--dir", help="Directory that the engine reads under the same path.")
@@ -112,8 +110,11 @@ def follow(
     ] = 0,
     pause: Annotated[
         str,
-        Option("--pause", metavar="wait|abort|keep", help="Running requests finish first, are "
-               "aborted, or continue with the new weights."),
+        Option(
+            "--pause",
+            metavar="wait|abort|keep",
+            help="Running requests finish first, are aborted, or continue with the new weights.",
+        ),
     ] = "wait",
     dtype: Dtype = None,
     deltas: Annotated[
@@ -122,7 +123,7 @@ def follow(
     name_map: NameMapFile = None,
     merge: Merge = False,
     adapter: Adapter = None,
-) -> None:  # fmt: skip
+) -> None:
     """Keep an inference engine at the weights of a running training.
 
     Each frame of parameters, all of one step, is written to a safetensors file
@@ -189,10 +190,15 @@ def mcp(
     ] = False,
     http_port: Annotated[
         int | None,
-        Option("--http", metavar="PORT", min=1, max=65535,
-               help="Serve streamable HTTP on 127.0.0.1 instead of stdio."),
+        Option(
+            "--http",
+            metavar="PORT",
+            min=1,
+            max=65535,
+            help="Serve streamable HTTP on 127.0.0.1 instead of stdio.",
+        ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Serve the job to an agent, over the Model Context Protocol.
 
     Read-only by default. With --changes a first call describes the change and

@@ -112,8 +112,11 @@ def set_hyperparameters(
     target: Target,
     group: Annotated[
         str | None,
-        Argument(metavar="[GROUP]", help="'group N', N, or 'optimizer M group N'. Default: list "
-                 "the present values of all groups."),
+        Argument(
+            metavar="[GROUP]",
+            help="'group N', N, or 'optimizer M group N'. Default: list "
+            "the present values of all groups.",
+        ),
     ] = None,
     values: Annotated[
         list[str] | None,
@@ -122,7 +125,7 @@ def set_hyperparameters(
     note: Note = "",
     wait: Wait = True,
     timeout: Timeout = 60.0,
-) -> None:  # fmt: skip
+) -> None:
     """Set hyper-parameters of a parameter group, on all ranks at one step or on none.
 
     Without arguments, list the present values of all groups. A scheduler

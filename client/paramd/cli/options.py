@@ -47,36 +47,61 @@ def completed(metavar: str, help: str, complete: completion.Complete) -> Any:
 
 Job = Annotated[
     str | None,
-    Option("--job", metavar="NAME", help="Name of the job; required if several run here."
-                 " \\[env: PARAMD_JOB]", rich_help_panel=PANEL, autocompletion=completion.jobs),
-]  # fmt: skip
+    Option(
+        "--job",
+        metavar="NAME",
+        help="Name of the job; required if several run here. \\[env: PARAMD_JOB]",
+        rich_help_panel=PANEL,
+        autocompletion=completion.jobs,
+    ),
+]
 Url = Annotated[
     str | None,
-    Option("--url", metavar="URL", help="URL of the control plane, for example "
-                 "http://127.0.0.1:8470. \\[env: PARAMD_URL]", rich_help_panel=PANEL),
-]  # fmt: skip
+    Option(
+        "--url",
+        metavar="URL",
+        help="URL of the control plane, for example http://127.0.0.1:8470. \\[env: PARAMD_URL]",
+        rich_help_panel=PANEL,
+    ),
+]
 Token = Annotated[
     str | None,
-    Option("--token", metavar="-|@FILE", help="Read the token from stdin or from FILE. "
-                 "\\[env: PARAMD_TOKEN]", rich_help_panel=PANEL),
-]  # fmt: skip
+    Option(
+        "--token",
+        metavar="-|@FILE",
+        help="Read the token from stdin or from FILE. \\[env: PARAMD_TOKEN]",
+        rich_help_panel=PANEL,
+    ),
+]
 TlsCa = Annotated[
     str | None,
-    Option("--tls-ca", metavar="FILE", help="CA certificates to trust for https. "
-                 "\\[env: PARAMD_TLS_CA]", rich_help_panel=PANEL),
-]  # fmt: skip
+    Option(
+        "--tls-ca",
+        metavar="FILE",
+        help="CA certificates to trust for https. \\[env: PARAMD_TLS_CA]",
+        rich_help_panel=PANEL,
+    ),
+]
 ContextName = Annotated[
     str | None,
-    Option("--context", metavar="NAME", help="A named context in ~/.config/paramd/"
-                 "paramd.toml. \\[env: PARAMD_CONTEXT]", rich_help_panel=PANEL,
-                 autocompletion=completion.contexts),
-]  # fmt: skip
+    Option(
+        "--context",
+        metavar="NAME",
+        help="A named context in ~/.config/paramd/paramd.toml. \\[env: PARAMD_CONTEXT]",
+        rich_help_panel=PANEL,
+        autocompletion=completion.contexts,
+    ),
+]
 Debug = Annotated[bool, Option("--debug", help="Show tracebacks of errors. \\[env: PARAMD_DEBUG]")]
 Output = Annotated[
     Format | None,
-    Option("-o", "--output", help="Output format; by default a table that fits the terminal. "
-                 "\\[env: PARAMD_OUTPUT]", show_default=False),
-]  # fmt: skip
+    Option(
+        "-o",
+        "--output",
+        help="Output format; by default a table that fits the terminal. \\[env: PARAMD_OUTPUT]",
+        show_default=False,
+    ),
+]
 Every = Annotated[
     float, Option("--every", metavar="S", parser=interval, help="Seconds between two samples.")
 ]
@@ -93,14 +118,21 @@ Adapter = Annotated[
 ]
 Replica = Annotated[
     int | None,
-    Option("--replica", metavar="RANK", min=0,
-           help="Of this rank's replica, where ranks hold the same; by default rank 0's."),
-]  # fmt: skip
+    Option(
+        "--replica",
+        metavar="RANK",
+        min=0,
+        help="Of this rank's replica, where ranks hold the same; by default rank 0's.",
+    ),
+]
 Globs = Annotated[
     list[str],
-    Argument(metavar="GLOB", help="Name patterns, or slices such as 'w[0:4]'.",
-             autocompletion=completion.names),
-]  # fmt: skip
+    Argument(
+        metavar="GLOB",
+        help="Name patterns, or slices such as 'w[0:4]'.",
+        autocompletion=completion.names,
+    ),
+]
 AnyGlobs = Annotated[
     list[str] | None,
     Argument(metavar="GLOB", help="Name patterns. Default: all.", autocompletion=completion.names),

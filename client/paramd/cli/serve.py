@@ -94,13 +94,17 @@ def init(
     directory: Annotated[Path, Argument(metavar="DIR", help="Where to write the files.")],
     name: Annotated[
         list[str] | None,
-        Option("--name", metavar="NAME", help="DNS name or IP address of the server, in "
-                     "addition to this host's own. May be repeated."),
+        Option(
+            "--name",
+            metavar="NAME",
+            help="DNS name or IP address of the server, in "
+            "addition to this host's own. May be repeated.",
+        ),
     ] = None,
     days: Annotated[
         int, Option("--days", min=1, max=397, help="Validity of both certificates.")
     ] = 30,
-) -> None:  # fmt: skip
+) -> None:
     """Create a test CA, a server certificate and a client certificate.
 
     The CA's private key is written next to them, so use it for testing only.

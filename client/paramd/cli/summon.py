@@ -81,15 +81,15 @@ def summon(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing file.")] = False,
     transport: Annotated[
         str,
-        Option("--transport", metavar="auto|same-host|stream|grpc",
-               help="Transport to use."),
+        Option("--transport", metavar="auto|same-host|stream|grpc", help="Transport to use."),
     ] = "auto",
     timeout: Annotated[
         float | None,
-        Option("--timeout", metavar="S", parser=duration,
-               help="Give up after S; by default never."),
+        Option(
+            "--timeout", metavar="S", parser=duration, help="Give up after S; by default never."
+        ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write full parameters, all of one step, to a safetensors file.
 
     Training continues meanwhile. The file appears once complete; its metadata

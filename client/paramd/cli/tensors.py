@@ -60,17 +60,23 @@ def params(
     target: Target,
     wanted: Annotated[
         list[str] | None,
-        Argument(metavar="FILTER", autocompletion=completion.names,
-                 help="Name patterns, and terms that must all hold, such as 'numel>1M' "
-                 "'dtype=bfloat16' 'shape=4096x*' 'norm>10' 'nan>0'. Default: everything."),
+        Argument(
+            metavar="FILTER",
+            autocompletion=completion.names,
+            help="Name patterns, and terms that must all hold, such as 'numel>1M' "
+            "'dtype=bfloat16' 'shape=4096x*' 'norm>10' 'nan>0'. Default: everything.",
+        ),
     ] = None,
     buffers: Buffers = False,
     trainable: Annotated[
         bool | None,
-        Option("--trainable/--frozen", show_default=False,
-               help="Only parameters that did, or did not, require a gradient at attach."),
+        Option(
+            "--trainable/--frozen",
+            show_default=False,
+            help="Only parameters that did, or did not, require a gradient at attach.",
+        ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """List parameters: full shape, dtype and how they are distributed.
 
     Terms compare name, placement, kind, dtype, shape, numel, dims, rank, tied
@@ -148,10 +154,11 @@ def stats(
     buffers: Buffers = False,
     unsettled: Annotated[
         bool,
-        Option("--unsettled", help="Accept weights that changed since the last update, as they "
-               "are."),
+        Option(
+            "--unsettled", help="Accept weights that changed since the last update, as they are."
+        ),
     ] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show statistics of full tensors, all at one step.
 
     Computed in place by the sidecars. Each element counts once, however many

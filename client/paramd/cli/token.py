@@ -30,10 +30,14 @@ def create(
     target: Target,
     role: Annotated[
         str,
-        Option("--role", metavar="ROLE", help="viewer: names, state, statistics; reader: "
-                     "also values; editor: also edits; exporter: values and exports; trainer: "
-                     "registers jobs; admin: everything.",
-                     autocompletion=completion.roles),
+        Option(
+            "--role",
+            metavar="ROLE",
+            help="viewer: names, state, statistics; reader: "
+            "also values; editor: also edits; exporter: values and exports; trainer: "
+            "registers jobs; admin: everything.",
+            autocompletion=completion.roles,
+        ),
     ],
     ttl: Annotated[
         str, Option("--ttl", metavar="TIME", help="Validity: 90s, 15m, 12h, 30d or 4w.")
@@ -46,7 +50,7 @@ def create(
         Option("--jobs", metavar="PATTERNS", help="Only these jobs, such as 'team-a-*,eval'."),
     ] = None,
     output: Output = None,
-) -> None:  # fmt: skip
+) -> None:
     """Create a token and print it. It is shown only once."""
     body: dict[str, Any] = {"role": role, "ttl_s": seconds_of(ttl, "--ttl")}
     if name is not None:

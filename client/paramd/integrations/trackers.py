@@ -102,8 +102,9 @@ class _Mlflow:
 
     def numbers(self, values: Mapping[str, float], step: int) -> None:
         # Slices have brackets and colons in their names, which mlflow does not take.
-        named = {"".join(c if c.isalnum() or c in "_-./ " else "_" for c in n): values[n]
-                 for n in values}  # fmt: skip
+        named = {
+            "".join(c if c.isalnum() or c in "_-./ " else "_" for c in n): values[n] for n in values
+        }
         self._package.log_metrics(named, step=step)
 
     def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
@@ -391,11 +392,15 @@ class Following:
     async def _tell_new(self) -> None:
         """Note alerts and edits at their steps."""
         told = {
-            **{one.id: (f"alert {one.rule} on {one.subject}: {one.reason}", one.step)
-               for one in await self._mesh.alerts(limit=1000)},
-            **{one.id: (f"edit {one.id[:8]} applied at step {one.step}: {one.note}", one.step)
-               for one in await self._mesh.edits(state="APPLIED", limit=1000)},
-        }  # fmt: skip
+            **{
+                one.id: (f"alert {one.rule} on {one.subject}: {one.reason}", one.step)
+                for one in await self._mesh.alerts(limit=1000)
+            },
+            **{
+                one.id: (f"edit {one.id[:8]} applied at step {one.step}: {one.note}", one.step)
+                for one in await self._mesh.edits(state="APPLIED", limit=1000)
+            },
+        }
         if self._known is not None and self._run is not None:
             for key in told.keys() - self._known:
                 text, step = told[key]

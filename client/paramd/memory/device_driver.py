@@ -464,8 +464,10 @@ def _management(library: str) -> ctypes.CDLL | None:
         nvml = ctypes.CDLL(library)
         nvml.nvmlDeviceGetHandleByUUID.argtypes = (c_char_p, POINTER(c_void_p))
         nvml.nvmlDeviceGetComputeRunningProcesses_v3.argtypes = (
-            c_void_p, POINTER(c_uint), POINTER(_Process),
-        )  # fmt: skip
+            c_void_p,
+            POINTER(c_uint),
+            POINTER(_Process),
+        )
         return nvml if nvml.nvmlInit_v2() == 0 else None
     except (OSError, AttributeError):
         return None

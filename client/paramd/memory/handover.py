@@ -188,9 +188,15 @@ class Descriptors:
     def as_list(self) -> list[int]:
         """In handover order, those of the state last."""
         return [
-            self.page, self.wake, self.arena, self.edits, self.gradients, self.optimizer,
-            self.continuation, *(one.descriptor for one in self.state),
-        ]  # fmt: skip
+            self.page,
+            self.wake,
+            self.arena,
+            self.edits,
+            self.gradients,
+            self.optimizer,
+            self.continuation,
+            *(one.descriptor for one in self.state),
+        ]
 
     def close(self) -> None:
         close_all(self.as_list())

@@ -219,9 +219,18 @@ def _stated(optimizer: int, param: Sequence[Any], state: Sequence[tuple[str, Any
     if 0 not in shape:
         numel = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return Stated(
-        begin, numel * item_bytes, optimizer, group, dtype, tuple(shape), tuple(strides),
-        places, scalars, left_out, others,
-    )  # fmt: skip
+        begin,
+        numel * item_bytes,
+        optimizer,
+        group,
+        dtype,
+        tuple(shape),
+        tuple(strides),
+        places,
+        scalars,
+        left_out,
+        others,
+    )
 
 
 def read_record(data: bytes) -> dict[str, Any]:

@@ -349,9 +349,14 @@ class AsyncMesh:
         return await self._reach.attempts(attempt, deadline_s)
 
     async def _numbers(
-        self, patterns: Sequence[str], *, buffers: bool, deadline_s: float, histogram: bool = False,
+        self,
+        patterns: Sequence[str],
+        *,
+        buffers: bool,
+        deadline_s: float,
+        histogram: bool = False,
         unsettled: bool = False,
-    ) -> StatsTable:  # fmt: skip
+    ) -> StatsTable:
         return await while_pinned(
             self._reach,
             patterns,
@@ -1226,9 +1231,20 @@ class AsyncMesh:
         """
         where = await self._located(destination)
         body = export_body(
-            where, format, max_shard_size, dtype, include, tied, name_map, verify, names,
-            replica, adapter, merge, weights_from,
-        ) | {"overwrite": overwrite}  # fmt: skip
+            where,
+            format,
+            max_shard_size,
+            dtype,
+            include,
+            tied,
+            name_map,
+            verify,
+            names,
+            replica,
+            adapter,
+            merge,
+            weights_from,
+        ) | {"overwrite": overwrite}
         if timeout is not UNSET:
             body["timeout_s"] = MAX_TIMEOUT_S if timeout is None else allowed_s(timeout)
         return AsyncExport(self._exports, await self._exports.create(body, assets))
@@ -1410,9 +1426,20 @@ class AsyncMesh:
         """
         where = await self._located(destination)
         body = export_body(
-            where, format, max_shard_size, dtype, include, tied, name_map, verify, names,
-            replica, adapter, merge, weights_from,
-        )  # fmt: skip
+            where,
+            format,
+            max_shard_size,
+            dtype,
+            include,
+            tied,
+            name_map,
+            verify,
+            names,
+            replica,
+            adapter,
+            merge,
+            weights_from,
+        )
         cadence = {"every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every}
         body |= {key: value for key, value in cadence.items() if value is not None}
         return await self._exports.create_schedule(body, assets)

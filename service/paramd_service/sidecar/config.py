@@ -86,17 +86,30 @@ class SidecarConfig:
         if not 0 <= self.stream_port <= 65535:
             raise UsageError(f"stream_port: {self.stream_port}; expected 0 to 65535")
         not_negative = (
-            "rank", "grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes",
-            "trainer_pid", "delta_budget_bytes", "host_reserve",
-        )  # fmt: skip
+            "rank",
+            "grace_s",
+            "idle_memory_s",
+            "edit_pool_bytes",
+            "undo_budget_bytes",
+            "trainer_pid",
+            "delta_budget_bytes",
+            "host_reserve",
+        )
         for name, least in (*((name, 0) for name in not_negative), ("max_calls", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UsageError(f"{name}: {value}; expected {least} or more")
         above = (
-            "linger_s", "default_lease_s", "max_deadline_s", "report_s", "edit_expiry_s",
-            "copy_rate_bytes", "budget_bytes", "edit_budget_bytes", "standing_budget_bytes",
+            "linger_s",
+            "default_lease_s",
+            "max_deadline_s",
+            "report_s",
+            "edit_expiry_s",
+            "copy_rate_bytes",
+            "budget_bytes",
+            "edit_budget_bytes",
+            "standing_budget_bytes",
             "marks_budget_bytes",
-        )  # fmt: skip
+        )
         for name in above:
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise UsageError(f"{name}: {value}; expected a number above 0")

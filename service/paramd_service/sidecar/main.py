@@ -99,15 +99,19 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
         "--stream-port", type=int, default=0, help="TCP port of bulk streams; 0 picks a free one"
     )
     parser.add_argument(
-        "--trainer-pid", type=int, default=0, metavar="PID",
+        "--trainer-pid",
+        type=int,
+        default=0,
+        metavar="PID",
         help="leave if this process ends before a trainer has attached; 0 waits --linger-s",
-    )  # fmt: skip
+    )
     for name, text in _TLS_OPTIONS.items():
         parser.add_argument("--" + name.replace("_", "-"), default="", help=text)
     parser.add_argument(
-        "--job-tls", action="store_true",
+        "--job-tls",
+        action="store_true",
         help="serve mutual TLS within the job; reads {ca, cert, key} as one JSON line from stdin",
-    )  # fmt: skip
+    )
     # The control plane sets the interval of reports.
     for name in (one.name for one in fields(defaults) if one.name != "report_s"):
         option, default = "--" + name.replace("_", "-"), getattr(defaults, name)
@@ -116,10 +120,13 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
         elif name.endswith("_bytes"):
             parser.add_argument(option, type=int, default=default, metavar="BYTES")
     parser.add_argument(
-        "--host-reserve", type=int, default=defaults.host_reserve, metavar="BYTES",
+        "--host-reserve",
+        type=int,
+        default=defaults.host_reserve,
+        metavar="BYTES",
         help="memory of the host that stays free for the training; by default 5 %% of it, or what "
         "a step takes",
-    )  # fmt: skip
+    )
     parser.add_argument("--max-calls", type=int, default=defaults.max_calls, metavar="COUNT")
     gone.check_options(argv if argv is not None else sys.argv[1:])
     values = vars(parser.parse_args(argv))

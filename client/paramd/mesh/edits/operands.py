@@ -94,10 +94,11 @@ def prepare(index: NameIndex, ops: Sequence[OpSpec], *, allow_nonfinite: bool) -
         planned += found
     plan = plan_edit(index.layout, planned, allow_nonfinite=allow_nonfinite)
     tensors = {
-        number: _converted(tensor, plan.ops[number].tensor.dtype, plan.ops[number].box.sizes,
-                           planned[number].fqn)
+        number: _converted(
+            tensor, plan.ops[number].tensor.dtype, plan.ops[number].box.sizes, planned[number].fqn
+        )
         for number, tensor in given.items()
-    }  # fmt: skip
+    }
     return Operands(planned, plan, tensors)
 
 

@@ -208,9 +208,13 @@ class GradSteps:
 
             tensors = await read_tensors(
                 held.steps()[0].reading(self._wanted.transport),
-                self._transfer, self.pool, plan.plan, plan.asked, plan.numbers,
+                self._transfer,
+                self.pool,
+                plan.plan,
+                plan.asked,
+                plan.numbers,
                 dtype=self._wanted.dtype,
-            )  # fmt: skip
+            )
             for index, one in enumerate(plan.asked):
                 found = sums[index] if plan.layers[index] else tensors[index]
                 values[one.name] = partial(_same, None if one.name in none else found)
@@ -242,9 +246,14 @@ class GradSteps:
         for layer in range(max(map(len, held.plan.layers))):
             numbers = [of[layer] if layer < len(of) else range(0) for of in held.plan.layers]
             tensors = await read_tensors(
-                reading, self._transfer, self.pool, held.plan.sums, held.plan.asked, numbers,
+                reading,
+                self._transfer,
+                self.pool,
+                held.plan.sums,
+                held.plan.asked,
+                numbers,
                 zeroed=layer > 0,
-            )  # fmt: skip
+            )
             await self._transfer.run(partial(found.add, tensors))
         return found.rounded(self._wanted.dtype)
 

@@ -159,10 +159,20 @@ def not_compared(name: str, tensor: torch.Tensor, *, problem: str) -> TensorDiff
     """The row of a tensor that cannot be compared."""
     nan = math.nan
     return TensorDiff(
-        name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
-        norm=nan, relative=nan, norm_a=nan, norm_b=nan, cosine=nan, max_abs=nan, changed=0,
-        numel=tensor.numel(), largest_rows=(), problem=problem,
-    )  # fmt: skip
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        norm=nan,
+        relative=nan,
+        norm_a=nan,
+        norm_b=nan,
+        cosine=nan,
+        max_abs=nan,
+        changed=0,
+        numel=tensor.numel(),
+        largest_rows=(),
+        problem=problem,
+    )
 
 
 def _larger(one: float, other: float) -> float:

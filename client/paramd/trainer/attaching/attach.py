@@ -94,8 +94,12 @@ def attach(
     settings = settings if settings is not None else AttachSettings.from_environment()
     trackers = log if log is None or isinstance(log, str) else ",".join(log)
     given: dict[str, Any] = {
-        "control": control, "arena": arena, "resume": resume, "replicas": replicas, "log": trackers,
-    }  # fmt: skip
+        "control": control,
+        "arena": arena,
+        "resume": resume,
+        "replicas": replicas,
+        "log": trackers,
+    }
     settings = replace(settings, **{name: one for name, one in given.items() if one is not None})
     exchange = Exchange(timeout_s=settings.attach_timeout_s)
     stages = Stages(exchange, settings, job, extra_state if extra_state is not None else {})

@@ -415,8 +415,10 @@ class Tracking:
             if process.returncode not in (0, -signal.SIGTERM):
                 log.warning(
                     "paramd: what logged to %s ended with status %s; see %s",
-                    kind, process.returncode, self._directory / f"log-{kind}.log",
-                )  # fmt: skip
+                    kind,
+                    process.returncode,
+                    self._directory / f"log-{kind}.log",
+                )
         self._processes = {}
 
 

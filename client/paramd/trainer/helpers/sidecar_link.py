@@ -179,8 +179,11 @@ class Supervisor:
             except Exception as error:
                 log.warning(
                     "paramd: the %s did not start (%s); training continues without it, next try "
-                    "in %.1f s", self._name, error, delay_s,
-                )  # fmt: skip
+                    "in %.1f s",
+                    self._name,
+                    error,
+                    delay_s,
+                )
                 if self._wait(self._stop, delay_s):
                     return
                 delay_s = min(LONGEST_DELAY_S, 2 * delay_s)
@@ -401,14 +404,19 @@ class SidecarLink:
             self._send_away(connection)
         own = self._identity.own_tls
         arguments = [
-            "--job", self._identity.job,
-            "--rank", str(self._identity.rank),
-            "--socket", str(self._socket_path),
-            "--listen", self._listen(),
-            "--linger-s", str(self._settings.linger_s),
+            "--job",
+            self._identity.job,
+            "--rank",
+            str(self._identity.rank),
+            "--socket",
+            str(self._socket_path),
+            "--listen",
+            self._listen(),
+            "--linger-s",
+            str(self._settings.linger_s),
             *(["--job-tls", "--advertise", own.name] if own is not None else []),
             *self._settings.sidecar_options(),
-        ]  # fmt: skip
+        ]
         stdin = json.dumps(self._pems.to_json()) + "\n" if self._pems is not None else None
         if self._host is None:
             self._patience.begin()

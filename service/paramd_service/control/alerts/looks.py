@@ -117,10 +117,13 @@ class Waits:
         reading = bool(ranks) and all(one.kind == "dataloader" for one in ranks)
         self._seen.append(
             Seen(
-                now_s, step, alone.rank if alone is not None else -1,
-                alone.what if alone is not None else "", reading,
+                now_s,
+                step,
+                alone.rank if alone is not None else -1,
+                alone.what if alone is not None else "",
+                reading,
             )
-        )  # fmt: skip
+        )
 
     def step_s(self) -> float:
         """The usual time of a step: the median over pairs of samples between which there were

@@ -284,9 +284,10 @@ class Watcher:
         self._paces = {
             kind: Pace(share=config.watch_share / 2, least_s=least_s)
             for kind, least_s in (
-                ("stats", config.stats_every_s), ("gradients", config.gradients_every_s)
+                ("stats", config.stats_every_s),
+                ("gradients", config.gradients_every_s),
             )
-        }  # fmt: skip
+        }
         self._owed: dict[str, _Owed] = {}
         self._last_s: dict[str, float] = {}
         """When a round of each kind succeeded last."""
@@ -298,9 +299,11 @@ class Watcher:
         self._bits = None
         if self.reaching is not None and config.compare and config.compare_steps:
             self._bits = BitRounds(
-                config, reaching=self.reaching, joined=lambda: {one.rank for one in view().joined},
+                config,
+                reaching=self.reaching,
+                joined=lambda: {one.rank for one in view().joined},
                 observe=self.observe,
-            )  # fmt: skip
+            )
         self.round_counts = {"stats": 0, "digests": 0}
         """Rounds that succeeded, by kind."""
         self.failed_counts = {"stats": 0, "digests": 0}

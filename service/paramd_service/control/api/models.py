@@ -292,9 +292,15 @@ class ParamPage(BaseModel):
     missing: list[MissingDocument]
 
     model_config = _example(
-        layout_digest="5b1c", total_count=2, params=[_PARAM], next_page_token="MTo6NWIxYw==",
-        incarnation=-1, step=-1, partial=False, missing=[],
-    )  # fmt: skip
+        layout_digest="5b1c",
+        total_count=2,
+        params=[_PARAM],
+        next_page_token="MTo6NWIxYw==",
+        incarnation=-1,
+        step=-1,
+        partial=False,
+        missing=[],
+    )
 
 
 class PieceDocument(BaseModel):
@@ -375,9 +381,16 @@ class HistogramDocument(BaseModel):
     inf_count: int
 
     model_config = _example(
-        incarnation=3, step=1200, name="layers.0.up.weight", edges=[-1.0, 0.0, 1.0],
-        counts=[2047, 2049], below_count=0, above_count=0, nan_count=0, inf_count=0,
-    )  # fmt: skip
+        incarnation=3,
+        step=1200,
+        name="layers.0.up.weight",
+        edges=[-1.0, 0.0, 1.0],
+        counts=[2047, 2049],
+        below_count=0,
+        above_count=0,
+        nan_count=0,
+        inf_count=0,
+    )
 
 
 class HeatmapDocument(BaseModel):
@@ -404,10 +417,19 @@ class HeatmapDocument(BaseModel):
     )
 
     model_config = _example(
-        incarnation=3, step=1200, name="layers.0.up.weight", mode="mean", shape=[2, 4], row_dims=1,
-        row_count=2, col_count=4, cell_row_count=1, cell_col_count=2, values=[0.5, -0.25],
+        incarnation=3,
+        step=1200,
+        name="layers.0.up.weight",
+        mode="mean",
+        shape=[2, 4],
+        row_dims=1,
+        row_count=2,
+        col_count=4,
+        cell_row_count=1,
+        cell_col_count=2,
+        values=[0.5, -0.25],
         nonfinite=[],
-    )  # fmt: skip
+    )
 
 
 class ValuesDocument(BaseModel):
@@ -426,9 +448,14 @@ class ValuesDocument(BaseModel):
     )
 
     model_config = _example(
-        incarnation=3, step=1200, name="norm.weight", dtype="bfloat16", begin=[0], shape=[2],
+        incarnation=3,
+        step=1200,
+        name="norm.weight",
+        dtype="bfloat16",
+        begin=[0],
+        shape=[2],
         values=["1.0", "0.99609375"],
-    )  # fmt: skip
+    )
 
 
 class SnapshotRequest(Request):

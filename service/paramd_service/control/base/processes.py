@@ -31,13 +31,16 @@ async def ask_process(module: str, asked: Mapping[str, Any], *, timeout_s: float
     Raises TimeoutError if it takes longer than `timeout_s` and its start, and the error that it
     answered with."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", module,
+        sys.executable,
+        "-P",
+        "-m",
+        module,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         # One thread: the training may run on this host.
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     try:
         async with asyncio.timeout(timeout_s + START_S):
             answer, complaint = await process.communicate(json.dumps(asked).encode())

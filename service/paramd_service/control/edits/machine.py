@@ -130,9 +130,17 @@ class Restarted:
 
 
 Event: TypeAlias = (
-    Staged | CallOff | Commit | Reached | NotReached | Reported | Unreported | Shown
-    | IncarnationEnded | Restarted
-)  # fmt: skip
+    Staged
+    | CallOff
+    | Commit
+    | Reached
+    | NotReached
+    | Reported
+    | Unreported
+    | Shown
+    | IncarnationEnded
+    | Restarted
+)
 
 
 # Actions, performed in order; those after a Persist only once it is durable.

@@ -82,9 +82,14 @@ class Loading:
                 takes longer than `UPLOAD_S`.
         """
         asked = {
-            "job": job, "document": document, "path": path, "label": label, "export": export_id,
-            "edit": edit, "timeout_s": UPLOAD_S,
-        }  # fmt: skip
+            "job": job,
+            "document": document,
+            "path": path,
+            "label": label,
+            "export": export_id,
+            "edit": edit,
+            "timeout_s": UPLOAD_S,
+        }
         try:
             await ask_process(PROCESS, asked, timeout_s=UPLOAD_S)
         except (TimeoutError, DeadlineError) as error:

@@ -39,9 +39,14 @@ class Comparisons:
         documents with the caller's ticket, by name. Raises ExhaustedError: other comparisons are
         running. ParamdError: as `AsyncMesh.diff`."""
         asked = {
-            "job": job, "a": a, "b": b, "patterns": list(patterns), "jobs": jobs, "heat": heat,
+            "job": job,
+            "a": a,
+            "b": b,
+            "patterns": list(patterns),
+            "jobs": jobs,
+            "heat": heat,
             "timeout_s": TIMEOUT_S,
-        }  # fmt: skip
+        }
         with self._shares.one(CALLER.get()):
             try:
                 return await ask_process(PROCESS, asked, timeout_s=TIMEOUT_S)

@@ -58,9 +58,11 @@ async def stream_gradients(
     if kind is None or request.every < 0:
         raise UsageError(f"kind, every: {request.kind}, {request.every}; expected a known kind")
     wanted = GradRequest(
-        patterns=(request.pattern,), every=request.every if request.every else 1, kind=kind,
+        patterns=(request.pattern,),
+        every=request.every if request.every else 1,
+        kind=kind,
         transport="auto",
-    )  # fmt: skip
+    )
     import paramd_service.sidecar.statistics  # noqa: F401 (torch, fully or not at all)
 
     with closing(Transfer()) as transfer:

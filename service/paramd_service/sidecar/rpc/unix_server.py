@@ -40,10 +40,27 @@ MAX_STRANGERS = 64
 """Most connections of non-trainers without a ticket; beyond it the oldest is closed."""
 MAX_LAYOUT_BYTES = 1 << 30
 
-_OPS = frozenset((
-    "introduce", "offer", "copies", "copy", "attach", "mesh", "insight", "state", "detach",
-    "where", "leave", "live", "map", "unmap", "lend", "stage", "take",
-))  # fmt: skip
+_OPS = frozenset(
+    (
+        "introduce",
+        "offer",
+        "copies",
+        "copy",
+        "attach",
+        "mesh",
+        "insight",
+        "state",
+        "detach",
+        "where",
+        "leave",
+        "live",
+        "map",
+        "unmap",
+        "lend",
+        "stage",
+        "take",
+    )
+)
 """Operations that a peer may send; a `_Connection` has a method for each."""
 
 

@@ -24,12 +24,27 @@ PageToken = Annotated[str, Query(max_length=64, description="From the previous p
 class AuditRecord(BaseModel):
     """One record. An intent precedes its effect, an outcome follows it."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{
-        "seq": 7, "kind": "intent", "time_ms": 1767225600000, "actor": "owner", "role": "admin",
-        "method": "token.create", "incarnation": 3, "step": -1,
-        "detail": {"name": "notebook", "role": "reader", "ttl_s": 86400.0}, "of": None,
-        "result": None, "body": '{"actor":"owner", ...}', "hash": "9f" * 32,
-    }]})  # fmt: skip
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "seq": 7,
+                    "kind": "intent",
+                    "time_ms": 1767225600000,
+                    "actor": "owner",
+                    "role": "admin",
+                    "method": "token.create",
+                    "incarnation": 3,
+                    "step": -1,
+                    "detail": {"name": "notebook", "role": "reader", "ttl_s": 86400.0},
+                    "of": None,
+                    "result": None,
+                    "body": '{"actor":"owner", ...}',
+                    "hash": "9f" * 32,
+                }
+            ]
+        }
+    )
 
     seq: int = Field(description="Position in the chain, from 1, without gaps")
     kind: str = Field(description="intent, outcome, or event (not an action of the service)")

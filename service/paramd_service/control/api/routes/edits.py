@@ -139,9 +139,20 @@ def stored_document(edits: EditRegistry, row: EditRow) -> Edit:
 
 
 _AS_STORED = (
-    "id", "job", "incarnation", "reason", "actor", "note", "created_s", "ended_s", "step",
-    "boundary", "size_bytes", "undo_of", "undone_by",
-)  # fmt: skip
+    "id",
+    "job",
+    "incarnation",
+    "reason",
+    "actor",
+    "note",
+    "created_s",
+    "ended_s",
+    "step",
+    "boundary",
+    "size_bytes",
+    "undo_of",
+    "undone_by",
+)
 """Members of the document that equal the row's."""
 _IN_DETAIL = ("committed_by", "hyperparameters", "rollback", "before", "after")
 """Members that equal those of the row's `detail`."""

@@ -91,10 +91,19 @@ class PointDocument(BaseModel):
 class HistoryDocument(BaseModel):
     """One series, oldest point first."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{
-        "incarnation": 3, "metric": "norm", "subject": "layers.0.up.weight", "watch": True,
-        "points": [],
-    }]})  # fmt: skip
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "incarnation": 3,
+                    "metric": "norm",
+                    "subject": "layers.0.up.weight",
+                    "watch": True,
+                    "points": [],
+                }
+            ]
+        }
+    )
 
     incarnation: int
     metric: str

@@ -242,9 +242,14 @@ def router(services: Services) -> APIRouter:
 
 _AS_TOLD = ("overdue", "source", "missing", "collectives_missing", "process_state")
 _COUNTS = (
-    "rss_bytes", "peak_rss_bytes", "device_bytes", "thread_count", "open_file_count",
-    "open_file_limit", "host_available_bytes",
-)  # fmt: skip
+    "rss_bytes",
+    "peak_rss_bytes",
+    "device_bytes",
+    "thread_count",
+    "open_file_count",
+    "open_file_limit",
+    "host_available_bytes",
+)
 """Members of the answer and of its document; unknown is -1 in the answer, null in the document."""
 
 

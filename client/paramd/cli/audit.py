@@ -98,8 +98,14 @@ def verify(target: Target, site: Own = False) -> None:
     notice records cut off at the end, keep the printed hash and compare it.
     """
     chain, found = asyncio.run(_verified(target, site))
-    names = ("count", "hash", "good", "bad_seq", "reason")
-    row = {"chain": chain or "the site", **{name: getattr(found, name) for name in names}}
+    row = {
+        "chain": chain or "the site",
+        "count": found.count,
+        "hash": found.hash,
+        "good": found.good,
+        "bad_seq": found.bad_seq,
+        "reason": found.reason,
+    }
     target.show("checks", [row], VERDICT_COLUMNS, id_key="chain")
     if not found.good:
         say(f"{found.reason}; first bad record: {found.bad_seq}")

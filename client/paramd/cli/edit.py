@@ -155,7 +155,6 @@ def show_edit(target: Target, edit: Edit) -> None:
             )
 
 
-_TOLD = ("id", "incarnation", "step", "size_bytes", "stop_ms", "created_s", "actor", "note")
 _TOLD_OF_ONE = (
     "ops",
     "before",
@@ -182,12 +181,23 @@ def _row(edit: Edit, form: Format) -> dict[str, Any]:
     plane gives it, beside `dry_run`."""
     from paramd.mesh.edits.calls import what_text
 
-    return {name: getattr(edit, name) for name in _TOLD} | {
+    why = edit.reason
+    if not why and edit.undone_by:
+        why = f"undone by {edit.undone_by[:8]}"
+    return {
+        "id": edit.id,
+        "incarnation": edit.incarnation,
+        "step": edit.step,
+        "size_bytes": edit.size_bytes,
+        "stop_ms": edit.stop_ms,
+        "created_s": edit.created_s,
+        "actor": edit.actor,
+        "note": edit.note,
         "state": edit.shown_state if form.is_table else str(edit.state),
         "dry_run": edit.dry_run,
         "what": what_text(edit),
         "names": list(edit.names),
-        "why": edit.reason or (f"undone by {edit.undone_by[:8]}" if edit.undone_by else ""),
+        "why": why,
     }
 
 

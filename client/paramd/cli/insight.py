@@ -54,8 +54,14 @@ def updates(
     """
     with target.connect() as mesh:
         found = mesh.updates(*(glob or ()), steps=steps)
-    about = {name: getattr(found, name) for name in ("job", "incarnation", "moments_missing")}
-    target.show("updates", [asdict(row) for row in found], UPDATE_COLUMNS, **about)
+    target.show(
+        "updates",
+        [asdict(row) for row in found],
+        UPDATE_COLUMNS,
+        job=found.job,
+        incarnation=found.incarnation,
+        moments_missing=found.moments_missing,
+    )
     say(found.summary())
     if found.moments_missing:
         say(f"no second moments: {found.moments_missing}")

@@ -202,7 +202,12 @@ def _with_context(
         token = f"@{context.token_file}" if context.token_file is not None else None
         said = Flags(job=context.job, url=context.url, token=token, tls_ca=context.tls_ca)
         return flags.over(said), rest
-    said_by = {key: getattr(context, key) for key in KEYS}
+    said_by = {
+        "url": context.url,
+        "token_file": context.token_file,
+        "job": context.job,
+        "tls_ca": context.tls_ca,
+    }
     return flags, [{key: text for key, text in said_by.items() if text is not None}, *rest]
 
 

@@ -96,7 +96,11 @@ def params(
 
 def param_row(info: ParamInfo) -> dict[str, object]:
     """One tensor's row."""
-    return {name: getattr(info, name) for name in ("name", "dtype", "numel", "placement")} | {
+    return {
+        "name": info.name,
+        "dtype": info.dtype,
+        "numel": info.numel,
+        "placement": info.placement,
         "shape": list(info.shape),
         "kind": info.kind.value,
         "trainable": info.trainable,
@@ -188,7 +192,6 @@ def stats(
 
 def listing(found: StatsTable, *, age_s: float, with_histogram: bool) -> Listing:
     """One row per tensor. `age_s` is an upper bound: the time since the request."""
-    names = ("job", "incarnation", "step", "unsettled", "label")
     return Listing(
         name="stats",
         rows=[
@@ -197,7 +200,14 @@ def listing(found: StatsTable, *, age_s: float, with_histogram: bool) -> Listing
             for row in found
         ],
         columns=STATS_COLUMNS,
-        about={name: getattr(found, name) for name in names} | {"age_s": age_s},
+        about={
+            "job": found.job,
+            "incarnation": found.incarnation,
+            "step": found.step,
+            "unsettled": found.unsettled,
+            "label": found.label,
+            "age_s": age_s,
+        },
         total={**_numbers(found.total, with_histogram), "name": "total"} if found.whole else None,
     )
 

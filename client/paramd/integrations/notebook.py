@@ -41,7 +41,6 @@ MAX_COLUMNS = 120
 LEAST_S = 0.5
 SHOWN_NAMES = 20
 _PARAMS = ("name", "shape", "dtype")
-_STATUS = ("job", "incarnation", "step", "world_size")
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -276,7 +275,10 @@ def _documents(view: View, wanted: str) -> dict[str, Any]:
     matching = [row for row in view.params if wanted.casefold() in row.name.casefold()]
     return {
         "status": {
-            **{name: getattr(status, name) for name in _STATUS},
+            "job": status.job,
+            "incarnation": status.incarnation,
+            "step": status.step,
+            "world_size": status.world_size,
             "summary": status.summary(),
             "phases": phases,
             "ranks": ranks if status.world_size <= MAX_RANKS else [],

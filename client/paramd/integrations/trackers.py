@@ -344,9 +344,10 @@ class Following:
             rows = {row.name: row.summary for row in found} if len(found) <= MOST_TENSORS else {}
             rows["total"] = found.total.summary
             numbers = {
-                f"{row}/{name}": float(getattr(one, name))
+                f"{row}/{name}": float(number)
                 for row, one in rows.items()
-                for name in SHOWN
+                for name, number in one.numbers().items()
+                if name in SHOWN
             }
             tracker.numbers(_finite(numbers), now.step)
             counted = {name: one.exponents for name, one in rows.items() if one.exponents}

@@ -67,10 +67,8 @@ class Stats(NamedTuple):
         return self.count - self.nan_count - self.inf_count
 
 
-FIELDS = Stats._fields
-"""Field names, the same as in messages."""
-COLUMNS = FIELDS[:9]
-"""Of those that are one number."""
+COLUMNS = Stats._fields[:9]
+"""Names of the fields that are one number, the same as in messages."""
 
 EMPTY = Stats()
 """Statistics of no element; merging it changes nothing."""
@@ -81,10 +79,20 @@ Part: TypeAlias = "Stats | sidecar_pb2.Stats"
 
 
 def stats_of(message: Part) -> Stats:
-    found = {name: getattr(message, name) for name in FIELDS}
-    for name in ("exponent_counts", "edge_counts"):
-        found[name] = tuple(found[name])
-    return Stats(**found)
+    return Stats(
+        count=message.count,
+        zero_count=message.zero_count,
+        nan_count=message.nan_count,
+        inf_count=message.inf_count,
+        mean=message.mean,
+        m2=message.m2,
+        sum_squares=message.sum_squares,
+        min=message.min,
+        max=message.max,
+        exponent_counts=tuple(message.exponent_counts),
+        exponent_begin=message.exponent_begin,
+        edge_counts=tuple(message.edge_counts),
+    )
 
 
 def merge_all(parts: Iterable[Part]) -> Stats:
@@ -179,7 +187,18 @@ class Summary(NamedTuple):
     """As in `Stats`."""
 
     def numbers(self) -> dict[str, float]:
-        return {"count": self.count, **{one.name: getattr(self, one.name) for one in STATISTICS}}
+        """The statistics by name, in column order."""
+        return {
+            "count": self.count,
+            "norm": self.norm,
+            "mean": self.mean,
+            "std": self.std,
+            "min": self.min,
+            "max": self.max,
+            "zero_count": self.zero_count,
+            "nan_count": self.nan_count,
+            "inf_count": self.inf_count,
+        }
 
     def document(self) -> dict[str, float | None]:
         """The same for JSON: NaN and infinities become None."""

@@ -150,8 +150,11 @@ class Table(tuple[Item, ...], Generic[Item]):
         "rows" has what `to_pandas` has; beside it stands what describes all rows, such as job and
         step. NaN and infinities, which JSON lacks, are None.
         """
-        about = {name: getattr(self, name) for name in self.about}
-        return dict(plain({**about, "rows": [self._record(row) for row in self]}))
+        return dict(plain({**self._told_of_all(), "rows": [self._record(row) for row in self]}))
+
+    def _told_of_all(self) -> dict[str, Any]:
+        """What describes all rows, by name."""
+        return {name: getattr(self, name) for name in self.about}
 
     def _key_of(self, row: Any) -> Any:
         return row.get(self.key) if isinstance(row, Mapping) else getattr(row, self.key, None)
@@ -184,7 +187,7 @@ class Table(tuple[Item, ...], Generic[Item]):
         # By name: from no rows at all pandas would make no columns.
         rows = [self._record(row) for row in self]
         frame = pandas.DataFrame(rows, columns=list(self._names()) or None)
-        frame.attrs.update({name: getattr(self, name) for name in self.about})
+        frame.attrs.update(self._told_of_all())
         return frame
 
     @classmethod

@@ -51,7 +51,7 @@ NUMBERS: Final[dict[str, float]] = asdict(Numbers())
 
 def numbers_of(of: Any) -> dict[str, Any]:
     """The operands of an operation, in any of its forms, by name."""
-    return {name: getattr(of, name) for name in NUMBERS}
+    return {"value": of.value, "weight": of.weight, "min": of.min, "max": of.max}
 
 
 class EditKind(IntEnum):

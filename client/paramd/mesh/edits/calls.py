@@ -45,7 +45,6 @@ if not TYPE_CHECKING:
 
 
 _RANGES = ("before", "after")
-_SHOWN = ("norm", "min", "max")
 
 Row = TypeVar("Row", bound=Any)
 """An `Edit`, or the control plane's own row of one."""
@@ -110,6 +109,9 @@ class ValueRange(Document):
     norm: Finite
     nan_count: int
     inf_count: int
+
+
+_NO_RANGE: dict[str, float | None] = dict.fromkeys(one.name for one in fields(ValueRange))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,8 +202,12 @@ class Edit(Document):
         where = f" at step {self.step}" if self.state is EditState.APPLIED else ""
         why = f": {self.reason}" if self.reason else ""
         if self.before is not None and self.after is not None:
-            pairs = ((one, getattr(self.before, one), getattr(self.after, one)) for one in _SHOWN)
-            why += "; " + ", ".join(f"{name} {a:.4g} -> {b:.4g}" for name, a, b in pairs)
+            before, after = self.before, self.after
+            why += (
+                f"; norm {before.norm:.4g} -> {after.norm:.4g}"
+                f", min {before.min:.4g} -> {after.min:.4g}"
+                f", max {before.max:.4g} -> {after.max:.4g}"
+            )
         return f"<paramd.Edit {self.id[:8]} {self.shown_state}{where}, {what_text(self)}{why}>"
 
 
@@ -252,7 +258,15 @@ class Pause(PauseState):
     @classmethod
     def of(cls, state: PauseState, resume: Callable[[], object]) -> Pause:
         """`resume` ends the pause."""
-        self = cls(**{one.name: getattr(state, one.name) for one in fields(PauseState)})
+        self = cls(
+            state=state.state,
+            step=state.step,
+            holder=state.holder,
+            steps_left=state.steps_left,
+            lease_left_s=state.lease_left_s,
+            waits_for=state.waits_for,
+            since_s=state.since_s,
+        )
         object.__setattr__(self, "_resume", resume)
         return self
 
@@ -341,9 +355,9 @@ class Edits(Table[Edit]):
     def _record(cls, row: Any) -> dict[str, Any]:
         """As `Table._record`; None where an edit has no range."""
         numbers = {
-            f"{side}_{one.name}": getattr(getattr(row, side), one.name, None)
-            for side in _RANGES
-            for one in fields(ValueRange)
+            f"{side}_{name}": number
+            for side, found in (("before", row.before), ("after", row.after))
+            for name, number in (asdict(found) if found is not None else _NO_RANGE).items()
         }
         plain = {name: getattr(row, name) for name in cls._names() if name not in numbers}
         return {**plain, "state": str(row.state), **numbers}

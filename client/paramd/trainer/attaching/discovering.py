@@ -140,7 +140,10 @@ class Discovering:
                 "hostname": socket.gethostname(),
                 "mirrored": home.mirrored,
                 "step": step if step is not None else steps_done(optimizers),
-                **{name: getattr(self._settings, name) for name in _SAME},
+                "resume": self._settings.resume,
+                "keep_every": self._settings.keep_every,
+                "standing_every": self._settings.standing_every,
+                "replicas": self._settings.replicas,
             }
 
         answers = self._together(stage)

@@ -18,7 +18,6 @@ from paramd.layout.codec import decode_layout
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import Landing, ReadPlan, ResultTensor, plan_read
 from paramd.layout.select import NameIndex, select
-from paramd.layout.stats import FIELDS
 from paramd.layout.types import Box
 from paramd.mesh.frames.frames import GradFrame, Kind
 from paramd.mesh.frames.grads import REASONS, GradRequest, open_stream
@@ -99,7 +98,7 @@ def _gradient(frame: GradFrame[Any], name: str) -> Iterator[bytes]:
         return
     merged = frame.merged(name)
     if merged is not None:
-        stats = pb.Stats(**{one: getattr(merged, one) for one in FIELDS})
+        stats = pb.Stats(**merged._asdict())
         told = pb.GradientTensor(fqn=name, stats=stats)
         yield pb.StreamGradientsResponse(tensor=told).SerializeToString()
         return

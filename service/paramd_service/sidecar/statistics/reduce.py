@@ -139,6 +139,20 @@ class Reduced:
     def finite_count(self) -> int:
         return self.count - self.nan_count - self.inf_count
 
+    def columns(self) -> dict[str, float]:
+        """The numbers of `paramd.layout.stats.COLUMNS`, in order."""
+        return {
+            "count": self.count,
+            "zero_count": self.zero_count,
+            "nan_count": self.nan_count,
+            "inf_count": self.inf_count,
+            "mean": self.mean,
+            "m2": self.m2,
+            "sum_squares": self.sum_squares,
+            "min": self.min,
+            "max": self.max,
+        }
+
 
 def set_up() -> None:
     """Use one thread: the cores belong to training."""
@@ -293,7 +307,8 @@ def _sum_squares(values: torch.Tensor) -> float:
 
 
 def stats_message(reduced: Reduced) -> pb.Stats:
-    return pb.Stats(**{name: getattr(reduced, name) for name in COLUMNS}, **_counts(reduced))
+    columns: dict[str, Any] = {**reduced.columns()}
+    return pb.Stats(**columns, **_counts(reduced))
 
 
 _NO_COUNTS: dict[str, Any] = {"exponent_begin": EXPONENT_BEGIN}
@@ -314,7 +329,8 @@ class Answers:
     """Statistics of runs, a column for each number."""
 
     def __init__(self, count: int) -> None:
-        self._columns = {name: np.zeros(count, type(getattr(EMPTY, name))) for name in COLUMNS}
+        none = zip(COLUMNS, EMPTY[: len(COLUMNS)], strict=True)
+        self._columns = {name: np.zeros(count, type(one)) for name, one in none}
         self.counts: dict[int, dict[str, Any]] = {}
         """Members of `pb.Stats` that are lists."""
 
@@ -369,7 +385,7 @@ def reduce_runs(
                 edges=edges,
                 before=before[run] if before is not None else None,
             )
-            found.put(int(numbers[at]), **{name: getattr(reduced, name) for name in COLUMNS})
+            found.put(int(numbers[at]), **reduced.columns())
             found.counts[int(numbers[at])] = _counts(reduced)
     return found
 

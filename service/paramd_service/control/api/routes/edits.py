@@ -138,22 +138,6 @@ def stored_document(edits: EditRegistry, row: EditRow) -> Edit:
     return document_of(row, refusal)
 
 
-_AS_STORED = (
-    "id",
-    "job",
-    "incarnation",
-    "reason",
-    "actor",
-    "note",
-    "created_s",
-    "ended_s",
-    "step",
-    "boundary",
-    "size_bytes",
-    "undo_of",
-    "undone_by",
-)
-"""Members of the document that equal the row's."""
 _IN_DETAIL = ("committed_by", "hyperparameters", "rollback", "before", "after")
 """Members that equal those of the row's `detail`."""
 
@@ -163,7 +147,19 @@ def document_of(row: EditRow, undo_refusal: str) -> Edit:
     return read_document(
         Edit,
         {name: row.detail.get(name) or None for name in _IN_DETAIL},
-        **{name: getattr(row, name) for name in _AS_STORED},
+        id=row.id,
+        job=row.job,
+        incarnation=row.incarnation,
+        reason=row.reason,
+        actor=row.actor,
+        note=row.note,
+        created_s=row.created_s,
+        ended_s=row.ended_s,
+        step=row.step,
+        boundary=row.boundary,
+        size_bytes=row.size_bytes,
+        undo_of=row.undo_of,
+        undone_by=row.undone_by,
         state=EditState(row.state),
         dry_run=bool(row.detail.get("dry_run", False)),
         ops=tuple(read_document(EditOp, op) for op in row.detail.get("ops", [])),

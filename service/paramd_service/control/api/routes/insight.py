@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, Field
@@ -240,30 +240,14 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-_AS_TOLD = ("overdue", "source", "missing", "collectives_missing", "process_state")
-_COUNTS = (
-    "rss_bytes",
-    "peak_rss_bytes",
-    "device_bytes",
-    "thread_count",
-    "open_file_count",
-    "open_file_limit",
-    "host_available_bytes",
-)
-"""Members of the answer and of its document; unknown is -1 in the answer, null in the document."""
-
-
 def _row(found: Found, *, no_log: str) -> RankActivity:
     rank, answer = found
     error = ""
     if answer is None or isinstance(answer, ParamdError):
         error = str(answer) if answer is not None else rank.reason or "its sidecar has not joined"
         state = rank.report.state if rank.report is not None else common_pb2.RankState()
-        unknown: dict[str, Any] = dict.fromkeys(_COUNTS, -1)
-        answer = pb.InspectTrainerResponse(state=state, age_ms=-1, **unknown)
+        answer = _unknown(state)
     state = answer.state
-    same: dict[str, Any] = {name: getattr(answer, name) for name in _AS_TOLD}
-    same |= {name: n if (n := getattr(answer, name)) >= 0 else None for name in _COUNTS}
     return RankActivity(
         rank=rank.rank,
         error=error,
@@ -277,7 +261,18 @@ def _row(found: Found, *, no_log: str) -> RankActivity:
         seen_for_s=_known(answer.age_ms, 1e3),
         threads=tuple(map(_thread, answer.threads)),
         collectives=collectives_of(answer),
-        **same,
+        overdue=answer.overdue,
+        source=answer.source,
+        missing=answer.missing,
+        collectives_missing=answer.collectives_missing,
+        process_state=answer.process_state,
+        rss_bytes=_counted(answer.rss_bytes),
+        peak_rss_bytes=_counted(answer.peak_rss_bytes),
+        device_bytes=_counted(answer.device_bytes),
+        thread_count=_counted(answer.thread_count),
+        open_file_count=_counted(answer.open_file_count),
+        open_file_limit=_counted(answer.open_file_limit),
+        host_available_bytes=_counted(answer.host_available_bytes),
         log_lines=tuple(map(without_secrets, answer.log_lines)),
         log_missing=no_log or answer.log_missing,
     )
@@ -290,6 +285,25 @@ def _thread(told: pb.TrainerThread) -> ThreadStack:
         training=told.training,
         frames=tuple(StackFrame(one.file, one.line, one.function) for one in told.frames),
     )
+
+
+def _unknown(state: common_pb2.RankState) -> pb.InspectTrainerResponse:
+    """The answer of a rank that gives none: unknown is -1."""
+    return pb.InspectTrainerResponse(
+        state=state,
+        age_ms=-1,
+        rss_bytes=-1,
+        peak_rss_bytes=-1,
+        device_bytes=-1,
+        thread_count=-1,
+        open_file_count=-1,
+        open_file_limit=-1,
+        host_available_bytes=-1,
+    )
+
+
+def _counted(value: int) -> int | None:
+    return value if value >= 0 else None
 
 
 def _known(value: int, units: float) -> float | None:

@@ -171,7 +171,7 @@ _TOLD_OF_ONE = (
 )
 
 
-def _show(target: Target, found: Sequence[Edit], **about: Any) -> None:
+def _show(target: Target, found: Sequence[Edit], **about: object) -> None:
     rows = [_row(edit, target.format) for edit in found]
     target.show("edits", rows, COLUMNS, id_key="id", **about)
 

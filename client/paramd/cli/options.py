@@ -250,7 +250,7 @@ class Target:
         /,
         *,
         id_key: str = "name",
-        **about: Any,
+        **about: object,
     ) -> None:
         """Print rows as a `Listing` in the chosen format. Raises as `format`."""
         listing = Listing(name=name, rows=rows, columns=columns, about=about, id_key=id_key)

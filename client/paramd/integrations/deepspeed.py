@@ -7,10 +7,10 @@ from them at once, as after a step: both have it before the next forward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from paramd.errors import UsageError
-from paramd.integrations.training import attach_partitioned, override, refuse
+from paramd.integrations.training import AttachOptions, attach_partitioned, override, refuse
 from paramd.integrations.versions import require
 from paramd.layout.types import Interval
 from paramd.trainer.attaching.attachment import Attachment
@@ -26,7 +26,7 @@ SUPPORTED = (
 )
 
 
-def attach(engine: Any, *, job: str, **options: Any) -> Attachment:
+def attach(engine: Any, *, job: str, **options: Unpack[AttachOptions]) -> Attachment:
     """Serve the parameters that a DeepSpeed engine trains; as `paramd.attach`, on every rank.
 
     A step of the engine is a step of the job, also one that it skips because of an overflow.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from paramd.errors import UsageError
-from paramd.integrations.training import attach_partitioned, override, refuse
+from paramd.integrations.training import AttachOptions, attach_partitioned, override, refuse
 from paramd.integrations.versions import require
 from paramd.layout.types import Box, Interval, Region, boxes_of_interval, full_box
 from paramd.trainer.attaching.attachment import Attachment
@@ -28,7 +28,7 @@ SUPPORTED = (
 )
 
 
-def attach(model: Any, optimizer: Any, *, job: str, **options: Any) -> Attachment:
+def attach(model: Any, optimizer: Any, *, job: str, **options: Unpack[AttachOptions]) -> Attachment:
     """Serve the parameters that Megatron-Core trains; as `paramd.attach`, on every rank.
 
     A call of the optimizer's `step` is a step of the job, also one that it skips because of an

@@ -24,9 +24,10 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 from paramd.errors import UsageError
+from paramd.integrations.training import FurtherOptions
 from paramd.integrations.versions import require
 from paramd.trainer.attaching.attach import attach
 from paramd.trainer.attaching.attachment import Attachment
@@ -50,7 +51,12 @@ def worker_runtime_env(more: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 @contextmanager
 def attached(
-    model: Any, optimizer: Any, *, job: str | None = None, resume: str = "auto", **options: Any
+    model: Any,
+    optimizer: Any,
+    *,
+    job: str | None = None,
+    resume: str = "auto",
+    **options: Unpack[FurtherOptions],
 ) -> Iterator[Attachment]:
     """A block in which the training of a TorchTrainer's workers is served, and resumed.
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 from paramd.errors import UsageError
-from paramd.integrations.training import Training
+from paramd.integrations.training import AttachOptions, Training
 from paramd.integrations.versions import require
 
 
 @contextmanager
-def attached(trainer: Any, *, job: str, **options: Any) -> Iterator[Training]:
+def attached(trainer: Any, *, job: str, **options: Unpack[AttachOptions]) -> Iterator[Training]:
     """A block in which a torchtitan Trainer's training is served.
 
     torchtitan has no callbacks, and loads its checkpoint within `train()`: so the model parts
@@ -43,7 +43,7 @@ def attached(trainer: Any, *, job: str, **options: Any) -> Iterator[Training]:
             raise UsageError(
                 f"trainer must be torchtitan's Trainer; {type(trainer).__qualname__} has no {name}"
             )
-    training = Training(job, options)
+    training = Training(job, {**options})
     training.check_no_resume("torchtitan", "use its checkpoints")
 
     def after_the_first_step(*_: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from paramd import gone
 from paramd.errors import ConflictError, UsageError
@@ -95,12 +95,30 @@ class Training:
             self.attachment = None
 
 
+class FurtherOptions(TypedDict, total=False):
+    """Arguments of `paramd.attach`, for what passes them on, but `resume`."""
+
+    step: int | None
+    control: str | None
+    arena: str | None
+    extra_state: Mapping[str, Any] | None
+    replicas: int | None
+    log: str | Sequence[str] | None
+    settings: AttachSettings | None
+
+
+class AttachOptions(FurtherOptions, total=False):
+    """Arguments of `paramd.attach`, for what passes them on."""
+
+    resume: str | None
+
+
 class Callback:
     """The common part of trainers' callbacks, before the trainer's own class."""
 
-    def __init__(self, *, job: str, **options: Any) -> None:
+    def __init__(self, *, job: str, **options: Unpack[AttachOptions]) -> None:
         """`job` and `options` (control, arena, settings) are as of `paramd.attach`."""
-        self._training = Training(job, options)
+        self._training = Training(job, {**options})
 
     @property
     def attachment(self) -> Any:

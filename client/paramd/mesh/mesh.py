@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from types import AsyncGeneratorType
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
 from paramd import gone
 from paramd.errors import ParamdError, UsageError
@@ -27,6 +27,7 @@ from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.edits.calls import Edit, Pause
 from paramd.mesh.exports.calls import Export
 from paramd.mesh.loop import UNSET, Timeout
+from paramd.mesh.options import EditOptions, StatsOptions, SummonOptions
 from paramd.mesh.reading.stream import Transport
 from paramd.mesh.results import ParamInfo, Summoned, TensorStats, html_table, shape_text
 
@@ -417,12 +418,14 @@ class Parameter:
         """Dims."""
         return len(self.shape)
 
-    def summon(self, **options: Any) -> torch.Tensor:
+    def summon(self, **options: Unpack[SummonOptions]) -> torch.Tensor:
         """The full tensor, or the slice. Args, Raises: as `Mesh.summon`."""
-        found: Summoned = self._mesh.summon(self._pattern, **self._with_buffers(options))
+        if self._buffers:
+            options.setdefault("buffers", True)
+        found: Summoned = self._mesh.summon(self._pattern, **options)
         return next(iter(found.values()))
 
-    def numpy(self, **options: Any) -> Any:
+    def numpy(self, **options: Unpack[SummonOptions]) -> Any:
         """The values as a NumPy array. Args, Raises: as `Mesh.summon`, and UsageError for a dtype
         that NumPy does not have: give dtype="float32" for bfloat16."""
         tensor = self.summon(**options)
@@ -439,22 +442,19 @@ class Parameter:
         found = self.numpy()
         return found if dtype is None else found.astype(dtype)
 
-    def norm(self, **options: Any) -> float:
+    def norm(self, **options: Unpack[StatsOptions]) -> float:
         """Square root of the sum of squares. Args, Raises: as `Mesh.stats`."""
         return self.stats(**options).norm
 
-    def stats(self, **options: Any) -> TensorStats:
+    def stats(self, **options: Unpack[StatsOptions]) -> TensorStats:
         """Statistics of the parameter. Args, Raises: as `Mesh.stats`."""
-        return self._mesh.stats(self._pattern, **self._with_buffers(options))[0]
+        if self._buffers:
+            options.setdefault("buffers", True)
+        return self._mesh.stats(self._pattern, **options)[0]
 
-    def edit(self, **options: Any) -> Edit:
+    def edit(self, **options: Unpack[EditOptions]) -> Edit:
         """Edit it. Args, Raises: as `Mesh.edit`."""
         return self._mesh.edit(self._pattern, **options)
-
-    def _with_buffers(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Reading a buffer takes `buffers=True`, which a parameter must not have: that waits for a
-        boundary."""
-        return {"buffers": True, **options} if self._buffers else options
 
 
 def _close(thread: loop.LoopThread, mesh: AsyncMesh) -> None:

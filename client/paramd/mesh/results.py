@@ -118,7 +118,7 @@ class Table(tuple[Item, ...], Generic[Item]):
     key = "name"
     """Attribute of a row that finds it, as in `table["head.weight"]`."""
 
-    def __new__(cls, rows: Iterable[Item] = (), **about: Any) -> Self:
+    def __new__(cls, rows: Iterable[Item] = (), **about: object) -> Self:
         """`about`: values of the attributes that a class declares beside its rows."""
         self = super().__new__(cls, rows)
         vars(self).update(about)
@@ -214,7 +214,7 @@ class Table(tuple[Item, ...], Generic[Item]):
 class Records(Table[Item]):
     """Dataclasses, or documents as REST sends them; each of their fields is a column."""
 
-    def __new__(cls, rows: Iterable[Item] = (), **about: Any) -> Self:
+    def __new__(cls, rows: Iterable[Item] = (), **about: object) -> Self:
         self = super().__new__(cls, rows, **about)
         names = cls._record(self[0]) if self else ()
         vars(self)["columns"] = [(name, partial(cls._cell, name)) for name in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,30 +50,46 @@ class BoundedChannel(grpc.aio.Channel):
     async def channel_ready(self) -> None:
         await self._channel.channel_ready()
 
-    def unary_unary(self, method: str, *given: Any, **more: Any) -> Any:
-        return self._opened(self._channel.unary_unary, method, *given, **more)
-
-    def unary_stream(self, method: str, *given: Any, **more: Any) -> Any:
-        return self._opened(self._channel.unary_stream, method, *given, **more)
-
-    def stream_unary(self, method: str, *given: Any, **more: Any) -> Any:
-        return self._opened(self._channel.stream_unary, method, *given, **more)
-
-    def stream_stream(self, method: str, *given: Any, **more: Any) -> Any:
-        return self._opened(self._channel.stream_stream, method, *given, **more)
-
-    @staticmethod
-    def _opened(
-        opens: Any,
+    def unary_unary(
+        self,
         method: str,
         request_serializer: Any = None,
         response_deserializer: Any = None,
-        **more: Any,
+        _registered_method: bool | None = False,
     ) -> Any:
-        name = method.rpartition("/")[2]
-        return opens(
-            method,
-            request_serializer=request_serializer,
-            response_deserializer=partial(parsed, name, response_deserializer),
-            **more,
-        )
+        parse = self._bounded(method, response_deserializer)
+        return self._channel.unary_unary(method, request_serializer, parse, _registered_method)
+
+    def unary_stream(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: bool | None = False,
+    ) -> Any:
+        parse = self._bounded(method, response_deserializer)
+        return self._channel.unary_stream(method, request_serializer, parse, _registered_method)
+
+    def stream_unary(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: bool | None = False,
+    ) -> Any:
+        parse = self._bounded(method, response_deserializer)
+        return self._channel.stream_unary(method, request_serializer, parse, _registered_method)
+
+    def stream_stream(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: bool | None = False,
+    ) -> Any:
+        parse = self._bounded(method, response_deserializer)
+        return self._channel.stream_stream(method, request_serializer, parse, _registered_method)
+
+    @staticmethod
+    def _bounded(method: str, parse: Any) -> Callable[[bytes], Any]:
+        return partial(parsed, method.rpartition("/")[2], parse)

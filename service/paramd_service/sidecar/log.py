@@ -23,7 +23,7 @@ class Log:
     """Fields evaluated for each line: incarnation, step."""
     stream: TextIO = field(default_factory=lambda: sys.stderr)
 
-    def __call__(self, event: str, **fields: Any) -> None:
+    def __call__(self, event: str, **fields: object) -> None:
         line = {"time": round(time.time(), 3), "event": event}
         line |= {**self.fields, **self.live(), **fields}
         try:

@@ -85,11 +85,14 @@ async def hold(
     Raises AbortedError if a rank missed the step, ConflictError if it does not keep its state in
     shared memory, NotFoundError if its optimizer has no such state, else as `hold_step`.
     """
-    more: dict[str, Any] = {"source": pb.SOURCE_GRADIENTS} if key is None else {}
-    if key:
-        more = {"source": pb.SOURCE_MOMENTS, "state_key": key}
+    source = pb.SOURCE_UNSPECIFIED
+    if key is None:
+        source = pb.SOURCE_GRADIENTS
+    elif key:
+        source = pb.SOURCE_MOMENTS
     templates = {
-        rank: sidecars.pin_request(of, CAPTURE_LEASE_S, **more) for rank, of in spans.items()
+        rank: sidecars.pin_request(of, CAPTURE_LEASE_S, source=source, state_key=key or "")
+        for rank, of in spans.items()
     }
     left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
     held = await hold_step(sidecars, templates, at, left_s, hold_s=left_s)

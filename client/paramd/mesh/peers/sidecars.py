@@ -7,7 +7,7 @@ import logging
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -351,19 +351,52 @@ class Sidecars:
         self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
     ) -> RankPin:
         """Pin spans of one rank; waits up to `timeout_s` while its sidecar responds to probes."""
-        request = self.pin_request(spans, **asdict(how))
+        request = self.pin_request(
+            spans,
+            at_boundary=how.at_boundary,
+            with_buffers=how.with_buffers,
+            unsettled=how.unsettled,
+            mark=how.mark,
+        )
         return RankPin.of(rank, await self.pin_step(rank, request, timeout_s))
 
     def pin_request(
-        self, spans: Sequence[tuple[int, int]], lease_s: float = LEASE_S, **more: Any
+        self,
+        spans: Sequence[tuple[int, int]],
+        lease_s: float = LEASE_S,
+        *,
+        at_boundary: bool = False,
+        with_buffers: bool = False,
+        unsettled: bool = False,
+        mark: str = "",
+        source: sidecar_pb2.Source.ValueType = sidecar_pb2.SOURCE_UNSPECIFIED,
+        state_key: str = "",
+        lossless_every: int = 0,
+        at_step: int = 0,
+        at_history: int | None = None,
     ) -> sidecar_pb2.PinSnapshotRequest:
-        """The request for a pin of one rank; `more` are its other fields."""
+        """The request for a pin of one rank.
+
+        Args:
+            spans: bytes of the rank's arena.
+            lease_s: seconds that the pin lives unless it is renewed.
+            at_boundary, with_buffers, unsettled, mark: as in `PinKind`.
+            source, state_key, lossless_every, at_step, at_history: as in the message.
+        """
         return sidecar_pb2.PinSnapshotRequest(
             incarnation=self.document.incarnation,
             layout_digest=self.document.layout_digest,
             spans=[sidecar_pb2.Span(begin=begin, end=end) for begin, end in spans],
             lease_ms=int(1000 * lease_s),
-            **more,
+            at_boundary=at_boundary,
+            with_buffers=with_buffers,
+            unsettled=unsettled,
+            mark=mark,
+            source=source,
+            state_key=state_key,
+            lossless_every=lossless_every,
+            at_step=at_step,
+            at_history=at_history,
         )
 
     async def pin_step(

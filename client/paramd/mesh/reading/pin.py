@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ExhaustedError, ParamdError
 from paramd.inside import own_wait
@@ -80,9 +80,23 @@ class Pinner:
         self._backoff = backoff if backoff is not None else FastPathBackoff()
 
     @asynccontextmanager
-    async def pinned(self, spans: Spans, *, deadline_s: float, **how: Any) -> AsyncIterator[Pinned]:
+    async def pinned(
+        self,
+        spans: Spans,
+        *,
+        deadline_s: float,
+        with_buffers: bool = False,
+        unsettled: bool = False,
+        mark: str = "",
+    ) -> AsyncIterator[Pinned]:
         """As `pin`, with leases renewed until the block ends, which releases them."""
-        found = await self.pin(spans, deadline_s=deadline_s, **how)
+        found = await self.pin(
+            spans,
+            deadline_s=deadline_s,
+            with_buffers=with_buffers,
+            unsettled=unsettled,
+            mark=mark,
+        )
         pins = list(found.pins.values())
         renewing = asyncio.create_task(self._renew(pins), name="paramd-leases")
         try:
@@ -101,7 +115,20 @@ class Pinner:
         unsettled: bool = False,
         mark: str = "",
     ) -> Pinned:
-        """Snapshots of `spans` at one step, leased until the caller releases them. As `pinned`."""
+        """Snapshots of `spans` at one step, leased until the caller releases them.
+
+        Args:
+            spans: bytes of each rank's arena, by rank.
+            deadline_s: on the pinner's clock, by default `time.monotonic()`.
+            with_buffers, unsettled, mark: as in `PinKind`.
+
+        Raises:
+            AbortedError: no step was common to all ranks until the deadline.
+            ExhaustedError: the ranks have no room for the snapshots.
+            ConflictError: the state is unsettled, one step has several iterations, or the caller
+                is what a boundary would wait for.
+            UnreachableError: a rank does not respond.
+        """
         how = PinKind(with_buffers=with_buffers, unsettled=unsettled, mark=mark)
         reason = ""
         backoff_s = _FIRST_BACKOFF_S

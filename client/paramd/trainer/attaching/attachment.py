@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import torch
 
@@ -21,7 +21,7 @@ from paramd.errors import ConflictError, UsageError
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.trainer.attaching.exchange import Exchange
-from paramd.trainer.attaching.exporting import MadeExport, Place, export
+from paramd.trainer.attaching.exporting import ExportOptions, MadeExport, Place, export
 from paramd.trainer.boundary.boundary import Boundary
 from paramd.trainer.boundary.edits import Editor
 from paramd.trainer.boundary.gradients import GradientCapture
@@ -385,7 +385,7 @@ class Attachment:
         *,
         include: Sequence[str] = ("parameters", "buffers", "optimizer"),
         timeout: float | str = 60.0,
-        **options: Any,
+        **options: Unpack[ExportOptions],
     ) -> MadeExport:
         """Export a checkpoint of this very boundary, and return once it is published.
 

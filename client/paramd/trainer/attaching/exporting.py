@@ -10,10 +10,11 @@ import importlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
 from paramd.errors import (
     ConflictError,
@@ -58,6 +59,24 @@ class Place:
 
 Look = Callable[[], tuple[str, Place | None]]
 """Why this rank cannot export, empty if it can, and on rank 0 where the job is found."""
+
+
+class ExportOptions(TypedDict, total=False):
+    """Those of `Mesh.export` that `Attachment.export` passes on as they are."""
+
+    format: str
+    max_shard_size: str | int | None
+    dtype: str | None
+    tied: str
+    names: Sequence[str] | None
+    replica: int
+    overwrite: bool
+    name_map: Mapping[str, str] | None
+    adapter: str | None
+    merge: bool
+    weights_from: str | None
+    assets: str | Path | None
+    verify: bool
 
 
 def export(

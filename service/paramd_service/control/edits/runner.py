@@ -141,7 +141,7 @@ class EditRun:
             told = f"being called off ({machine.reason}), " if machine.calling_off else ""
             self.row = replace(self.row, reason=f"{told}waits for {waited_for(self.view())}")
 
-    def describe(self, **detail: Any) -> None:
+    def describe(self, **detail: object) -> None:
         """Add to the row's detail; saved with the next state."""
         self.row = replace(self.row, detail={**self.row.detail, **detail})
 

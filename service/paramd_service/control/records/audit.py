@@ -91,7 +91,7 @@ class Entry:
         self.result = "done"
         self.detail: dict[str, Any] = {}
 
-    def outcome(self, result: str = "done", **detail: Any) -> None:
+    def outcome(self, result: str = "done", **detail: object) -> None:
         """Set the content of the outcome record; the last call wins."""
         self.result, self.detail = result, detail
 

@@ -128,13 +128,33 @@ def test_what_is_told_of_the_rate_is_the_rate() -> None:
     pace.begin(0.0)
     assert pace.usual_s(0.0) == pace.every_s(0.0) < USUAL_S
     pace.paid(0.010)
+    pace.paid(0.010)
     # A wait that is reported later counts as what is known at once.
     pace.later(CREDIT_S)
-    assert pace.cost_s == pace.spent_s == pytest.approx(CREDIT_S + 0.010)
+    assert pace.cost_s == pytest.approx(CREDIT_S + 0.010)
+    assert pace.spent_s == pytest.approx(CREDIT_S + 0.020)
     assert pace.usual_s(0.0) == pace.every_s(0.0) > LONGEST_S
+
+
+def test_one_dear_sample_leaves_nobody_blind() -> None:
+    pace = Pace(share=0.001)
+    pace.begin(0.0)
+    # The first one loads numpy, and waits for a busy machine.
+    pace.paid(3.0)
+    assert pace.usual_s(60.0) < 100.0
+    for _ in range(QUICK_COUNT):
+        pace.paid(0.020)
+    pace.paid(3.0)
+    pace.paid(0.020)
+    assert pace.usual_s(60.0) < 100.0
+    # What is spent is repaid before samples are as frequent as they were.
+    assert pace.usual_s(60.0) > LONGEST_S
+    assert pace.usual_s(5000.0) == pytest.approx(20.0)
 
 
 def test_the_rank_that_waits_longest_counts_whatever_others_have_waited_before() -> None:
     before = Spent(1.0, {0: 50.0, 1: 2.0})
     assert Spent(1.1, {0: 50.0, 1: 2.5, 2: 9.0}).since(before) == pytest.approx(0.5)
     assert Spent(1.1, {0: 0.0, 1: 0.0}).since(before) == pytest.approx(0.1), "new sidecars"
+    assert Spent(1.1, {}).since(before, anyhow_s=0.08) == pytest.approx(0.02)
+    assert Spent(1.1, {}).since(before, anyhow_s=0.2) == 0.0

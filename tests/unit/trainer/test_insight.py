@@ -57,6 +57,21 @@ def test_logged_numbers_arrive_and_survive_a_sidecar_that_was_away() -> None:
     assert steps == [4, 5, 6, 7]
 
 
+def test_a_question_is_answered_at_once_while_numbers_are_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Answers that wait for numbers come at one moment of each step, and show the same place.
+    monkeypatch.setattr(module, "_BATCH_PAUSE_S", 600.0)
+    with line() as (insight, theirs, _message, _dump):
+        for number in range(2):
+            insight.log(number, {"loss": 1.0})
+            theirs.send(json.dumps({"op": "stacks", "id": number}).encode())
+            found = received(theirs)
+            while found["op"] != "stacks":
+                found = received(theirs)
+            assert found["id"] == number
+
+
 def test_a_sidecar_that_takes_nothing_costs_the_oldest_numbers_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -156,8 +156,7 @@ class Insight:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             if self._pending:
-                # Numbers come one call at a time: take the training's GIL for many at once.
-                time.sleep(_BATCH_PAUSE_S)
+                ready += _pause(line)
         if line is None or line.fileno() not in ready:
             return None
         data = line.recv(MAX_MESSAGE_BYTES)
@@ -214,6 +213,19 @@ class Insight:
                 # `log` may have dropped the oldest meanwhile.
                 with contextlib.suppress(ValueError):
                     self._pending.remove(entry)
+
+
+def _pause(line: socket.socket | None) -> list[int]:
+    """Wait for more numbers, which come one call at a time: the training's GIL is taken for many at
+    once. A question ends the wait: if its answer waited for numbers, it would always show the same
+    part of a step, at which the training would then seem to be all the time. Returns what is
+    ready."""
+    if line is None:
+        time.sleep(_BATCH_PAUSE_S)
+        return []
+    poller = select.poll()
+    poller.register(line, select.POLLIN)
+    return [fd for fd, _ in poller.poll(1e3 * _BATCH_PAUSE_S)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

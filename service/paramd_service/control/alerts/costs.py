@@ -27,9 +27,11 @@ class Spent:
     stalled_s: Mapping[int, float]
     """Total wait of each rank's updates for copies, as far as it is reported."""
 
-    def since(self, before: Spent) -> float:
-        """Seconds of a core, or of the training, whichever is more, since `before`."""
-        return max(self.cpu_s - before.cpu_s, longest(self.stalled_s, before.stalled_s))
+    def since(self, before: Spent, *, anyhow_s: float = 0.0) -> float:
+        """Seconds of a core, or of the training, whichever is more, since `before`. `anyhow_s`:
+        what the processes would have used of a core in that time for other things."""
+        cpu_s = self.cpu_s - before.cpu_s - anyhow_s
+        return max(cpu_s, longest(self.stalled_s, before.stalled_s), 0.0)
 
 
 def stalled(reports: Sequence[Report]) -> Mapping[int, float]:

@@ -6,7 +6,9 @@ on credit: without a past nothing can be judged. Later ones repay it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median_low
 
 SHARE = 0.001
 """Share of one core of each host, and of the training's time, that samples may cost."""
@@ -24,7 +26,11 @@ HURRY_S = 1.5
 """Seconds between two samples while the last one was odd."""
 MAX_HURRIED = 12
 """Most samples in a row that are hurried."""
-_SMOOTH = 0.3
+REPAYING = 2.0
+"""How much rarer samples are while more has been spent than credit and share allow."""
+LAST = 5
+"""Samples by whose costs the next ones' is judged: by their median, because a single one is dearer
+where it loads what it needs, or where the machine is busy."""
 
 
 @dataclass(slots=True)
@@ -34,8 +40,9 @@ class Pace:
     share: float = SHARE
     least_s: float = USUAL_S
     """Seconds between two samples that cost nothing."""
-    cost_s: float = 0.0
-    """Smoothed cost of a sample, in seconds of a core of the busiest host."""
+    costs_s: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
+    """What the last samples cost, in seconds of a core of the busiest host. Without the first one,
+    which loads what all of them need."""
     count: int = 0
     spent_s: float = 0.0
     began_s: float | None = None
@@ -50,13 +57,19 @@ class Pace:
         self.spent_s += cost_s
         if made:
             self.count += 1
-            first = self.count == 1
-            self.cost_s = cost_s if first else self.cost_s + _SMOOTH * (cost_s - self.cost_s)
+            if self.count > 1:
+                self.costs_s.append(cost_s)
 
     def later(self, cost_s: float) -> None:
         """The last attempt has cost so much more, as is known only now."""
         self.spent_s += cost_s
-        self.cost_s += cost_s if self.count == 1 else _SMOOTH * cost_s
+        if self.costs_s:
+            self.costs_s[-1] += cost_s
+
+    @property
+    def cost_s(self) -> float:
+        """What a sample costs; 0 while unknown."""
+        return median_low(self.costs_s) if self.costs_s else 0.0
 
     def affordable_s(self) -> float:
         """Seconds between two samples that their share of the time pays for."""
@@ -72,7 +85,7 @@ class Pace:
     def usual_s(self, now_s: float) -> float:
         """Seconds between two samples while nothing is odd."""
         if not self._has_credit(now_s):
-            return max(self.affordable_s(), LONGEST_S)
+            return REPAYING * max(self.affordable_s(), LONGEST_S)
         if self.count < QUICK_COUNT:
             return min(FIRST_S, self.least_s)
         return min(self.affordable_s(), max(LONGEST_S, self.least_s))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -493,12 +494,16 @@ class Watcher:
         pace.begin(self.clock())
         while True:
             hurry = kind == "gradients" and self.rounds.courses.suspicious
+            idle_s, idle = time.monotonic(), spent(self.view().joined)
             await self._pause(kind, pace.every_s(self.clock(), hurry=hurry))
             await self._on.wait()
             self._settle(kind, self.view())
-            before = spent(self.view().joined)
+            begin_s, before = time.monotonic(), spent(self.view().joined)
             made = await self._round(kind, one)
-            cost_s = spent(self.view().joined).since(before)
+            # A round may wait long for an update, while these processes have other work.
+            usual = max(before.cpu_s - idle.cpu_s, 0.0) / max(begin_s - idle_s, 1e-3)
+            anyhow_s = usual * (time.monotonic() - begin_s)
+            cost_s = spent(self.view().joined).since(before, anyhow_s=anyhow_s)
             pace.paid(cost_s, made=made)
             self._owed[kind] = _Owed(before, cost_s, self.clock() + REPORTED_S)
 

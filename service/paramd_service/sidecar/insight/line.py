@@ -39,7 +39,9 @@ ANSWER_S = 2.0
 """The trainer's thread needs the GIL to answer; a running training gives it within 5 ms."""
 
 DUMP_S = 1.0
-FRESH_S = 1.0
+FRESH_S = 0.1
+"""Less than the time between two samples of whoever compares ranks: a stack that is given twice
+counts twice, and ranks' stacks that are of different times seem to wait for each other."""
 _POLL_S = 0.02
 MAX_DUMP_BYTES = 1 << 20
 

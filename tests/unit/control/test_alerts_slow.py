@@ -62,6 +62,62 @@ def test_equal_ranks_on_a_busy_machine_are_not_told_of() -> None:
         assert found == [None] * 10, jitter
 
 
+def meeting(seed: int, rank: Callable[[random.Random], float], step_s: float) -> Look:
+    """Two ranks that meet at the end of each step, the second of which takes `rank` times as long
+    for its part of it. Samples must come in order."""
+    chance = random.Random(seed)
+    begin_s, times, step = 0.0, (step_s, step_s * rank(chance)), 0
+
+    def look(now_s: float, _: random.Random) -> list[Evidence]:
+        nonlocal begin_s, times, step
+        while now_s >= begin_s + max(times) + 0.1 * step_s:
+            begin_s, step = begin_s + max(times) + 0.1 * step_s, step + 1
+            times = (step_s, step_s * rank(chance))
+        age_s = now_s - begin_s
+        kinds = ["forward" if age_s < one else "collective" for one in times]
+        if age_s >= max(times):
+            kinds = ["optimizer"] * 2
+        return [
+            Evidence(rank=rank, kind=kind, what=kind, step=step, boundary_age_s=age_s)
+            for rank, kind in enumerate(kinds)
+        ]
+
+    return look
+
+
+@pytest.mark.parametrize(
+    "jitter",
+    [
+        pytest.param(lambda chance: chance.gauss(1.0, 0.2), id="a fifth each way"),
+        pytest.param(lambda chance: chance.uniform(1.0, 1.2), id="up to a fifth longer"),
+    ],
+)
+@pytest.mark.parametrize("step_s", [0.1, 0.5])
+def test_a_rank_whose_steps_vary_by_a_fifth_is_not_told_of(
+    jitter: Callable[[random.Random], float], step_s: float
+) -> None:
+    found = [first_told(meeting(seed, jitter, step_s), 180.0, seed) for seed in range(6)]
+    assert found == [None] * 6
+
+
+@pytest.mark.parametrize("step_s", [0.1, 0.5, 2.0])
+def test_a_rank_that_is_slow_in_each_step_is_told_within_a_minute(step_s: float) -> None:
+    found = [
+        first_told(meeting(seed, lambda chance: chance.gauss(1.3, 0.05), step_s), 60.0, seed)
+        for seed in range(10)
+    ]
+    assert sum(one is not None for one in found) >= 9
+    assert all(one is None or one[1].ranks == (1,) for one in found)
+
+
+def test_the_usual_time_of_a_step_does_not_depend_on_how_often_it_is_looked_at() -> None:
+    look, waits, now_s, chance = meeting(1, lambda _: 1.0, 4.0), Waits(), 0.0, random.Random(1)
+    while now_s < 60.0:
+        waits.take(look(now_s, chance), now_s)
+        now_s += HURRY_S
+    assert waits.step_s() == pytest.approx(4.4)
+
+
 def test_an_evaluation_of_one_rank_does_not_count() -> None:
     """It comes every minute and takes twenty seconds, in which the other waits."""
 

@@ -37,10 +37,13 @@ MAX_HURRIED = 120
 """Samples in a row that are hurried; then chance is as good as excluded, or there was nothing."""
 WINDOW_S = 60.0
 """Samples of this time are judged together."""
+WINDOW_STEPS = 30
+"""Where steps are long, samples of so many of them are: each says only once who was late."""
 
-LEAST_SHARE = 0.1
-"""Least share of the samples in which the others wait for a rank."""
-CLEAR_SHARE = 0.05
+LEAST_SHARE = 0.15
+"""Least share of the samples in which the others wait for a rank, beyond those in which it waits
+for one of them: where steps vary by a fifth, ranks wait a tenth of the time."""
+CLEAR_SHARE = 0.07
 """Share below which a rank that was slow no longer is."""
 SIGMAS = 3.4
 """How far beyond chance it must be: among equal ranks each is waited for as often as others."""
@@ -92,6 +95,7 @@ class Waits:
     def __init__(self) -> None:
         self._seen: deque[Seen] = deque()
         self._steps: deque[tuple[float, int]] = deque(maxlen=60)
+        """When the boundary before each step was seen to be, and the step."""
         self._slow: int = -1
         self._reads = False
 
@@ -103,12 +107,13 @@ class Waits:
 
     def take(self, ranks: Sequence[Evidence], now_s: float) -> None:
         """Add a sample, unless it is of something long and deliberate."""
-        while self._seen and self._seen[0].at_s < now_s - WINDOW_S:
+        usual_s = self.step_s()
+        window_s = max(WINDOW_S, WINDOW_STEPS * usual_s)
+        while self._seen and self._seen[0].at_s < now_s - window_s:
             self._seen.popleft()
         step = max(one.step for one in ranks)
-        self._steps.append((now_s, step))
         age_s = min((one.boundary_age_s for one in ranks), default=0.0)
-        usual_s = self.step_s()
+        self._note(step, ranks, now_s)
         if usual_s > 0 and age_s > LONG_STEPS * usual_s + SLACK_S:
             return
         if any(one.kind in WILFUL for one in ranks):
@@ -125,13 +130,21 @@ class Waits:
             )
         )
 
+    def _note(self, step: int, ranks: Sequence[Evidence], now_s: float) -> None:
+        """Note when the last boundary was, once for each step that is seen."""
+        ages_s = [one.boundary_age_s for one in ranks if one.step == step]
+        if self._steps and step < self._steps[-1][1]:
+            # After a rollback they come again.
+            self._steps.clear()
+        if min(ages_s) >= 0 and (not self._steps or step > self._steps[-1][1]):
+            self._steps.append((now_s - min(ages_s), step))
+
     def step_s(self) -> float:
-        """The usual time of a step: the median over pairs of samples between which there were
-        steps; 0 while unknown."""
+        """The usual time of a step: the median over steps that were seen in succession, from
+        boundary to boundary; 0 while unknown."""
         pairs = [
             (b[0] - a[0]) / (b[1] - a[1])
             for a, b in zip(self._steps, list(self._steps)[1:], strict=False)
-            if b[1] > a[1]
         ]
         return median(pairs) if len(pairs) >= 3 else 0.0
 
@@ -173,13 +186,15 @@ class Waits:
             self._slow = -1
             return None
         rank, steps = counts.most_common(1)[0]
-        waited = sum(one.alone == rank for one in self._seen)
+        samples = Counter(one.alone for one in self._seen if one.alone >= 0)
+        waited = samples.pop(rank)
+        ahead = waited - max(samples.values(), default=0)
         # Of many ranks each is the last one now and then: what counts is one rank against the
         # next.
         other = max((of for one, of in counts.items() if one != rank), default=0)
         sure = steps - other >= SIGMAS * math.sqrt(steps + other)
         least = CLEAR_SHARE if rank == self._slow else LEAST_SHARE
-        if waited < least * count or not (sure or rank == self._slow):
+        if ahead < least * count or not (sure or rank == self._slow):
             self._slow = -1
             return None
         self._slow = rank

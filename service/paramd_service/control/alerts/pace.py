@@ -41,8 +41,7 @@ class Pace:
     least_s: float = USUAL_S
     """Seconds between two samples that cost nothing."""
     costs_s: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
-    """What the last samples cost, in seconds of a core of the busiest host. Without the first one,
-    which loads what all of them need."""
+    """What the last samples cost, in seconds of a core of the busiest host; not the first one."""
     count: int = 0
     spent_s: float = 0.0
     began_s: float | None = None
@@ -54,14 +53,18 @@ class Pace:
 
     def paid(self, cost_s: float, *, made: bool = True) -> None:
         """An attempt has cost so much; `made`: it was a sample."""
-        self.spent_s += cost_s
         if made:
             self.count += 1
-            if self.count > 1:
-                self.costs_s.append(cost_s)
+            if self.count == 1:
+                # It loads what all of them need, as a start does.
+                return
+            self.costs_s.append(cost_s)
+        self.spent_s += cost_s
 
     def later(self, cost_s: float) -> None:
         """The last attempt has cost so much more, as is known only now."""
+        if self.count == 1:
+            return
         self.spent_s += cost_s
         if self.costs_s:
             self.costs_s[-1] += cost_s

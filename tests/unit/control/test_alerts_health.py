@@ -140,7 +140,6 @@ def test_one_dear_sample_leaves_nobody_blind() -> None:
     pace.begin(0.0)
     # The first one loads numpy, and waits for a busy machine.
     pace.paid(3.0)
-    pace.later(3.0)
     assert pace.usual_s(60.0) < USUAL_S
     for _ in range(QUICK_COUNT):
         pace.paid(0.020)

@@ -159,6 +159,17 @@ def test_after_a_rollback_a_loss_is_compared_with_what_came_before_that_step() -
     assert takes(range(60, 65), 80.0)
 
 
+def test_a_spike_is_told_by_its_highest_value_and_the_highest_before_it() -> None:
+    history = NumberHistory([])
+    assert history.spike(0, "loss", [(step, 0.1) for step in range(50)]) is None
+    found = history.spike(0, "loss", [(50, 0.2), (51, 4000.0), (52, 1.0), (53, 0.9)])
+    assert found is not None
+    assert (
+        "jumped to 4000 at step 51; the largest of its last values before was 0.2" in found.reason
+    )
+    assert found.step == 51
+
+
 def test_each_rule_over_logged_numbers_finds_what_violates_it() -> None:
     history = NumberHistory(["loss > 10", "loss jumps 3", "lr < 0"])
     assert history.judge(0, "loss", [(step, 1.0) for step in range(4)]) == []

@@ -105,19 +105,21 @@ class NumberHistory:
         return list(found.values())
 
     def spike(self, rank: int, name: str, values: Sequence[tuple[int, float]]) -> Finding | None:
-        """The last spike among new values of a loss, which are then remembered; None for none."""
+        """The highest spike among new values of a loss, which are then remembered."""
         if LOSS.fullmatch(name) is None:
             return None
         known = self._losses.setdefault((rank, name), _Known(SPIKE_WINDOW))
-        found = None
+        found, highest = None, -math.inf
         for step, value in values:
             if not math.isfinite(value):
                 continue
             before = known.before(step)
-            if is_spike(value, before):
+            spike = spike_of(value, before)
+            if spike is not None and spike[0] > highest:
+                highest, usual = spike
                 why = (
-                    f"jumped to {value:.4g} at step {step}; the largest of its {len(before)} "
-                    f"values before was {max(before):.4g}"
+                    f"jumped to {highest:.4g} at step {step}; the largest of its last values "
+                    f"before was {usual:.4g}"
                 )
                 found = _finding(rank, name, SPIKE, why, step)
             known.add(step, value)
@@ -141,13 +143,15 @@ class NumberHistory:
 SPIKE = "spike"
 
 
-def is_spike(value: float, known: Sequence[float]) -> bool:
-    """Whether a loss is far beyond all of its last values: very far once, or far several times in
-    a row. Where the last values are spread widely themselves, as those of a GAN or of returns, it
-    must be farther."""
+def spike_of(value: float, known: Sequence[float]) -> tuple[float, float] | None:
+    """(the spike, the largest value before it) if a loss is far beyond all of its last values: very
+    far once, or far several times in a row. Where the last values are spread widely themselves, as
+    those of a GAN or of returns, it must be farther."""
+    if _is_far(value, known, SPIKE_RATIO):
+        return value, max(known)
     values = [*known, value]
     before, last = values[:-LASTING], values[-LASTING:]
-    return _is_far(value, values[:-1], SPIKE_RATIO) or _is_far(min(last), before, LASTING_RATIO)
+    return (max(last), max(before)) if _is_far(min(last), before, LASTING_RATIO) else None
 
 
 def _is_far(value: float, known: Sequence[float], least_ratio: float) -> bool:
@@ -291,9 +295,11 @@ class LoggedRounds:
         found = []
         for name, some in values.items():
             new = self._history.spike(rank, name, some)
-            if new is not None:
-                self._spikes[rank, name] = new, now_s + SPIKE_S
             stands = self._spikes.get((rank, name))
+            if new is not None:
+                # What comes soon after is of the same one.
+                first = stands[0] if stands is not None and now_s < stands[1] else new
+                stands = self._spikes[rank, name] = first, now_s + SPIKE_S
             if stands is None:
                 continue
             if now_s < stands[1]:

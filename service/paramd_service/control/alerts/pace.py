@@ -62,9 +62,7 @@ class Pace:
         self.spent_s += cost_s
 
     def later(self, cost_s: float) -> None:
-        """The last attempt has cost so much more, as is known only now."""
-        if self.count == 1:
-            return
+        """The last attempt has made the training wait so much longer, as is known only now."""
         self.spent_s += cost_s
         if self.costs_s:
             self.costs_s[-1] += cost_s

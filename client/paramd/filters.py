@@ -170,11 +170,9 @@ def parse_filter(text: str, beside: Iterable[str] = ()) -> Filter:
         else:
             value = word[found.end() :]
             terms.append(_term(found[1], found[2], value, position, position + found.end()))
-    return Filter(
-        tuple(patterns) if patterns else ("*",),
-        tuple(term for term in terms if term.key not in STATISTIC_KEYS),
-        tuple(term for term in terms if term.key in STATISTIC_KEYS),
-    )
+    of_layout = tuple(term for term in terms if term.key not in STATISTIC_KEYS)
+    of_values = tuple(term for term in terms if term.key in STATISTIC_KEYS)
+    return Filter(tuple(patterns) if patterns else ("*",), of_layout, of_values)
 
 
 def filter_of(patterns: Iterable[str]) -> Filter:

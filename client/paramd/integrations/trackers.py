@@ -93,6 +93,11 @@ class _Wandb(_Trackio):
         self._package.log({**values, WANDB_STEP: step})
 
 
+def _mlflow_name(name: str) -> str:
+    """Slices have brackets and colons in their names, which mlflow does not take."""
+    return "".join(one if one.isalnum() or one in "_-./ " else "_" for one in name)
+
+
 class _Mlflow:
     def __init__(self, package: Any, project: str, run: str) -> None:
         self._package = package
@@ -101,10 +106,7 @@ class _Mlflow:
         self._notes = 0
 
     def numbers(self, values: Mapping[str, float], step: int) -> None:
-        # Slices have brackets and colons in their names, which mlflow does not take.
-        named = {
-            "".join(c if c.isalnum() or c in "_-./ " else "_" for c in n): values[n] for n in values
-        }
+        named = {_mlflow_name(name): value for name, value in values.items()}
         self._package.log_metrics(named, step=step)
 
     def histograms(self, found: Mapping[str, Histogram], step: int) -> None:

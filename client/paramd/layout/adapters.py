@@ -95,21 +95,27 @@ def decode_adapters(text: str) -> tuple[Adapter, ...]:
         raise UsageError(f"the layout's adapters cannot be read: {error!r}") from None
 
 
+def _addend(one: Mapping[str, Any]) -> Addend:
+    return Addend(
+        a=str(one["a"]),
+        b=str(one["b"]),
+        scale=float(one["scale"]),
+        transposed=bool(one["transposed"]),
+    )
+
+
 def _decoded(one: Mapping[str, Any]) -> Adapter:
-    texts = ("name", "model", "config", "why_not_written", "why_not_merged", "merged_note")
+    written = {str(fqn): tuple(map(str, names)) for fqn, names in one["written"].items()}
     return Adapter(
-        **{name: str(one[name]) for name in texts},
-        written={str(fqn): tuple(map(str, names)) for fqn, names in one["written"].items()},
+        name=str(one["name"]),
+        model=str(one["model"]),
+        config=str(one["config"]),
+        why_not_written=str(one["why_not_written"]),
+        why_not_merged=str(one["why_not_merged"]),
+        merged_note=str(one["merged_note"]),
+        written=written,
         merged={str(fqn): str(name) for fqn, name in one["merged"].items()},
-        addends={
-            str(fqn): Addend(
-                a=str(of["a"]),
-                b=str(of["b"]),
-                scale=float(of["scale"]),
-                transposed=bool(of["transposed"]),
-            )
-            for fqn, of in one["addends"].items()
-        },
+        addends={str(fqn): _addend(of) for fqn, of in one["addends"].items()},
     )
 
 

@@ -142,13 +142,15 @@ def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> L
             by_name.setdefault(fqn, {})[local.rank] = tensor
     _check_aliases(by_name)
     arena_bytes = tuple(local.arena_bytes for local in ordered)
+    missing = dict.fromkeys(name for local in ordered for name in local.missing)
+    hub_notes = [local.hub_note for local in ordered if local.hub_note]
     return Layout(
         world_size=len(ordered),
         arena_bytes=arena_bytes,
         tensors=tuple(_merge_tensor(tensors, arena_bytes) for tensors in by_name.values()),
         mirrored=mirrored,
-        missing=tuple(dict.fromkeys(name for local in ordered for name in local.missing)),
-        hub_note=next((local.hub_note for local in ordered if local.hub_note), ""),
+        missing=tuple(missing),
+        hub_note=hub_notes[0] if hub_notes else "",
         adapters=merge_adapters(local.adapters for local in ordered),
     )
 

@@ -446,7 +446,7 @@ class AsyncMesh:
             f"{MARK}{b.name}" if isinstance(b, Mark) else b,
             patterns or ("*",),
             self._deadline(timeout),
-            lambda source: source._reach if isinstance(source, AsyncMesh) else None,
+            _reach_of,
             cells=cells,
         )
 
@@ -1478,3 +1478,8 @@ class AsyncMesh:
 
     def _deadline(self, timeout: Timeout) -> float:
         return deadline(timeout, self._timeout_s)
+
+
+def _reach_of(source: object) -> SidecarFinder | None:
+    """What finds the sidecars of another job's mesh; None for anything else."""
+    return source._reach if isinstance(source, AsyncMesh) else None

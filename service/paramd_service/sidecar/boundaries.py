@@ -271,19 +271,18 @@ class Boundaries:
                 with_state.ended(captured=outcome.captured, missed=outcome.missed)
             done(outcome)
 
+        of_arena = [one for one in snapshots if one not in states and one not in extra]
+        fill_extra = None
+        if moments and extra:
+            fill_extra = partial(moments.fill_extra, extra)
         return Boundary(
             reach.number,
-            [
-                span
-                for one in snapshots
-                if one not in states and one not in extra
-                for span in copy_spans(one, arena_address)
-            ],
+            [span for one in of_arena for span in copy_spans(one, arena_address)],
             any(snapshot.with_buffers for snapshot in snapshots),
             ended,
             with_moments=with_state is not None and with_state.needs_trainer(),
             state=with_state.filling(states) if with_state is not None else None,
-            fill_extra=partial(moments.fill_extra, extra) if moments and extra else None,
+            fill_extra=fill_extra,
             token=reach.token,
             action=reach.action,
             argument=argument,

@@ -56,14 +56,14 @@ class OptimizerTable:
             key: {fqn: dtype for fqn, dtype in found.items() if fqn in names}
             for key, found in self.states.items()
         }
+        groups = tuple(
+            {**group, "params": [fqn for fqn in group.get("params", ()) if fqn in names]}
+            for group in self.groups
+        )
+        scalars = {fqn: found for fqn, found in self.scalars.items() if fqn in names}
+        replicas = {fqn: rank for fqn, rank in self.replicas.items() if fqn in names}
         return OptimizerTable(
-            {key: found for key, found in states.items() if found},
-            {fqn: scalars for fqn, scalars in self.scalars.items() if fqn in names},
-            tuple(
-                {**group, "params": [fqn for fqn in group.get("params", ()) if fqn in names]}
-                for group in self.groups
-            ),
-            {fqn: rank for fqn, rank in self.replicas.items() if fqn in names},
+            {key: found for key, found in states.items() if found}, scalars, groups, replicas
         )
 
     def to_plain(self) -> dict[str, Any]:

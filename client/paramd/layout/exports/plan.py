@@ -230,6 +230,9 @@ def plan_export(
         view,
         optimizer,
     )
+    config, note = "", layout.hub_note
+    if view is not None:
+        config, note = view.config, view.note
     return ExportPlan(
         settings=settings,
         layout=layout,
@@ -238,8 +241,8 @@ def plan_export(
         names=_all_names(tensors, names) | {name: names[name] for name in extras},
         optimizer=optimizer,
         extra=extra,
-        config=view.config if view is not None else "",
-        note=view.note if view is not None else layout.hub_note,
+        config=config,
+        note=note,
     )
 
 

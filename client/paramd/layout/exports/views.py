@@ -143,9 +143,10 @@ def averages(
             f"weights_from: {lost[0]!r} and {len(lost) - 1} more have state, but no {key!r}; "
             "choose the parameters that have it with names"
         )
+    of_key = {fqn: tuple(s for s in of if s.key == key) for fqn, of in table.scalars.items()}
     part = OptimizerTable(
         {key: dict(states)} if states else {},
-        {fqn: tuple(s for s in of if s.key == key) for fqn, of in table.scalars.items()},
+        of_key,
         table.groups if name == SCHEDULE_FREE else (),
         table.replicas,
     )

@@ -54,6 +54,12 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
     plan, settings, state = pinned.plan, pinned.plan.settings, pinned.pinned.state
     # Without the optimizer's table the plan is that of the parameters.
     assert plan.optimizer is not None or not plan.needs_optimizer
+    optimizer = table_text(plan.optimizer.to_plain()) if plan.optimizer is not None else b""
+    extra_state = table_text(plan.extra.table) if plan.extra is not None else b""
+    names = [
+        export_pb2.ExportNameRule(source=rule.source, target=rule.target)
+        for rule in settings.names.rules
+    ]
     return export_pb2.ExportPlan(
         incarnation=state.incarnation,
         history=state.history,
@@ -70,18 +76,15 @@ def encode_plan(pinned: PinnedExport, layout_digest: str) -> export_pb2.ExportPl
         merge=settings.merge,
         weights_from=settings.weights_from,
         dtype=settings.dtype if settings.dtype is not None else "",
-        optimizer=table_text(plan.optimizer.to_plain()) if plan.optimizer is not None else b"",
+        optimizer=optimizer,
         patterns=settings.patterns,
-        names=[
-            export_pb2.ExportNameRule(source=rule.source, target=rule.target)
-            for rule in settings.names.rules
-        ],
+        names=names,
         digest=plan.digest,
         pins=pinned.pins,
         unsettled=pinned.pinned.unsettled,
         boundary_token=pinned.pinned.boundary_token,
         missing=plan.missing,
-        extra_state=table_text(plan.extra.table) if plan.extra is not None else b"",
+        extra_state=extra_state,
         replicas_differ=pinned.replicas_differ or (),
         replicas_compared=pinned.replicas_differ is not None,
     )

@@ -114,12 +114,17 @@ def compare(name: str, a: torch.Tensor, b: torch.Tensor, cells: int = 0) -> Tens
         if grid is not None:
             grid.add(begin, delta)
     norm, norm_a, norm_b = math.sqrt(squares), math.sqrt(squares_a), math.sqrt(squares_b)
+    relative = 0.0
+    if norm_a:
+        relative = norm / norm_a
+    elif norm:
+        relative = math.inf
     return TensorDiff(
         name=name,
         shape=tuple(a.shape),
         dtype=str(a.dtype).removeprefix("torch."),
         norm=norm,
-        relative=norm / norm_a if norm_a else math.inf if norm else 0.0,
+        relative=relative,
         norm_a=norm_a,
         norm_b=norm_b,
         cosine=_cosine_of(dot, norm_a, norm_b),

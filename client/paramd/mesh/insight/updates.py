@@ -147,12 +147,14 @@ async def compute_updates(
             else:
                 found.append(one)
         document = sidecars.document
+        rows = sorted((row for part in found for row in part.rows), key=_order)
+        missing = [part.missing for part in found if part.missing]
         return Updates(
-            sorted((row for part in found for row in part.rows), key=_order),
+            rows,
             job=document.job,
             incarnation=document.incarnation,
             history=found[0].history if found else 0,
-            moments_missing=next((part.missing for part in found if part.missing), ""),
+            moments_missing=missing[0] if missing else "",
         )
 
     return await reach.attempts(attempt, deadline_s)

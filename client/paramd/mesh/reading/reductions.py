@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.heatmaps import (
@@ -130,18 +130,19 @@ async def _columns(reading: Reading, rank: int, runs: Runs) -> list[Sequence[flo
     asked = pb.StatsRuns(dtype=dtype, begin_bytes=begins, numels=numels)
     request = pb.ComputeStatsRequest(runs=asked)
     answer = await reading.ask(rank, request, pb.ComputeStatsResponse)
-    columns = [getattr(answer.columns, name) for name in COLUMNS]
-    if not answer.HasField("columns"):  # an older sidecar, which knows no runs
-        items = map(stats_message, map(StatsItem, repeat(dtype), repeat(0), begins, numels))
-        request = pb.ComputeStatsRequest(items=items)
-        answer = await reading.ask(rank, request, pb.ComputeStatsResponse)
-        columns = [[getattr(one, name) for one in answer.stats] for name in COLUMNS]
-    fit = len({*map(len, columns)}) == 1 and not any(
-        min(zeros, nans, infs, squares) < 0 or nans + infs > count
-        for count, zeros, nans, infs, _, _, squares, *_ in zip(*columns, strict=True)
-    )
-    _check_counts(reading, rank, columns[0] if fit else (), numels)
+    columns: list[Sequence[float]] = [getattr(answer.columns, name) for name in COLUMNS]
+    _check_counts(reading, rank, columns[0] if _can_be_true(columns) else (), numels)
     return columns
+
+
+def _can_be_true(columns: Sequence[Sequence[float]]) -> bool:
+    """Whether there are as many of each number, and no count or sum of squares that cannot be."""
+    if len({len(column) for column in columns}) != 1:
+        return False
+    for count, zeros, nans, infs, _, _, squares, *_ in zip(*columns, strict=True):
+        if min(zeros, nans, infs, squares) < 0 or nans + infs > count:
+            return False
+    return True
 
 
 async def compute_parts(

@@ -181,20 +181,22 @@ class Insight:
         own = threading.get_ident()
         found = []
         for ident, frame in sys._current_frames().items():
+            if ident == own:
+                continue
             thread = names.get(ident)
             native = thread.native_id if thread is not None else None
-            if ident != own:
-                found.append(
-                    {
-                        "name": thread.name if thread is not None else "",
-                        "id": native if native is not None else 0,
-                        "training": ident == self._training,
-                        "frames": [
-                            (one.f_code.co_filename, line or 0, one.f_code.co_qualname)
-                            for one, line in itertools.islice(walk_stack(frame), MAX_FRAMES)
-                        ],
-                    }
-                )
+            frames = [
+                (one.f_code.co_filename, line or 0, one.f_code.co_qualname)
+                for one, line in itertools.islice(walk_stack(frame), MAX_FRAMES)
+            ]
+            found.append(
+                {
+                    "name": thread.name if thread is not None else "",
+                    "id": native if native is not None else 0,
+                    "training": ident == self._training,
+                    "frames": frames,
+                }
+            )
         # The training's thread first: it must survive the cut.
         found.sort(key=lambda one: not one["training"])
         return found[:MAX_THREADS]

@@ -183,9 +183,13 @@ def _shards(handle: Any, index: int, names: Names) -> list[LocalShard]:
     plain.check_supported(fqn, local)
     original = _original(handle, index)
     shard = _shard_of(handle, index, local, original)
-    own = () if original is None else (original,)
-    name = flat._param_infos[index].param_name
-    table = flat._param_infos[index].module._parameters
+    holders = [flat, local, *(handle.flat_param._shared_params or ())]
+    if original is None:
+        slot = Slot(vars(handle), "flat_param")
+    else:
+        info = flat._param_infos[index]
+        slot = Slot(info.module._parameters, info.param_name)
+        holders.append(original)
     sharded = handle.uses_sharded_strategy
     return [
         LocalShard(
@@ -197,8 +201,8 @@ def _shards(handle: Any, index: int, names: Names) -> list[LocalShard]:
             placement=f"FlatShard over {handle.world_size}" if sharded else "replicated",
             region=region,
             tensor=view,
-            slot=Slot(vars(handle), "flat_param") if original is None else Slot(table, name),
-            holders=(flat, local, *(handle.flat_param._shared_params or ()), *own),
+            slot=slot,
+            holders=tuple(holders),
         )
         for region, view in regions_of(flat, index, shard)
     ]

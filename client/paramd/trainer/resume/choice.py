@@ -57,17 +57,16 @@ class RankOffer:
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> RankOffer:
         live = message["live"]
-        return cls(
-            **{
-                **message,
-                "live": Mark(**live) if live is not None else None,
-                "snapshots": tuple(Mark(**mark) for mark in message["snapshots"]),
-                "copies": tuple(
-                    HeldCopy(one["rank"], Mark(**one["mark"]), one["size_bytes"])
-                    for one in message["copies"]
-                ),
-            }
+        copies = tuple(
+            HeldCopy(one["rank"], Mark(**one["mark"]), one["size_bytes"])
+            for one in message["copies"]
         )
+        marks = {
+            "live": Mark(**live) if live is not None else None,
+            "snapshots": tuple(Mark(**mark) for mark in message["snapshots"]),
+            "copies": copies,
+        }
+        return cls(**(message | marks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

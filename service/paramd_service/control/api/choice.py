@@ -54,6 +54,8 @@ class NormHistory:
         self._noted_s = {k: at_s for k, at_s in self._noted_s.items() if now_s - at_s < 60.0}
         self._noted_s[key] = now_s
         rows = [row for row in document["params"] if row["none"] is None][:MAX_SERIES]
+        if whole:
+            rows.append({**document["total"], "name": "total"})
         self._offer(
             Sample(
                 series=SeriesKey(
@@ -65,7 +67,7 @@ class NormHistory:
                 step=document["step"],
                 value=row["norm"] if row["norm"] is not None else math.nan,
             )
-            for row in (*rows, *([{**document["total"], "name": "total"}] if whole else ()))
+            for row in rows
         )
 
 

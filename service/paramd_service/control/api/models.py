@@ -322,6 +322,18 @@ class ParamDetail(ParamDocument):
     pieces: list[PieceDocument] = Field(description="Ordered by rank; at most 4,096")
 
 
+def _statistic_fields() -> dict[str, Any]:
+    """Fields of a model for all statistics, counts first."""
+    counts = [one for one in STATISTICS if one.kind is int]
+    numbers = [one for one in STATISTICS if one.kind is not int]
+    fields: dict[str, Any] = {}
+    for one in counts:
+        fields[one.name] = (int, Field(description=one.about or None))
+    for one in numbers:
+        fields[one.name] = (float | None, Field(description=one.about or None))
+    return fields
+
+
 if TYPE_CHECKING:
     from paramd_service.control.alerts.health import Verdict
 
@@ -333,13 +345,7 @@ else:
         dtype=(str, ...),
         shape=(list[int], ...),
         count=(int, Field(description="Elements")),
-        **{
-            one.name: (
-                int if one.kind is int else float | None,
-                Field(description=one.about or None),
-            )
-            for one in sorted(STATISTICS, key=lambda one: one.kind is not int)
-        },
+        **_statistic_fields(),
     )
 
 

@@ -148,23 +148,23 @@ class Devices:
         reasons = self._told(lambda: library.nvmlDeviceGetCurrentClocksThrottleReasons(handle), 0)
         use = self._told(lambda: library.nvmlDeviceGetUtilizationRates(handle).gpu / 100, -1.0)
         memory = self._told(lambda: _bytes(library.nvmlDeviceGetMemoryInfo(handle)), (-1, -1))
+        clock = self._told(lambda: library.nvmlDeviceGetClockInfo(handle, _CLOCK_SM), -1)
+        most_clock = self._told(lambda: library.nvmlDeviceGetMaxClockInfo(handle, _CLOCK_SM), -1)
+        celsius = self._told(lambda: library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_GPU), -1)
+        ecc_errors = self._told(
+            lambda: library.nvmlDeviceGetTotalEccErrors(handle, _UNCORRECTED, _VOLATILE), -1
+        )
         return common_pb2.DeviceFacts(
             index=index,
             name=name[:64],
             busy=use,
-            clock_mhz=self._told(lambda: library.nvmlDeviceGetClockInfo(handle, _CLOCK_SM), -1),
-            most_clock_mhz=self._told(
-                lambda: library.nvmlDeviceGetMaxClockInfo(handle, _CLOCK_SM), -1
-            ),
+            clock_mhz=clock,
+            most_clock_mhz=most_clock,
             throttled=[word for word, bits in THROTTLED if reasons & bits],
-            celsius=self._told(
-                lambda: library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_GPU), -1
-            ),
+            celsius=celsius,
             used_bytes=memory[0],
             memory_bytes=memory[1],
-            ecc_errors=self._told(
-                lambda: library.nvmlDeviceGetTotalEccErrors(handle, _UNCORRECTED, _VOLATILE), -1
-            ),
+            ecc_errors=ecc_errors,
             xid=self._xids.get(index, 0),
         )
 

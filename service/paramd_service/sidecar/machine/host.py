@@ -96,27 +96,35 @@ def facts(before: Sample, now: Sample, *, first: Sample | None = None) -> common
         return max(of(now) - of(before), 0.0) / window_s if known else UNKNOWN
 
     busy = 1.0 - share(lambda one: one.idle_s)
+    stolen = share(lambda one: one.stolen_s)
+    disk_wait = share(lambda one: one.disk_wait_s)
     trainer = rate(lambda one: one.trainer_s)
+    trainer_delay = rate(lambda one: one.delay_s)
+    swap_in_bytes = rate(lambda one: one.swap_in_bytes)
+    swap_out_bytes = rate(lambda one: one.swap_out_bytes)
+    network_bytes = rate(lambda one: one.network_bytes)
+    network_lost = rate(lambda one: one.network_lost)
+    retransmits = rate(lambda one: one.retransmits)
     own = max(trainer, 0.0) + rate(lambda one: one.own_s)
     began = first if first is not None else before
     return common_pb2.HostFacts(
         window_ms=round(1e3 * window_s),
         processors=round(processors),
         busy=busy,
-        others=max(busy - share(lambda one: one.stolen_s) - own / processors, 0.0),
-        stolen=share(lambda one: one.stolen_s),
-        disk_wait=share(lambda one: one.disk_wait_s),
+        others=max(busy - stolen - own / processors, 0.0),
+        stolen=stolen,
+        disk_wait=disk_wait,
         trainer_processors=trainer,
-        trainer_delay=min(rate(lambda one: one.delay_s), 1.0),
+        trainer_delay=min(trainer_delay, 1.0),
         memory_available_bytes=now.memory_available_bytes,
         memory_bytes=now.memory_bytes,
         memory_pressure=now.memory_pressure,
-        swap_in_bytes=rate(lambda one: one.swap_in_bytes),
-        swap_out_bytes=rate(lambda one: one.swap_out_bytes),
+        swap_in_bytes=swap_in_bytes,
+        swap_out_bytes=swap_out_bytes,
         disk_busy=_busiest(before, now, window_s),
-        network_bytes=rate(lambda one: one.network_bytes),
-        network_lost=rate(lambda one: one.network_lost),
-        retransmits=rate(lambda one: one.retransmits),
+        network_bytes=network_bytes,
+        network_lost=network_lost,
+        retransmits=retransmits,
         clock_jump_ms=round(1e3 * (now.wall_offset_s - began.wall_offset_s)),
     )
 

@@ -103,11 +103,13 @@ def header(
 ) -> common_pb2.Header:
     """Header of an answer. Without `step`, of the current state; with it, `edits` None is -1."""
     now = rank.state
+    if edits is None:
+        edits = now.edits if step is None else -1
     return common_pb2.Header(
         job=rank.config.job,
         incarnation=rank.incarnation,
         step=step if step is not None else now.step,
-        edits=edits if edits is not None else now.edits if step is None else -1,
+        edits=edits,
         rank=rank.config.rank,
         layout_digest=rank.mesh.layout_digest if rank.mesh is not None else "",
         iteration=now.iteration if step is None else -1,

@@ -356,13 +356,15 @@ def _replay(found: ReplaySnapshots, stop: Sequence[bool]) -> list[pb.ReplayedTen
     from paramd_service.sidecar.statistics import replay
 
     notes = found.gradients.notes.notes if found.gradients.notes is not None else ()
+    without_gradient = frozenset(note.arena_begin for note in notes if note.none)
+    partial_group = frozenset(note.arena_begin for note in notes if note.partial_group)
     captured = replay.Captured(
         facts=unpacked(found.facts.optimizer, bounds.FACTS),
         before={key: one.view() for key, one in found.before.items()},
         after={key: one.view() for key, one in found.after.items()},
         gradients=found.gradients.view(),
-        without_gradient=frozenset(note.arena_begin for note in notes if note.none),
-        partial=frozenset(note.arena_begin for note in notes if note.partial_group),
+        without_gradient=without_gradient,
+        partial=partial_group,
         place=place_in(found.before[""].key.spans),
         changes=changes_around(found),
     )

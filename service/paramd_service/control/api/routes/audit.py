@@ -122,16 +122,18 @@ def record_of(link: Link) -> AuditRecord:
         found = None
     body = found if isinstance(found, dict) else {}
     detail = body.get("detail")
+    step = _number(body, "step")
+    # Records are never rewritten; older versions wrote "epoch".
+    incarnation = _count(body, "incarnation") or _count(body, "epoch")
     return AuditRecord(
         seq=link.seq,
-        kind=_text(body, "kind") or "unreadable",
-        time_ms=_number(body, "time_ms") or 0,
-        actor=_text(body, "actor") or "",
-        role=_text(body, "role") or "",
-        method=_text(body, "method") or "",
-        # Records are never rewritten; older versions wrote "epoch".
-        incarnation=_number(body, "incarnation") or _number(body, "epoch") or 0,
-        step=number if (number := _number(body, "step")) is not None else -1,
+        kind=_word(body, "kind") or "unreadable",
+        time_ms=_count(body, "time_ms"),
+        actor=_word(body, "actor"),
+        role=_word(body, "role"),
+        method=_word(body, "method"),
+        incarnation=incarnation,
+        step=step if step is not None else -1,
         detail=detail if isinstance(detail, dict) else {},
         of=_number(body, "of"),
         result=_text(body, "result"),
@@ -143,6 +145,14 @@ def record_of(link: Link) -> AuditRecord:
 def _text(body: dict[str, Any], key: str) -> str | None:
     value = body.get(key)
     return value if isinstance(value, str) else None
+
+
+def _word(body: dict[str, Any], key: str) -> str:
+    return _text(body, key) or ""
+
+
+def _count(body: dict[str, Any], key: str) -> int:
+    return _number(body, key) or 0
 
 
 def _number(body: dict[str, Any], key: str) -> int | None:

@@ -25,11 +25,10 @@ def main(target: Path) -> None:
     from nbclient import NotebookClient
 
     found = nbformat.read(SOURCE, as_version=4)
-    NotebookClient(found, timeout=CELL_S, kernel_name="python3", store_widget_state=False).execute()
+    NotebookClient(found, timeout=CELL_S, kernel_name="python3").execute()
     for cell in found.cells:
         # When it was run says nothing, and would change every time.
         cell.metadata.pop("execution", None)
-    found.metadata.pop("widgets", None)
     found.metadata["language_info"] = {"name": "python"}
     nbformat.write(found, target)
 

@@ -29,7 +29,6 @@ MODULES = {
     "service": (*TORCH, *SERVICE),
     "demo": (*TORCH, *SERVICE),
     "postgres": ("psycopg",),
-    "top": ("textual",),
 }
 """Modules that each extra of pyproject.toml brings, beside those of every installation."""
 

@@ -34,7 +34,7 @@ EVIL = (
 of its own."""
 
 WALKED: dict[str, tuple[str, ...]] = {
-    "jobs": (), "status": (), "why": (), "top": (), "logs": ("0",), "alerts": (), "params": (),
+    "jobs": (), "status": (), "why": (), "logs": ("0",), "alerts": (), "params": (),
     "watch": (), "stats": (), "diff": ("1", "2"), "summon": ("*",), "marks": (), "exports": (),
     "edits": (),
     "audit list": (), "audit verify": (), "doctor": (), "spectrum": ("w",),

@@ -29,7 +29,6 @@ TESTS = {
     "megatron": [PARTITIONS, "-k", "megatron"],
     "ray": ["tests/scenes/test_ray.py"],
     "mcp": ["tests/scenes/test_mcp.py"],
-    "notebook": ["tests/scenes/test_notebook.py"],
     "trackers": ["tests/scenes/test_trackers.py"],
 }
 """What shows that an integration works. torchtitan's tests need a machine on which it imports."""

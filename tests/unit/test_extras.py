@@ -48,7 +48,7 @@ def test_the_extras_of_integrations_have_the_ranges_that_these_check() -> None:
 
 
 def test_a_reader_needs_no_extra() -> None:
-    everything = (*extras.TORCH, *extras.SERVICE, "textual", "psycopg")
+    everything = (*extras.TORCH, *extras.SERVICE, "psycopg")
     code = "import paramd, paramd.aio; paramd.connect, paramd.aio.connect; import paramd.cli.main"
     assert without(everything, code) == "ok"
     read = "import paramd.mesh.amesh, paramd.cli.doctor, paramd.cli.dashboard"

@@ -50,7 +50,6 @@ FLOORS = {
     "uvicorn": "0.30",
     "cryptography": "45",
     "pyjwt": "2.15",
-    "textual": "8.0",
 }
 """Oldest versions that work and have no known vulnerability, as in pyproject.toml."""
 
@@ -58,7 +57,6 @@ _OF_SERVICE = ("fastapi", "starlette", "uvicorn", "cryptography", "pyjwt")
 EXTRAS = {
     "torch": ("torch", "for summon and training"),
     **dict.fromkeys(_OF_SERVICE, ("service", "for training")),
-    "textual": ("top", "for paramd top"),
 }
 """Optional packages: the extra that installs them, and what needs them."""
 

@@ -33,7 +33,6 @@ from paramd.cli.status import alerts, jobs, status, watch
 from paramd.cli.summon import summon
 from paramd.cli.tensors import grads, params, stats
 from paramd.cli.token import token as token_group
-from paramd.cli.top import top
 from paramd.version import __version__
 
 app = typer.Typer(
@@ -59,7 +58,6 @@ def _add(panel: str, command: Callable[..., None], *lines: str) -> None:
 _add(LOOK, jobs, "", "--all")
 _add(LOOK, status, "", "--job my-run -o json", "-w")
 _add(LOOK, dashboard, "", "--job my-run --no-browser")
-_add(LOOK, top, "", "--every 5")
 _add(LOOK, why, "", "--rank 3", "-o json")
 _add(LOOK, logs, "3", "3 -n 20 --job my-run", "0 -o json")
 _add(LOOK, alerts, "", "--all -o json", "-w")

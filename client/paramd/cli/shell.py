@@ -87,7 +87,7 @@ _MEANT = {
     "checkpoint": "paramd export DEST/KEY", "save": "paramd export DEST/KEY",
     "hold": "paramd pause", "stop": "paramd pause (paramd never ends a training)",
     "kill": "paramd cleanup JOB, which frees the memory of a dead training",
-    "read": "paramd summon NAME -f FILE", "tail": "paramd logs", "watch": "paramd top",
+    "read": "paramd summon NAME -f FILE", "tail": "paramd logs", "top": "paramd status -w",
     "ckpt": "paramd export DEST/KEY", "unpause": "paramd resume", "continue": "paramd resume",
     "snapshot": "paramd mark NAME, or paramd export DEST/KEY", "rm": "paramd unmark NAME",
     "version": "paramd --version", "-V": "paramd --version",
@@ -119,7 +119,7 @@ def _meant(word: str, given: Sequence[str]) -> str:
     if word in _OPERATIONS:
         return f"{_OPERATIONS[word]} {_value_of(word, given)}"
     if word in _COUNTS and commands:
-        once = commands[0] in ("top", "status")
+        once = commands[0] == "status"
         return "paramd status, which prints once" if once else f"paramd {commands[0]} | head"
     return _MEANT.get(word, "")
 

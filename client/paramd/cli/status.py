@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
@@ -24,7 +24,6 @@ from paramd.cli.output import (
     Column,
     Format,
     Listing,
-    cell,
     count,
     emit,
     seconds,
@@ -143,62 +142,6 @@ async def _state_of(target: Target) -> tuple[str, int]:
     return "torn" if "torn" in phases else "orphaned", found.step
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
-    """A job's ranks and firing alerts at one moment."""
-
-    job: str
-    incarnation: int
-    ranks: list[dict[str, Any]]
-    """REST's documents, ordered by rank."""
-    alerts: list[dict[str, Any]]
-    """The firing ones, newest first."""
-    at_s: float
-    """Monotonic clock."""
-
-    @property
-    def step(self) -> int:
-        """The lowest known step of any rank; -1 if none is known."""
-        return min((rank["step"] for rank in self.ranks if rank["step"] >= 0), default=-1)
-
-
-def cells(rank: dict[str, Any]) -> tuple[str, ...]:
-    """One rank, as REST returns it, as a row of `COLUMNS`."""
-    row = {
-        **rank,
-        "phase": rank["phase"]
-        if rank["membership"] in ("joined", "silent")
-        else rank["membership"],
-        "step_time_s": rank["step_time_ns"] / 1e9,
-        "stall_total_s": rank["stall_total_ns"] / 1e9,
-    }
-    return tuple(cell(column, row) for column in COLUMNS)
-
-
-def about_text(seen: Look) -> str:
-    """The job in one line."""
-    step = count(seen.step) if seen.step >= 0 else "-"
-    return (
-        f"job {seen.job}  run {seen.incarnation}  step {step}  {len(seen.ranks)} ranks  "
-        f"{len(seen.alerts)} alerts"
-    )
-
-
-def alert_line(alert: dict[str, Any]) -> str:
-    return f"{alert['severity']:<9} {alert['rule']:<16} {one_line(alert['reason'])}"
-
-
-def text_of(seen: Look) -> list[str]:
-    """The screen of `paramd top` as lines."""
-    rows = [tuple(column.heading for column in COLUMNS), *(cells(rank) for rank in seen.ranks)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return [about_text(seen), *lines, *map(alert_line, seen.alerts)]
-
-
 class Door:
     """Queries one control plane about one job."""
 
@@ -229,18 +172,6 @@ class Door:
         ParamdErrors."""
         path = f"/jobs/{quote(self.job, safe='')}/watch"
         return dict((await self._client.send("POST", path, {"on": on}))["verdict"])
-
-    async def look(self) -> Look:
-        """Ranks and firing alerts. Raises ParamdErrors."""
-        alerts = await self.alerts()
-        ranks = await self._client.ranks(self.job)
-        return Look(
-            job=self.job,
-            incarnation=int(alerts["incarnation"]),
-            ranks=ranks,
-            alerts=list(alerts["alerts"]),
-            at_s=time.monotonic(),
-        )
 
 
 @asynccontextmanager

@@ -41,7 +41,7 @@ UNBUILT = _PAGE.format("""<h1>paramd control plane</h1>
 <p>The control plane is running, but its dashboard has not been built: this is a source install
 without npm. Releases on the package index include it. In a checkout, with Node 20.19 or newer:
 <pre>make web</pre>
-<p>Then restart the control plane. Until then <code>paramd top</code> shows much the same in a
+<p>Then restart the control plane. Until then <code>paramd status -w</code> shows the ranks in a
 terminal, and the API is at <code>/api/v1</code>, described by <code>/api/v1/openapi.json</code>.\
 """).encode()
 

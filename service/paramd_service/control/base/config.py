@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, get_type_hints
 
 from paramd import gone
 from paramd.errors import UsageError
@@ -112,6 +112,7 @@ class ControlConfig:
             "embedded one of that job, whose secrets are read from stdin.",
             allow_abbrev=False,
         )
+        kinds = get_type_hints(cls)
         for option in fields(cls):
             default = option.default
             if option.name == "store":
@@ -119,13 +120,12 @@ class ControlConfig:
             if option.name == "sidecar_networks":
                 default = os.environ.get("PARAMD_SIDECAR_NETWORKS") or default
             name = f"--{option.name.replace('_', '-')}"
-            if option.type == "bool":
+            if kinds[option.name] is bool:
                 wanted = option.name == "readonly" and os.environ.get("PARAMD_READONLY") == "1"
                 parser.add_argument(name, action="store_true", default=wanted)
                 continue
-            parser.add_argument(
-                name, type=float if option.type == "float" else str, default=default
-            )
+            read = float if kinds[option.name] is float else str
+            parser.add_argument(name, type=read, default=default)
         gone.check_options(arguments)
         given = parser.parse_args(arguments)
         if not given.listen and not given.listen_near:

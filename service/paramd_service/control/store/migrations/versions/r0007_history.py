@@ -1,16 +1,18 @@
-"""One list of points for each series, instead of three resolutions."""
+"""One list of points for each series, instead of three resolutions.
+
+The thinning of points is written out here: a released migration must not change with the code.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict
+import math
+from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import sqlalchemy as sa
 from alembic import op
 from sqlalchemy import RowMapping
-
-from paramd_service.control.store.thinning import Point, thin
 
 revision: str = "0007"
 down_revision: str | None = "0006"
@@ -19,6 +21,25 @@ MAX_POINTS = 2_048
 
 _ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _COPIED = ("time_ms", "step", "mean", "min", "max", "count", "nonfinite_count")
+
+
+class Point(NamedTuple):
+    """A row of the new table: a series within one span of time."""
+
+    time_ms: int
+    span_ms: int
+    step: int
+    mean: float | None
+    min: float | None
+    max: float | None
+    count: int  # type: ignore[assignment]
+    nonfinite_count: int
+
+    @property
+    def end_ms(self) -> int:
+        return self.time_ms + self.span_ms
+
+
 _ORDER = "ORDER BY resolution_s, time_ms"
 
 
@@ -47,8 +68,8 @@ def upgrade() -> None:
         found = _finest(connection.execute(rows, {"of": of}).mappings())
         if not found:
             continue
-        kept, grid_ms = thin(found, 1, MAX_POINTS)
-        connection.execute(sa.insert(points), [{"series_id": of, **asdict(one)} for one in kept])
+        kept, grid_ms = _thin(found)
+        connection.execute(sa.insert(points), [{"series_id": of, **one._asdict()} for one in kept])
         state = {"of": of, "grid_ms": grid_ms, "newest_ms": found[-1].end_ms - 1}
         connection.execute(known, {**state, "point_count": len(kept)})
     op.drop_table("metric_points_before")
@@ -92,3 +113,38 @@ def _finest(rows: Iterable[RowMapping]) -> list[Point]:
         end_ms = before[-1].end_ms if before else 0
         kept = before + [point for point in kept if point.time_ms >= end_ms]
     return kept
+
+
+def _thin(points: Sequence[Point]) -> tuple[Sequence[Point], int]:
+    """At most `MAX_POINTS` points, and the span of their grid, a power of two of a millisecond."""
+    if len(points) <= MAX_POINTS:
+        return points, 1
+    span_ms = 1
+    while len({point.time_ms // span_ms for point in points}) > MAX_POINTS:
+        span_ms *= 2
+    grid = groupby(points, key=lambda point: point.time_ms // span_ms)
+    return [_merged(list(within), place * span_ms, span_ms) for place, within in grid], span_ms
+
+
+def _merged(points: list[Point], time_ms: int, span_ms: int) -> Point:
+    if len(points) == 1 and points[0].span_ms >= span_ms:
+        return points[0]
+    count = sum(point.count for point in points)
+    finite = [point for point in points if point.count]
+    low = min((point.min for point in finite if point.min is not None), default=None)
+    high = max((point.max for point in finite if point.max is not None), default=None)
+    mean = None
+    if low is not None and high is not None:
+        # Weights first, so that no sum overflows; clamping removes rounding errors.
+        parts = (point.mean * (point.count / count) for point in finite if point.mean is not None)
+        mean = min(max(math.fsum(parts), low), high)
+    return Point(
+        time_ms=time_ms,
+        span_ms=max(span_ms, points[-1].end_ms - time_ms),
+        step=max(point.step for point in points),
+        mean=mean,
+        min=low,
+        max=high,
+        count=count,
+        nonfinite_count=sum(point.nonfinite_count for point in points),
+    )

@@ -244,7 +244,12 @@ def optimizer_state_lost(t: Training) -> None:
         t.update(loss, optimizer)
 
 
-@SICK.add("Steps of rank 1 take 1.3 times as long.", expected=Expected(rules=SLOW, ranks=_ONE))
+# Steps of 0.1 s vary by more than that on a busy machine.
+@SICK.add(
+    "Steps of rank 1 take 1.3 times as long.",
+    expected=Expected(rules=SLOW, ranks=_ONE),
+    pace_s=0.5,
+)
 def slower_by_30_percent(t: Training) -> None:
     _slower(t, 1.3)
 

@@ -62,11 +62,10 @@ class Job:
     def look(self) -> Line | None:
         """Read the verdict; None while there is no control plane."""
         try:
-            found = self.get(f"/api/v1/jobs/{JOB}")
+            line = self._line(self.get(f"/api/v1/jobs/{JOB}"))
         except (OSError, ValueError, KeyError):
             self.unreached_count += 1
             return None
-        line = self._line(found)
         if not self.lines or self.lines[-1].place != line.place:
             self.lines.append(line)
         return line
@@ -86,10 +85,8 @@ class Job:
         )
 
     def _alert(self, number: str) -> dict[str, Any]:
-        try:
-            alerts = self.get(f"/api/v1/jobs/{JOB}/alerts")["alerts"]
-        except (OSError, ValueError, KeyError):
-            return {}
+        """The alert of this id; empty if it is over meanwhile. Raises as `get`."""
+        alerts = self.get(f"/api/v1/jobs/{JOB}/alerts")["alerts"]
         return next((one for one in alerts if one["id"] == number), {})
 
     def get(self, path: str) -> dict[str, Any]:

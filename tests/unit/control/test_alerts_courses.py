@@ -78,6 +78,8 @@ def test_a_planted_trouble_is_told_with_its_layer_and_step(what: str) -> None:
     assert kind in finding.subject
     assert fqn in ("", finding.fqn)
     assert f"since step {10 * first}" in finding.reason
+    whose = "the gradient of " * (kind != "missing") + (finding.fqn or "the whole model")
+    assert finding.reason.startswith(f"{whose} ")
     # One finding at a time, however many layers.
     assert len({sample for sample, _ in found}) == len(found)
 

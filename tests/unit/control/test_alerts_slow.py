@@ -153,4 +153,21 @@ def test_data_that_starves_all_or_one_is_told_and_a_burst_is_not() -> None:
     assert one is not None
     assert one[1].ranks == (1,)
     assert "in dataloader" in one[1].text
+
+
+def test_what_makes_a_rank_late_is_told_also_where_most_of_a_step_is_something_else() -> None:
+    """Of ten samples rank 1 is alone in four, twice in its forward, as all are most of the time."""
+
+    def look(now_s: float, chance: random.Random) -> list[Evidence]:
+        turn = chance.randrange(10)
+        if turn < 4:
+            kind = "dataloader" if turn < 2 else "forward"
+            return [at(0, "collective", now_s), at(1, kind, now_s)]
+        return [at(rank, "forward", now_s) for rank in (0, 1)]
+
+    for seed in range(5):
+        found = first_told(look, 60.0, seed)
+        assert found is not None
+        assert "in dataloader" in found[1].text
+
     assert [first_told(data(0.2, (0, 1)), 300.0, seed) for seed in range(10)] == [None] * 10

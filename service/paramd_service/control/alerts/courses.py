@@ -351,7 +351,9 @@ class Courses:
 
 def _finding(kind: str, some: Sequence[Told], step: int) -> Finding:
     worst = some[0]
-    subject = f"the gradient of {worst.fqn}" if worst.fqn else "the gradient of the whole model"
+    whose = worst.fqn if worst.fqn else "the whole model"
+    # "It has no gradient" is said of the tensor.
+    subject = whose if kind == STOPPED else f"the gradient of {whose}"
     others = [one.fqn for one in some[1:] if one.fqn]
     return Finding(
         rule=Rule.GRADIENT_JUMP,

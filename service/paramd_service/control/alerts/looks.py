@@ -77,6 +77,8 @@ class Seen:
     """The rank that the others waited for; -1 for none."""
     what: str
     """What it was doing."""
+    usual: tuple[str, ...]
+    """What all ranks were doing, when they waited for none."""
     reading: bool
     """All ranks waited for data."""
 
@@ -122,11 +124,12 @@ class Waits:
         reading = bool(ranks) and all(one.kind == "dataloader" for one in ranks)
         self._seen.append(
             Seen(
-                now_s,
-                step,
-                alone.rank if alone is not None else -1,
-                alone.what if alone is not None else "",
-                reading,
+                at_s=now_s,
+                step=step,
+                alone=alone.rank if alone is not None else -1,
+                what=alone.what if alone is not None else "",
+                usual=tuple(one.what for one in ranks) if alone is None else (),
+                reading=reading,
             )
         )
 
@@ -198,14 +201,21 @@ class Waits:
             self._slow = -1
             return None
         self._slow = rank
-        what = Counter(one.what for one in self._seen if one.alone == rank).most_common(1)[0][0]
         others = ranks_text(one for one in ranks if one != rank)
         share = 100 * waited / count
         text = (
             f"rank {rank} is slow: {others} waited for it {share:.0f} % of the time "
-            f"({waited} of {count} samples), mostly while it was {what}"
+            f"({waited} of {count} samples), mostly while it was {self._what(rank)}"
         )
         return Slow((rank,), text)
+
+    def _what(self, rank: int) -> str:
+        """What a rank does, while others wait for it, more than ranks do anyhow: training is mostly
+        in a forward, also where reading makes a rank late."""
+        late = Counter(one.what for one in self._seen if one.alone == rank)
+        usual = Counter(what for one in self._seen for what in one.usual)
+        shares = {what: of / usual.total() for what, of in usual.items()}
+        return max(late, key=lambda what: late[what] - late.total() * shares.get(what, 0.0))
 
     def _slow_data(self, count: int, ranks: Sequence[int]) -> Slow | None:
         reading = sum(one.reading for one in self._seen)

@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["verdicts"] and given[1:] != ["--quick"]:
         # Its cases are chosen one by one.
         return importlib.import_module("benchmarks.verdicts.run").main(given[1:])
+    if given[:1] == ["idle"] and "--watch" in given:
+        others = [one for one in given[1:] if one != "--watch"]
+        return importlib.import_module("benchmarks.watching").main(others)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", choices=[[], *NAMES], help="default: all of them")
     parser.add_argument("--quick", action="store_true", help="smaller and shorter; no verdicts")

@@ -46,7 +46,7 @@ def run(*, quick: bool) -> Report:
             number: [s for rank in ranks.call("empty_steps", number, 2000) for s in rank]
             for number in (0, 3)
         }
-        memory_bytes = _private_bytes(sidecar)
+        memory_bytes = private_bytes(sidecar)
         respawn_s = _respawn(ranks, stack, sidecar)
     starts_s = [_start() for _ in range(2 if quick else 5)]
     return _report(steps, many, bare, idle, memory_bytes, starts_s, respawn_s)
@@ -74,21 +74,21 @@ class _Idle:
         self.cpu_s = self.seconds = 0.0
 
     def __enter__(self) -> _Idle:
-        self._begin = (_cpu_s(self._pid), time.perf_counter())
+        self._begin = (cpu_s(self._pid), time.perf_counter())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.cpu_s = _cpu_s(self._pid) - self._begin[0]
+        self.cpu_s = cpu_s(self._pid) - self._begin[0]
         self.seconds = time.perf_counter() - self._begin[1]
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
     """CPU time of the threads that live, to the nanosecond."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def _private_bytes(pid: int) -> int:
+def private_bytes(pid: int) -> int:
     """Resident memory but arenas and snapshots, which are shared memory."""
     fields = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -148,7 +148,7 @@ def _report(
     starts_s: Sequence[float],
     respawn_s: float,
 ) -> Report:
-    attached, control = _ratio(steps[0], steps[1]), _ratio(steps[2], steps[1])
+    attached, control = ratio_of(steps[0], steps[1]), ratio_of(steps[2], steps[1])
     hooks_us = 1e6 * statistics.median(step[1] for step in steps[0])
     many_us = 1e6 * statistics.median(step[1] for step in many)
     means_us = [1e6 * statistics.fmean(s[1] for s in one) for one in (steps[0], many)]
@@ -165,8 +165,8 @@ def _report(
             "hooks within training, 300 plain tensors, median (mean)",
             f"{many_us:.1f} us ({means_us[1]:.1f} us)",
         ],
-        ["step time attached / unattached", _interval(attached)],
-        ["the same, unattached / unattached", _interval(control)],
+        ["step time attached / unattached", interval(attached)],
+        ["the same, unattached / unattached", interval(control)],
         ["unattached step", f"{step_ms:.1f} ms, {len(steps[1])} pairs"],
         ["sidecar's CPU", f"{cpu:.3f} % of a core over {idle.seconds:.0f} s"],
         ["sidecar's memory beside its arena", f"{memory_bytes / 2**20:.1f} MiB"],
@@ -204,7 +204,7 @@ def _report(
     )  # fmt: skip
 
 
-def _ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
+def ratio_of(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
     """Median of the pairs' ratios between the ends of its 95 % confidence interval."""
     ratios = sorted(a[0] / b[0] for a, b in zip(ours, theirs, strict=True))
     half = 0.98 * math.sqrt(len(ratios))
@@ -213,5 +213,5 @@ def _ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -
     return [ratios[low], statistics.median(ratios), ratios[high]]
 
 
-def _interval(ratio: Sequence[float]) -> str:
+def interval(ratio: Sequence[float]) -> str:
     return f"{ratio[1]:.4f} [{ratio[0]:.4f}, {ratio[2]:.4f}]"

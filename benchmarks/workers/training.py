@@ -111,8 +111,14 @@ class Training:
         self._trained.append(trained)
         return 4 * sum(parameter.numel() for parameter in trained.model.parameters())
 
-    def attach(self, number: int, job: str) -> list[int]:
-        """Attaches copy `number`; returns the pids of helper processes started for it."""
+    def attach(self, number: int, job: str, alerts: str = "") -> list[int]:
+        """Attaches copy `number`; returns the pids of helper processes started for it.
+
+        Args:
+            alerts: Settings of its alerts, as JSON; empty: those of the environment.
+        """
+        if alerts:
+            os.environ["PARAMD_ALERTS"] = alerts
         before = {child.pid for child in psutil.Process().children()}
         self._trained[number].attach(job)
         return [c.pid for c in psutil.Process().children() if c.pid not in before]

@@ -40,7 +40,7 @@ def read_file(path: str | os.PathLike[str], bound: Bound) -> bytes:
 def read_descriptor(descriptor: int, bound: Bound) -> bytes:
     """A whole open file, from its beginning. Raises as `read_file`."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise OverBoundError(f"{bound.what} is no plain file")
+        raise OverBoundError(f"{bound.what} is not a regular file")
     data = bytearray()
     while part := os.pread(descriptor, bound.most_bytes + 1 - len(data), len(data)):
         data += part

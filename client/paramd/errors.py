@@ -73,7 +73,7 @@ class NotFoundError(ParamdError, LookupError):
 
 
 class ConflictError(ParamdError):
-    """The state does not allow it: stale incarnation or layout, torn rank, attached twice."""
+    """The state does not allow it: stale run or layout, torn rank, attached twice."""
 
 
 class ExistsError(ConflictError):

@@ -43,8 +43,9 @@ from paramd.security.tickets import OF_RANKS, Claims
 
 _M_ARENA_MAX = -8
 _LOOK_S = 2.0
+"""Seconds between two checks of the heap."""
 _GROWN_BYTES = 16 << 20
-"""What the heap may keep beyond what it had, and how often that is looked at."""
+"""Heap growth that triggers a trim, in bytes."""
 
 Who: TypeAlias = str | None
 """A token id; None: the control plane or the owner."""
@@ -335,7 +336,7 @@ class Doors(grpc.aio.ServerInterceptor):
 
     def __post_init__(self) -> None:
         self._watches = Shares(MAX_OPEN_CALLS, "calls without a ticket")
-        # Apart: those who watch for ever must not keep ranks out.
+        # A cap of their own: health watchers never end, and must not keep ranks out.
         self._questions = Shares(4 * MAX_OPEN_CALLS, "calls without a ticket")
 
     async def intercept_service(
@@ -433,7 +434,9 @@ a message of 4 MiB would become 160."""
 def check_parts(kind: Any, data: bytes) -> None:
     """Raise UsageError if a request of this descriptor has too many fields, before it is parsed."""
     if has_over(kind, data, MAX_PARTS):
-        raise UsageError(f"the request has more than {MAX_PARTS:,} parts; ask in several calls")
+        raise UsageError(
+            f"the request has more than {MAX_PARTS:,} parts; split it into several calls"
+        )
 
 
 @asynccontextmanager

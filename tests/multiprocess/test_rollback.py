@@ -115,7 +115,9 @@ def test_a_rollback_is_undone_to_the_state_that_was_left(tmp_path: Path, stack: 
     for name in ("a/b", ".hidden", "12", " "):
         with pytest.raises(UsageError, match="mark: "):
             mesh.mark(name)
-    with pytest.raises(NotFoundError, match=r"mark 'second' is not kept; there is .*'first'"):
+    with pytest.raises(
+        NotFoundError, match=r"restore point 'second' is not kept; there is .*'first'"
+    ):
         mesh.rollback("second")
     wait_for(lambda: at(tmp_path) >= first.step + 20, ranks)
     followed_over_a_rollback(tmp_path, ranks, mesh, "first")
@@ -346,7 +348,9 @@ def test_a_training_that_cannot_be_put_back_says_why_up_front(
     ranks, mesh = begun(stack, tmp_path, "plain", "--resume", "never")
     with pytest.raises(ConflictError, match="attach it with resume='auto'"):
         mesh.mark("safe")
-    with pytest.raises(NotFoundError, match=r"step 3 is not kept; there are no marks: mesh\.mark"):
+    with pytest.raises(
+        NotFoundError, match=r"step 3 is not kept; there are no restore points: mesh\.mark"
+    ):
         mesh.rollback(3)
     changed = mesh.set_hyperparameters(lr=0.25)
     assert dict(changed.hyperparameters) == {"optimizer": 0, "group": 0, "values": {"lr": 0.25}}

@@ -270,7 +270,7 @@ def edit(
         )
     show_edit(target, found)
     if dry_run:
-        say("dry run: nothing was changed")
+        say("DRY RUN: nothing was changed")
 
 
 def tensors_of(path: Path, mesh: Mesh, globs: Sequence[str]) -> Mapping[str, torch.Tensor]:

@@ -145,7 +145,7 @@ def find(target: Target) -> Past | None:
         raise UnreachableError(
             f"no control plane of job {job!r} runs, but sidecars of ranks "
             f"{', '.join(map(str, living))} do: the training is starting, or starts it again; "
-            f"sidecars of a dead one leave by themselves or with: paramd cleanup {job}"
+            f"those of a dead training leave by themselves, or with: paramd cleanup {job}"
         )
     past = places.incarnations(job)
     return Past(job, past[-1]) if past else None

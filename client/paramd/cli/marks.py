@@ -29,15 +29,15 @@ COLUMNS = (
     Column("why_not_whole", "INCOMPLETE BECAUSE"),
 )
 
-Name = Annotated[str, Argument(metavar="NAME", help="The mark's name.")]
+Name = Annotated[str, Argument(metavar="NAME", help="The restore point's name.")]
 
 
 @with_output
 def mark(target: Target, name: Name, timeout: Timeout = 60.0) -> None:
-    """Save the complete current state of a training in memory, to roll back to.
+    """Make a restore point: keep the complete current state of a training in memory.
 
-    A mark is kept in the sidecars' memory and lost when they end; it is not a
-    checkpoint. Training pauses while the state is copied. Needs
+    Restore points are in the sidecars' memory and lost when they end; they are not
+    checkpoints. Training pauses while the state is copied. Needs
     attach(..., resume="auto").
     """
     with target.connect() as mesh:
@@ -46,24 +46,25 @@ def mark(target: Target, name: Name, timeout: Timeout = 60.0) -> None:
 
 @with_output
 def marks(target: Target) -> None:
-    """List the states that a training can be rolled back to."""
+    """List the restore points and other states that a training can be rolled back to."""
     with target.connect() as mesh:
         _show(target, mesh.job, mesh.marks())
 
 
 @with_target
 def unmark(target: Target, name: Name) -> None:
-    """Delete a mark and free its memory."""
+    """Delete a restore point and free its memory."""
     with target.connect() as mesh:
         mesh.unmark(name)
-    say(f"mark {name} is forgotten")
+    say(f"restore point {name} is deleted")
 
 
 @with_output
 def rollback(
     target: Target,
     to: Annotated[
-        str, Argument(metavar="NAME|STEP", help="A mark's name, or a step of `paramd marks`.")
+        str,
+        Argument(metavar="NAME|STEP", help="A restore point's name, or a step of `paramd marks`."),
     ],
     yes: Annotated[
         bool, Option("--yes", "-y", help="Skip the confirmation; required without a terminal.")
@@ -72,7 +73,7 @@ def rollback(
     wait: Wait = True,
     timeout: Timeout = 60.0,
 ) -> None:
-    """Put a training back to a mark or a step, on all ranks or on none.
+    """Return a training to a restore point or a step, on all ranks or on none.
 
     Restores parameters, optimizer state, hyper-parameters and extra_state.
     `paramd undo` returns to the state before the rollback.
@@ -88,7 +89,7 @@ def rollback(
 def _confirm(to: str | int, step: int) -> None:
     if not sys.stdin.isatty():
         raise UsageError("rollback: stdin is not a terminal; confirm with --yes")
-    what = f"step {to}" if isinstance(to, int) else f"mark {to!r}"
+    what = f"step {to}" if isinstance(to, int) else f"restore point {to!r}"
     typer.confirm(
         f"Training is at step {step}. Put it back to {what}? The steps since then are repeated",
         abort=True,

@@ -275,11 +275,11 @@ AWAITED_S = 20.0
 
 
 class _BegunAnewError(Exception):
-    """The job is in another incarnation now, which has another run."""
+    """The job is in another incarnation now, which has a tracker run of its own."""
 
 
 class Following:
-    """The logged part of a job, and the next sample; every rollback begins another run."""
+    """Logs a job to a tracker. Each rollback starts a new tracker run."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class Purpose(Enum):
     )
     STANDING = "a standing snapshot", "bound them with PARAMD_STANDING_BUDGET_BYTES"
     COPY = "a copy of another host's rank", "set replicas=0, or use hosts with more memory"
-    MARK = "a mark", "drop another mark first (paramd unmark)"
+    MARK = "a restore point", "delete another one first (paramd unmark)"
     EDIT = "an edit", "make it smaller, or apply it in parts"
     GRADIENTS = "gradients for a reader", "follow fewer parameters at a time"
     CLIENT = (

@@ -118,7 +118,7 @@ if TYPE_CHECKING:
 class AsyncMesh:
     """A running job, accessed from outside. Use as `async with`, or call `close`.
 
-    Every result is of one (incarnation, step). Methods may run concurrently. A cancelled call
+    Every result is of one (run, step). Methods may run concurrently. A cancelled call
     releases its pins; `close` leaves no task behind.
 
     `timeout=` is in seconds, or a text such as "5s", for a whole call; None means no limit. Every
@@ -143,7 +143,7 @@ class AsyncMesh:
             job: Name of the job; optional when the control plane serves only one.
             timeout: As in `connect`.
             tls: Trust settings for https; None reads them from the environment.
-            find: Returns the current url and token, for a job whose next incarnation may have
+            find: Returns the current url and token, for a job whose next run may have
                 others.
         """
         self._timeout_s = allowed_s(timeout)
@@ -200,7 +200,7 @@ class AsyncMesh:
 
     @property
     def incarnation(self) -> int:
-        """Last known incarnation of the job."""
+        """Last known run of the job."""
         return self._reach.document.incarnation
 
     @property
@@ -217,7 +217,7 @@ class AsyncMesh:
         return (await self.summon(*(patterns or "*"), buffers=True)).state_dict()
 
     async def read_layout(self) -> Layout:
-        """All tensors and their pieces in the current incarnation."""
+        """All tensors and their pieces in the current run."""
 
         async def attempt(sidecars: Sidecars) -> Layout:
             return (await self._reach.index(sidecars)).layout
@@ -241,7 +241,7 @@ class AsyncMesh:
 
         Args:
             state: "firing" or "resolved" for those alone.
-            incarnation: None means the job's last one. Alerts of a past one may still be
+            incarnation: The run; None means the job's last one. Alerts of a past one may still be
                 "firing" if its control plane ended before they were resolved.
             limit: Most alerts to return.
 
@@ -411,7 +411,7 @@ class AsyncMesh:
 
             mesh.diff("checkpoints/step-1000")         # a checkpoint and the training now
             mesh.diff("+1", "+101")                    # two steps to come, 100 steps apart
-            mesh.diff("mark:before")                   # a mark, and the training now
+            mesh.diff("mark:before")                   # a restore point and now
             mesh.diff(params)                          # tensors summoned before, and now
             mesh.diff(other)                           # another job, and this one
 
@@ -420,8 +420,8 @@ class AsyncMesh:
         Args:
             a, b: "now"; a step of this job to come, or "+N": N steps after the next one that can
                 surely be asked for (both states must fit into the snapshots' budget);
-                "mark:NAME" or a `Mark` that has a name; "mark:STEP", a standing snapshot
-                that is still kept (`marks`); a safetensors file or directory on this
+                a restore point, as "mark:NAME" or a `Mark` with a name; "mark:STEP", a standing
+                snapshot that is still kept (`marks`); a safetensors file or directory on this
                 machine, such as an export; tensors by name; another mesh, as it is now.
             patterns: Globs over names; none means all parameters.
             cells: Also a heat map of each tensor's difference (`row.cells`), of at most this many
@@ -434,8 +434,8 @@ class AsyncMesh:
 
         Raises:
             UsageError: an argument is wrong. ConflictError: a step is past, or the training has
-                ended before it; or there is no such mark. DeadlineError: it did not come in time.
-            NotFoundError: a pattern matches nothing, a path does not exist.
+                ended before it; or there is no such restore point. DeadlineError: it did not
+                come in time. NotFoundError: a pattern matches nothing, a path does not exist.
             ParamdError: as `summon`.
         """
         await self._transfer.load_torch()
@@ -923,10 +923,10 @@ class AsyncMesh:
         return await self._marks.groups(self._deadline(UNSET))
 
     async def mark(self, name: str, *, timeout: Timeout = UNSET) -> Mark:
-        """Keep the complete state of the next common boundary of all ranks under a name.
+        """Make a restore point: keep the complete state of all ranks' next common boundary.
 
         Parameters, buffers, optimizer state and everything in `extra_state`, to go back to with
-        `rollback`. A mark is in the memory of the sidecars and ends with them; it is no checkpoint.
+        `rollback`. It is in the memory of the sidecars and ends with them; it is not a checkpoint.
         Training is paused while it is copied. Needs `attach(..., resume="auto")`.
 
         Args:
@@ -941,17 +941,17 @@ class AsyncMesh:
         return await self._marks.make(name, self._deadline(timeout))
 
     async def marks(self) -> Marks:
-        """The states that training can be put back to: marks and standing snapshots."""
+        """The states that training can return to: restore points and standing snapshots."""
         return await self._marks.all(self._deadline(UNSET))
 
     async def unmark(self, name: str | Mark) -> None:
-        """Delete a mark and free its memory. Idempotent."""
+        """Delete a restore point and free its memory. Idempotent."""
         await self._marks.drop(name.name if isinstance(name, Mark) else name, self._deadline(UNSET))
 
     async def rollback(
         self, to: str | int | Mark, *, note: str = "", wait: bool = True, timeout: Timeout = UNSET
     ) -> Edit:
-        """Put training back to a mark or a kept step, on all ranks or on none.
+        """Return training to a restore point or a kept step, on all ranks or on none.
 
         Parameters, buffers, optimizer state, hyper-parameters, random states and everything in
         `extra_state` get their earlier values, and training computes the same bits from there. The
@@ -959,7 +959,7 @@ class AsyncMesh:
         be in a block of `attachment.rollback_scope()`.
 
         Args:
-            to: A mark or its name, or a step of `marks`.
+            to: A restore point, its name, or a step of `marks`.
             note: Reason, for the log.
             wait, timeout: As in `edit`.
 
@@ -1111,7 +1111,7 @@ class AsyncMesh:
 
         Raises:
             UsageError, NotFoundError: as `summon`.
-            ConflictError: a trainer ended, or a new incarnation began (subscribe again); of
+            ConflictError: a trainer ended, or a new run began (subscribe again); of
                 `follow`, a rank has not served its parameters for 20 s; of `grads`, the updates of
                 this training never have a frame. The message says why.
             UnreachableError: a rank did not respond for 20 s.

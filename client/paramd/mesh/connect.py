@@ -109,7 +109,7 @@ def _named(url: str | None, job: str | None) -> tuple[str | None, str | None]:
 
 
 def trust(url: str, tls_ca: str | os.PathLike[str] | None) -> ClientTls | None:
-    """None where the endpoint decides, which changes with the incarnation."""
+    """None where the endpoint decides, which changes with the run."""
     named = tls_ca is not None or bool(os.environ.get("PARAMD_TLS_CA"))
     return client_tls(url, tls_ca) if named else None
 

@@ -145,7 +145,7 @@ async def _next(frames: AsyncIterator[Result]) -> Result:
 class Mesh:
     """A running job, accessed from outside. Made by `paramd.connect`, ended by `close`.
 
-    Every result is of one (incarnation, step).
+    Every result is of one (run, step).
     """
 
     def __init__(self, mesh: AsyncMesh) -> None:
@@ -217,7 +217,7 @@ class Mesh:
 
     @property
     def incarnation(self) -> int:
-        """Last known incarnation of the job."""
+        """Last known run of the job."""
         return self._mesh.incarnation
 
     @property
@@ -373,7 +373,7 @@ class Mesh:
             work.close()
             raise UsageError(
                 f"this mesh of job {self._mesh.job!r} was opened by process {self._thread.pid}, of "
-                f"which {os.getpid()} is a fork; it works there alone. Start this process by spawn "
+                f"which {os.getpid()} is a fork; it works only there. Start this process by spawn "
                 "and open another one in it: paramd.connect(...)"
             )
         return self._thread.run(work)

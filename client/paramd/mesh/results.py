@@ -491,7 +491,7 @@ class OptimizerState(_OneStep["dict[str, torch.Tensor | float]"]):
     """Parameter groups of all optimizers: their hyper-parameters, and under "params" the names
     of the requested parameters in each."""
     edits: int
-    """Edits applied in this incarnation."""
+    """Edits applied in this run."""
 
     def __post_init__(self, states: Mapping[str, dict[str, torch.Tensor | float]]) -> None:
         self.update(states)
@@ -515,9 +515,9 @@ class Summoned(_OneStep["torch.Tensor"]):
 
     tensors: InitVar[Mapping[str, torch.Tensor]] = field(kw_only=False)
     edits: int = 0
-    """Edits applied in this incarnation."""
+    """Edits applied in this run."""
     history: int = 0
-    """Rollbacks in this incarnation: steps come again after each, so that `incarnation`,
+    """Rollbacks in this run: steps come again after each, so that `incarnation`,
     `history`, `step` and `edits` together name the state."""
     unsettled: bool = False
     """Training has not continued since update `step`, so the script may still change these

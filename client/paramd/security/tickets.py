@@ -406,7 +406,7 @@ class Verifier:
         claims = _parse(payload)
         if not (_fits(proof, self._place, claims.keys) if claims.keys is not None else not proof):
             raise DeniedError(
-                "the ticket is not shown with the key of this server, and good at no other; derive "
+                "the call does not show this server's key beside the ticket; derive "
                 "it from ticket_seed, or ask for this rank's (GET /api/v1/jobs/{job}?rank=R)"
             )
         found = claims, time.monotonic() + claims.expires_s - clock.now_s()

@@ -25,7 +25,7 @@ HEAD_S: Final = 10.0
 BODY_S: Final = 30.0
 """Time limit for the whole body, after the head."""
 LEAST_READ_BYTES: Final = 64 << 10
-"""What a peer reads of an answer in `HEAD_S` at least: a trickle does not keep its connection."""
+"""Minimum bytes that a peer must read of an answer per `HEAD_S`; a slower one is disconnected."""
 
 
 class Connection(asyncio.Protocol):

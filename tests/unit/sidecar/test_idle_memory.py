@@ -178,7 +178,7 @@ async def test_memory_that_somebody_holds_stays(tmp_path: Path) -> None:
     async with sidecar_in(tmp_path) as sidecar:
         key = Key(1, ((0, IDLE_BYTES),))
         await sidecar.pins.prepare(key, with_buffers=False, lease_s=60.0)
-        with pytest.raises(ExhaustedError, match="a mark needs"):
+        with pytest.raises(ExhaustedError, match="a restore point needs"):
             await sidecar.ask("MARK")
 
 
@@ -194,7 +194,7 @@ async def test_a_slot_that_the_trainer_may_be_filling_stays_until_its_update_is_
         asked.cancel()
         await asyncio.wait([asked])
         assert not gradients.take_idle()
-        with pytest.raises(ExhaustedError, match="a mark needs"):
+        with pytest.raises(ExhaustedError, match="a restore point needs"):
             await sidecar.ask("MARK")
         page[Word.GRADIENTS_STEP] = 1
         assert gradients.idle_bytes >= IDLE_BYTES

@@ -291,7 +291,7 @@ def test_another_rank_frees_its_idle_memory_when_that_helps(
     other.show_idle(90 * MIB)
     host.now_s += 60
     with (
-        pytest.raises(ExhaustedError, match="a mark needs"),
+        pytest.raises(ExhaustedError, match="a restore point needs"),
         one.claimed(Purpose.MARK, 800 * MIB),
     ):
         pass

@@ -1,4 +1,4 @@
-"""REST calls for edits, pauses, marks, rollbacks and hyper-parameters, and their results."""
+"""REST calls for edits, pauses, restore points, rollbacks, hyper-parameters; their results."""
 
 from __future__ import annotations
 
@@ -626,7 +626,7 @@ class Mark(Document):
 
     @property
     def state(self) -> str | int:
-        """The argument of `rollback`: the mark's name, or the step of a standing snapshot."""
+        """The argument of `rollback`: a restore point's name, or a standing snapshot's step."""
         return self.name or self.step
 
 
@@ -682,7 +682,9 @@ class MarkCalls:
     async def roll_back(self, to: str | int, note: str, deadline_s: float) -> Edit:
         """Create the edit that puts training back."""
         if isinstance(to, int) and (isinstance(to, bool) or to < 0):
-            raise UsageError(f"to: {to}; expected a mark, its name, or a step of mesh.marks()")
+            raise UsageError(
+                f"to: {to}; expected a restore point, its name, or a step of mesh.marks()"
+            )
         body = {"id": new_edit_id(), "mark" if isinstance(to, str) else "step": to, "note": note}
         return await self._edits.begin("/rollback", body, deadline_s)
 

@@ -220,14 +220,14 @@ Value = TypeVar("Value", covariant=True)
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Frame(Mapping[str, Value], Generic[Value]):
-    """Values by name, all at one step of one incarnation."""
+    """Values by name, all at one step of one run."""
 
     job: str
     """Name of the job."""
     incarnation: int
     """Incarnation of the job; the same in all frames of a stream."""
     history: int
-    """Rollbacks in this incarnation: steps come again after each."""
+    """Rollbacks in this run: steps come again after each."""
     step: int
     """Gradients: number of the update that consumes them. Parameters: finished updates."""
     dropped: int

@@ -163,7 +163,7 @@ class StepStream(Generic[Held, Result]):
         """The next frame.
 
         Raises StreamOverError if the training has detached or the stream was closed, ConflictError
-        for a new incarnation, a trainer that ended or a torn rank, and UnreachableError if a rank
+        for a new run, a trainer that ended or a torn rank, and UnreachableError if a rank
         did not respond for `OUTAGE_S`.
         """
         while not self._over:

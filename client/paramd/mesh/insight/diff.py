@@ -1,7 +1,7 @@
 """`mesh.diff`: two states, wherever they are, tensor by tensor.
 
-A state is a job now, a job at a step to come, a mark, a checkpoint on disk, or tensors at hand. It
-is read tensor by tensor, so that comparing two needs the memory of a few tensors.
+A state is a job now, a job at a step to come, a restore point, a checkpoint on disk, or given
+tensors. It is read tensor by tensor, so that comparing two needs the memory of a few tensors.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ async def live_state(
     """A job's tensors, pinned now, at a step to come (a number is of the present history), or as a
     mark ("mark:NAME") has them.
 
-    Raises ConflictError if the step is past, training ended before it or the mark does not exist,
-    DeadlineError if the step did not come in time, else as `AsyncMesh.summon`.
+    Raises ConflictError if the step is past, training ended before it or there is no such restore
+    point, DeadlineError if the step did not come in time, else as `AsyncMesh.summon`.
     """
     async with AsyncExitStack() as stack:
 
@@ -118,7 +118,7 @@ def stored_state(path: Path, patterns: Sequence[Pattern]) -> State:
 
     if not path.exists():
         mark = path.name == str(path) and not path.suffix
-        hint = f" (a mark is written '{MARK}{path}')" if mark else ""
+        hint = f" (a restore point is written '{MARK}{path}')" if mark else ""
         raise NotFoundError(f"{path}: there is no such file or directory{hint}")
     found = sorted(path.glob("*.safetensors"))[:MAX_FILES] if path.is_dir() else [path]
     if not found:
@@ -226,7 +226,7 @@ def check_order(a: Source, b: Source) -> None:
             )
         if is_mark(one) and not one.removeprefix(MARK):
             raise UsageError(
-                f"{name}: {one!r}; expected a mark that has a name (mesh.mark('NAME'))"
+                f"{name}: {one!r}; expected a restore point with a name (mesh.mark('NAME'))"
             )
     same_kind = is_to_come(a) and is_to_come(b) and is_ahead(a) == is_ahead(b)
     if same_kind and int(a) >= int(b):

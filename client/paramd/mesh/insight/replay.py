@@ -102,7 +102,7 @@ class Replay(Table[ReplayRow]):
         return (
             f"{what} is wrong: {which} differs in {first.differing} elements, first in element "
             f"{first.element}, bits {bits}. Check another update: were the same elements wrong "
-            "again, the hardware is at fault, or the rank computes otherwise than its sidecar"
+            "again, the hardware is at fault, or the rank computes differently from its sidecar"
         )
 
 

@@ -63,7 +63,7 @@ class Alert(Document):
 
 
 class Alerts(Table[Alert]):
-    """Alerts of one incarnation: those firing, then those resolved, each newest first."""
+    """Alerts of one run: those firing, then those resolved, each newest first."""
 
     columns = (
         ("severity", lambda row: row.severity),

@@ -290,8 +290,8 @@ class Channels:
         if _parents:
             raise UsageError(
                 f"process {os.getpid()} is a fork of one that was connected to a job, and gRPC "
-                "does not work in such a one: start it by spawn (multiprocessing_context='spawn' "
-                "of a DataLoader), or fork before paramd.connect"
+                "does not work in a fork: start the process by spawn (in a DataLoader: "
+                "multiprocessing_context='spawn'), or fork before paramd.connect"
             )
         _open.add(self)
         self._job_tls = job_tls

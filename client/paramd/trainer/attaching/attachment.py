@@ -188,7 +188,7 @@ class Attachment:
 
     @property
     def edits(self) -> int:
-        """Number of edits applied in this incarnation; after `detach`, the last value."""
+        """Number of edits applied in this run; after `detach`, the last value."""
         return self._page[Word.EDITS] if not self._detached else self._last_edits
 
     @contextmanager

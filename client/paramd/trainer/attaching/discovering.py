@@ -163,7 +163,7 @@ class Discovering:
         if mirrored and self._exchange.rank == 0:
             log.info(
                 "paramd: parameters stay where they are and are copied into host memory at agreed "
-                "boundaries; a trainer that hangs or has ended is not read"
+                "boundaries; a trainer that hangs or has ended cannot be read"
             )
         layout, digest = self._merged(local[0], homes[0], mirrored=mirrored)
         return Found(

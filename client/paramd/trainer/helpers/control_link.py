@@ -314,7 +314,7 @@ class ControlLink:
                 act()
             except Exception:
                 # The process is up: one that counts as failed would be waited for until its end.
-                log.exception("paramd: what waited for the control plane failed")
+                log.exception("paramd: an action that waited for the control plane failed")
         return descriptors.pidfd(process.pid)
 
     def _spawn(self, log_path: Path, *, resumes: bool) -> subprocess.Popen[bytes]:
@@ -414,7 +414,7 @@ class Tracking:
             # A process that was still starting has nothing to write.
             if process.returncode not in (0, -signal.SIGTERM):
                 log.warning(
-                    "paramd: what logged to %s ended with status %s; see %s",
+                    "paramd: the process that logs to %s ended with status %s; see %s",
                     kind,
                     process.returncode,
                     self._directory / f"log-{kind}.log",

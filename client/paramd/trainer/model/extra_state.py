@@ -91,7 +91,7 @@ class ExtraState:
             # Last: it vouches for the slot.
             self._words[Word.EXTRA_FOR] = number
         except Exception:
-            log.exception("paramd: extra state cannot be noted, so no export can have it")
+            log.exception("paramd: extra state cannot be recorded, so exports lack it")
 
 
 def _text(table: Mapping[str, Mapping[str, Any]]) -> bytes:

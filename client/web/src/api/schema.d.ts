@@ -57,13 +57,13 @@ export interface paths {
         };
         /**
          * List Jobs
-         * @description Jobs of this control plane that the token is for, each in its last incarnation.
+         * @description Jobs of this control plane that the token is for, each in its last run.
          */
         get: operations["list_jobs"];
         put?: never;
         /**
          * Register Job
-         * @description Begin a new incarnation of a job; the previous one ends.
+         * @description Begin a new run of a job; the previous one ends.
          */
         post: operations["register_job"];
         delete?: never;
@@ -103,7 +103,7 @@ export interface paths {
         };
         /**
          * List Alerts
-         * @description Alerts of the job's last incarnation, or of a past one as stored.
+         * @description Alerts of the job's last run, or of a past one as stored.
          *
          *     Past alerts come newest first, and are still firing if the control plane ended before
          *     they were resolved.
@@ -168,7 +168,7 @@ export interface paths {
         };
         /**
          * List Edits
-         * @description Edits of the job in all its incarnations, newest first.
+         * @description Edits of the job in all its runs, newest first.
          */
         get: operations["list_edits"];
         put?: never;
@@ -283,7 +283,7 @@ export interface paths {
         put?: never;
         /**
          * End Job
-         * @description End the incarnation of a job whose training is over; refused while a trainer is alive.
+         * @description End the run of a job whose training is over; refused while a trainer is alive.
          *
          *     An embedded control plane then ends, too. Sidecars that linger are asked on their own
          *     hosts (paramd cleanup). Idempotent.
@@ -304,7 +304,7 @@ export interface paths {
         };
         /**
          * Follow Events
-         * @description Changes of ranks, steps (once a second), incarnations, alerts and snapshots.
+         * @description Changes of ranks, steps (once a second), runs, alerts and snapshots.
          *
          *     Kinds: hello (first), gap (`missed` events are no longer kept; -1: unknown number),
          *     rank, step, incarnation, alert, snapshot. A comment every 15 s keeps the connection
@@ -531,7 +531,7 @@ export interface paths {
         };
         /**
          * List Series
-         * @description Series of an incarnation, by name; those begun in the last seconds may be missing.
+         * @description Series of a run, by name; those begun in the last seconds may be missing.
          */
         get: operations["list_series"];
         put?: never;
@@ -596,7 +596,7 @@ export interface paths {
         };
         /**
          * List Marks
-         * @description States that training can return to: marks, and the standing snapshots of all ranks.
+         * @description States to which training can return: restore points, standing snapshots of all ranks.
          */
         get: operations["list_marks"];
         put?: never;
@@ -624,7 +624,7 @@ export interface paths {
         post?: never;
         /**
          * Delete Mark
-         * @description Delete a mark and free its memory. Idempotent.
+         * @description Delete a restore point and free its memory. Idempotent.
          */
         delete: operations["delete_mark"];
         options?: never;
@@ -883,7 +883,7 @@ export interface paths {
          * @description The last lines of a rank's sidecar, and of its trainer if that writes to a file.
          *
          *     Also after the trainer has died, while its sidecar lingers; after that, only the sidecar's,
-         *     if it ran on the control plane's host. A sidecar's log covers all incarnations, which its
+         *     if it ran on the control plane's host. A sidecar's log covers all runs, which its
          *     lines name. Tokens and credentials in URLs are hidden; other secrets that a script prints
          *     are not.
          */
@@ -947,8 +947,9 @@ export interface paths {
         put?: never;
         /**
          * Create Rollback
-         * @description Return training to a mark or a kept step: parameters, optimizer state and everything in
-         *     keep, on all ranks or on none. An edit: undo_edit goes forward again. Idempotent by id.
+         * @description Return training to a restore point or a kept step: parameters, optimizer state and
+         *     `extra_state`, on all ranks or on none. An edit: undo_edit goes forward again.
+         *     Idempotent by id.
          */
         post: operations["create_rollback"];
         delete?: never;
@@ -1710,7 +1711,7 @@ export interface components {
         };
         /**
          * DroppedMark
-         * @description Whether a mark was deleted.
+         * @description Whether a restore point was deleted.
          */
         DroppedMark: {
             /** Dropped */
@@ -3660,7 +3661,7 @@ export interface components {
         };
         /**
          * RankList
-         * @description All ranks of the incarnation, ordered by rank.
+         * @description All ranks of the run, ordered by rank.
          */
         RankList: {
             /** Incarnation */
@@ -3734,7 +3735,7 @@ export interface components {
         };
         /**
          * RegisteredJob
-         * @description What the ranks of a new incarnation need. Contains tickets: never log it.
+         * @description What the ranks of a new run need. Contains tickets: never log it.
          */
         RegisteredJob: {
             /**
@@ -3795,7 +3796,7 @@ export interface components {
             id?: string | null;
             /**
              * Mark
-             * @description Name of a mark
+             * @description Name of a restore point
              */
             mark?: string | null;
             /**
@@ -3806,7 +3807,7 @@ export interface components {
             note: string;
             /**
              * Step
-             * @description Step of a mark or of a standing snapshot
+             * @description Step of a restore point or of a standing snapshot
              */
             step?: number | null;
             /**

@@ -307,11 +307,9 @@ def check_job(principal: Principal, job: str | None, operation: str = "") -> Non
     Raises NotFoundError: it is not, whether or not the job exists. DeniedError: the operation is
     about all jobs."""
     if job is not None and not principal.sees(job):
-        raise NotFoundError(
-            f"job {job[:64]!r} is not one of those that your token is for ({principal.jobs})"
-        )
+        raise NotFoundError(f"your token is for jobs {principal.jobs}, not for job {job[:64]!r}")
     if job is None and principal.jobs is not None and operation not in OF_NO_JOB:
-        raise DeniedError(f"your token is for jobs {principal.jobs} alone; this concerns all")
+        raise DeniedError(f"your token is for jobs {principal.jobs} only; this concerns all jobs")
 
 
 def principal_of(request: Request) -> Principal:

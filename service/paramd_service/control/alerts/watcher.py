@@ -456,8 +456,8 @@ class Watcher:
                 rule=Rule.LOST_MARK,
                 subject=f"mark {one.name}",
                 severity=Severity.WARNING,
-                reason=f"mark {one.name!r} of step {one.step} can no longer be used: {one.reason}; "
-                "drop it (paramd unmark), and make another",
+                reason=f"restore point {one.name!r} of step {one.step} can no longer be used: "
+                f"{one.reason}; delete it (paramd unmark), and make another",
                 step=one.step,
             )
             for one in (await self.lost_marks() if self.lost_marks is not None else ())
@@ -587,7 +587,7 @@ class Watcher:
                 self._restored = True
                 if self._trouble.get("store") != str(error):
                     self._trouble["store"] = str(error)
-                    log.warning("job %s: alerts are not kept: %s", self.job, error)
+                    log.warning("job %s: alerts are not saved: %s", self.job, error)
                 await asyncio.sleep(KEEP_AGAIN_S)
                 continue
             self._trouble.pop("store", None)

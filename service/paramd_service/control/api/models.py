@@ -156,9 +156,11 @@ class RollbackRequest(WaitRequest):
     """Which state to put training back to; exactly one of mark and step."""
 
     id: str | None = Field(None, pattern=EDIT_ID, description="Id of the edit; as in create_edit")
-    mark: str | None = Field(None, min_length=1, max_length=64, description="Name of a mark")
+    mark: str | None = Field(
+        None, min_length=1, max_length=64, description="Name of a restore point"
+    )
     step: int | None = Field(
-        None, ge=0, le=1 << 62, description="Step of a mark or of a standing snapshot"
+        None, ge=0, le=1 << 62, description="Step of a restore point or of a standing snapshot"
     )
     note: str = Field("", max_length=1000, description="Reason, for the audit")
 
@@ -180,7 +182,7 @@ class MarkRequest(Request):
 
 
 class DroppedMark(BaseModel):
-    """Whether a mark was deleted."""
+    """Whether a restore point was deleted."""
 
     dropped: bool
 
@@ -654,7 +656,7 @@ class TlsDocument(BaseModel):
 
 
 class RegisteredJob(BaseModel):
-    """What the ranks of a new incarnation need. Contains tickets: never log it."""
+    """What the ranks of a new run need. Contains tickets: never log it."""
 
     job: str
     incarnation: int = Field(description="Number of the new run")
@@ -782,7 +784,7 @@ class RankDocument(BaseModel):
 
 
 class RankList(BaseModel):
-    """All ranks of the incarnation, ordered by rank."""
+    """All ranks of the run, ordered by rank."""
 
     incarnation: int
     stall_budget_s: float = Field(description="Longest time an update may wait for a copy")

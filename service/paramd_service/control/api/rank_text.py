@@ -35,7 +35,7 @@ RANKS_OF_A_CHUNK = 128
 def chunks(
     registry: Registry, *, world_size: int, incarnation: int, stall_budget_s: float
 ) -> Iterator[str]:
-    """The `RankList` of one incarnation, in chunks; each chunk is current when it is yielded."""
+    """The `RankList` of one run, in chunks; each chunk is current when it is yielded."""
     yield f'{{"incarnation":{incarnation},"stall_budget_s":{stall_budget_s!r},"ranks":['
     for begin in range(0, world_size, RANKS_OF_A_CHUNK):
         views = registry.rank_views(range(begin, min(begin + RANKS_OF_A_CHUNK, world_size)))

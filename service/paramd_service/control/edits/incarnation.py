@@ -112,7 +112,7 @@ class IncarnationEdits:
             if driver.row.detail.get("dry_run"):
                 found = await preview_all(self.mesh.calls, view, driver.row.id, index, planned.ops)
                 driver.describe(**found)
-                driver.feed(CallOff("dry run: nothing was changed"))
+                driver.feed(CallOff("DRY RUN: nothing was changed"))
                 return
         except Exception as error:
             driver.feed(CallOff(_why(error)))

@@ -37,7 +37,7 @@ class KeptState(Mark):
 
 @dataclass(eq=False)
 class Marks:
-    """The marks of one incarnation's ranks. Use on one event loop."""
+    """The restore points (marks) of one incarnation's ranks. Use on one event loop."""
 
     mesh: Incarnation
     pause: Pause
@@ -108,8 +108,8 @@ class Marks:
         if there:
             raise NotFoundError(f"{_called(to)} is not kept; there is {', '.join(there)}")
         raise NotFoundError(
-            f"{_called(to)} is not kept; there are no marks: mesh.mark(name), or paramd mark NAME, "
-            "makes one"
+            f"{_called(to)} is not kept; there are no restore points: mesh.mark(name), or "
+            "paramd mark NAME, makes one"
         )
 
     async def make(self, by: Principal, name: str) -> KeptState:
@@ -121,7 +121,8 @@ class Marks:
             self._sidecars = []
             if any(one.name == name for one in await self.all()):
                 raise ExistsError(
-                    f"mark {name!r} exists already; choose another name, or drop it (paramd unmark)"
+                    f"restore point {name!r} exists already; choose another name, or delete it "
+                    "(paramd unmark)"
                 )
             async with self.records.recorded(by, "mark.create", {"mark": name}, self.mesh) as entry:
                 made = self._named[name] = await self._made(by, name)
@@ -173,7 +174,7 @@ class Marks:
 
 
 def _called(to: str | int) -> str:
-    return f"mark {to!r}" if isinstance(to, str) else f"step {to}"
+    return f"restore point {to!r}" if isinstance(to, str) else f"step {to}"
 
 
 def _named(one: KeptState) -> str:

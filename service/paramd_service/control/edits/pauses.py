@@ -77,7 +77,7 @@ class Pause:
         now, untold = await self._look()
         if untold and now.state is PauseWord.RUNNING:
             raise UnreachableError(
-                f"no rank tells whether training is paused ({untold}); try again"
+                f"no rank reports whether training is paused ({untold}); try again"
             )
         return now
 

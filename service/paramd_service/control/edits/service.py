@@ -119,8 +119,8 @@ class EditService:
     async def roll_back(
         self, by: Principal, edit_id: str | None, to: str | int, note: str
     ) -> EditRow:
-        """Create an edit that returns training to a mark or a step. Idempotent as `create`. Raises
-        NotFoundError for an unknown state, ConflictError if not all ranks have it."""
+        """Create an edit that returns training to a restore point or a step. Idempotent as
+        `create`. Raises NotFoundError for an unknown state, ConflictError if a rank lacks it."""
         self.mesh.check()
         index, digest = await self._layout()
         self._check_share(1.0)
@@ -456,7 +456,8 @@ class EditRegistry:
         self._publish(Kind.EDIT, data, job=row.job)
 
     def _mark_changed(self, job: str, name: str, mark: KeptState | None) -> None:
-        log.info("job %s: mark %r is %s", job, name, "made" if mark is not None else "dropped")
+        done = "made" if mark is not None else "deleted"
+        log.info("job %s: restore point %r is %s", job, name, done)
         step = mark.step if mark is not None else -1
         self._publish(Kind.MARK, {"mark": name, "at_step": step, "kept": mark is not None}, job=job)
 

@@ -105,7 +105,9 @@ class ExportService:
         ExistsError if the name has another root: exports and retention rely on it. UsageError: the
         file of added ones is damaged."""
         if not self._allows_any:
-            raise DeniedError(f"the operator's empty {ENVIRONMENT}, or [destinations], allows none")
+            raise DeniedError(
+                f"the operator's empty {ENVIRONMENT} or [destinations] disables exports"
+            )
         async with self._adding:
             # As the file stands: it may have been mended since the start, or be damaged still.
             file = self._records.directory / ADDED

@@ -67,8 +67,8 @@ class Comparisons:
 def _too_long(why: str) -> ConflictError:
     # No server error: the request takes longer than REST waits.
     return ConflictError(
-        f"the states were not there and compared within {TIMEOUT_S:.0f} s: {why}; ask for fewer "
-        "parameters or steps, or use mesh.diff with a longer timeout"
+        f"the states were not available and compared within {TIMEOUT_S:.0f} s: {why}; ask for "
+        "fewer parameters or steps, or use mesh.diff with a longer timeout"
     )
 
 

@@ -65,7 +65,7 @@ def _record_metrics(records: Records) -> Iterator[Metric]:
     """Health of audit, store and history; a scrape does not query the store."""
     yield Gauge(
         "paramd_audit_ok",
-        "0 while the audit cannot be written and mutations are refused",
+        "0 while the audit cannot be written and changes are refused",
         value=not records.audit.failure,
     )
     waiting = records.store.waiting_count

@@ -62,7 +62,7 @@ def links(
 
 
 class AuditUnavailableError(UnreachableError):
-    """The audit cannot be written, so mutations are refused; reading still works."""
+    """The audit cannot be written, so changes are refused; reading still works."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +169,7 @@ class Audit:
             link = await self._store.write(partial(append, job=job, record=record))
         except StoreError as error:
             if str(error) != self.failure:
-                log.error("the audit cannot be written, mutations are refused: %s", error)
+                log.error("the audit cannot be written, so changes are refused: %s", error)
             self.failure = str(error)
             raise AuditUnavailableError(
                 f"audit: it cannot be written ({error}); nothing was changed, reads continue"

@@ -193,7 +193,7 @@ async def _make_mark(rank: RankSidecar, request: pb.MakeMarkRequest, timeout_s: 
     async with asyncio.timeout(timeout_s), rank.using_memory:
         attached = rank.attached
         if attached is None or rank.ownership is not Ownership.OWNED:
-            raise ConflictError(f"no mark can be made: {rank.ownership.value}")
+            raise ConflictError(f"no restore point can be made: {rank.ownership.value}")
         if request.fill:
             work = asyncio.to_thread(marks.fill, request.mark, attached, rank.layout_digest)
         else:

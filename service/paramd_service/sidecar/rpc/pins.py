@@ -200,7 +200,9 @@ def _check(request: pb.PinSnapshotRequest) -> None:
     if request.mark and (
         request.at_boundary or request.at_step or request.unsettled or request.source
     ):
-        raise UsageError("mark: only parameters of a mark can be pinned, and only by itself")
+        raise UsageError(
+            "mark: only parameters of a restore point can be pinned, with no other source"
+        )
     if request.source == pb.SOURCE_GRADIENTS and not request.at_step:
         raise UsageError("at_step: gradients are those of one update; name it")
     moments = request.source == pb.SOURCE_MOMENTS

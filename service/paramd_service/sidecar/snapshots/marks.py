@@ -197,8 +197,8 @@ class Marks:
         if label is None:
             # Not NOT_FOUND, which clients take for a lease that has ended, and try again.
             raise ConflictError(
-                f"mark {name!r}: this rank keeps none of that name, or no longer; paramd marks "
-                "lists them"
+                f"restore point {name!r}: this rank keeps none of that name, or no longer; "
+                "paramd marks lists them"
             )
         if label.layout_digest != layout_digest:
             raise ConflictError(
@@ -225,13 +225,15 @@ class Marks:
         if any(mark.name == name for mark in marks):
             raise ExistsError(_taken(name))
         if len(marks) >= MAX_MARKS:
-            raise ExhaustedError(f"{MAX_MARKS} marks are kept; drop some first (paramd unmark)")
+            raise ExhaustedError(
+                f"{MAX_MARKS} restore points are kept; delete some (paramd unmark)"
+            )
         used = sum(mark.block.size_bytes for mark in marks)
         if self._budget_bytes is not None and used + size_bytes > self._budget_bytes:
             raise ExhaustedError(
-                f"a mark of this rank takes {size_bytes:,} bytes and the others take {used:,}; all "
-                f"together may take {self._budget_bytes:,} (PARAMD_MARKS_BUDGET_BYTES). Drop some "
-                "first (paramd unmark)"
+                f"a restore point of this rank takes {size_bytes:,} bytes and the others take "
+                f"{used:,}; all together may take {self._budget_bytes:,} "
+                "(PARAMD_MARKS_BUDGET_BYTES). Delete some first (paramd unmark)"
             )
 
 
@@ -289,9 +291,11 @@ def copied(attached: AttachedMemory, block: Block, layout_digest: str) -> Standi
     ctypes.memmove(block.address + label.size_bytes - len(rest), rest, len(rest))
     # SEQ is odd whenever anything of this changes, and never takes an even value twice.
     if page[Word.SEQ] != seq:
-        raise ConflictError("training continued while the mark was made; try again")
+        raise ConflictError("training continued while the restore point was made; try again")
     return label
 
 
 def _taken(name: str) -> str:
-    return f"mark {name!r} exists already; choose another name, or drop it (paramd unmark)"
+    return (
+        f"restore point {name!r} exists already; choose another name, or delete it (paramd unmark)"
+    )

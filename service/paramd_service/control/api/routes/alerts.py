@@ -63,7 +63,7 @@ def router(services: Services) -> APIRouter:
         page_token: PageToken = "",
         incarnation: IncarnationNumber = None,
     ) -> AlertPage:
-        """Alerts of the job's last incarnation, or of a past one as stored.
+        """Alerts of the job's last run, or of a past one as stored.
 
         Past alerts come newest first, and are still firing if the control plane ended before
         they were resolved.

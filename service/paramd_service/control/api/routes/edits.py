@@ -102,7 +102,7 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
         limit: Limit = 100,
         page_token: PageToken = "",
     ) -> EditList:
-        """Edits of the job in all its incarnations, newest first."""
+        """Edits of the job in all its runs, newest first."""
         services.jobs.get(job)
         before = begin_of(page_token, _PAGE)
         rows = await edits.page(job, limit=limit, before=before, state=state)

@@ -127,7 +127,7 @@ def _add_series(routes: APIRouter, services: Services) -> None:
         limit: Limit = 1000,
         page_token: PageToken = "",
     ) -> SeriesPage:
-        """Series of an incarnation, by name; those begun in the last seconds may be missing."""
+        """Series of a run, by name; those begun in the last seconds may be missing."""
         last = services.jobs.get(job).number
         number = incarnation if incarnation is not None else last
         found = await services.records.history.series(
@@ -157,7 +157,7 @@ def _after(page_token: str) -> tuple[str, int] | None:
 async def _check_large(mesh: Incarnation, subject: str) -> None:
     """Raise DeniedError unless the tensor is so large that its norms reveal no values;
     NotFoundError or UnreachableError if its size is unknown. It is that in the job's current
-    layout, also for a past incarnation."""
+    layout, also for a past run."""
     _, index = await mesh.layouts.get(mesh.registry.view())
     tensor = await asyncio.to_thread(_sampled, index.layout, subject)
     if tensor is None:

@@ -161,7 +161,7 @@ def router(services: Services) -> APIRouter:
         """The last lines of a rank's sidecar, and of its trainer if that writes to a file.
 
         Also after the trainer has died, while its sidecar lingers; after that, only the sidecar's,
-        if it ran on the control plane's host. A sidecar's log covers all incarnations, which its
+        if it ran on the control plane's host. A sidecar's log covers all runs, which its
         lines name. Tokens and credentials in URLs are hidden; other secrets that a script prints
         are not.
         """

@@ -1,4 +1,4 @@
-"""Jobs, their incarnations and ranks; registration of a job with a site."""
+"""Jobs, their runs and ranks; registration of a job with a site."""
 
 import asyncio
 from collections import defaultdict
@@ -51,13 +51,13 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/jobs")
     async def list_jobs(request: Request) -> JobList:
-        """Jobs of this control plane that the token is for, each in its last incarnation."""
+        """Jobs of this control plane that the token is for, each in its last run."""
         mine = [one for one in services.jobs.all() if principal_of(request).sees(one.job)]
         return JobList(jobs=[summary_of(services, one, one.registry.view()) for one in mine])
 
     @routes.post("/jobs", status_code=201)
     async def register_job(registration: JobRegistration, request: Request) -> RegisteredJob:
-        """Begin a new incarnation of a job; the previous one ends."""
+        """Begin a new run of a job; the previous one ends."""
         hosts = registration.rank_hosts
         check_job(principal_of(request), registration.job)
         if hosts and len(hosts) != registration.world_size:
@@ -93,7 +93,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.post("/jobs/{job}/end")
     async def end_job(job: str, request: Request) -> JobSummary:
-        """End the incarnation of a job whose training is over; refused while a trainer is alive.
+        """End the run of a job whose training is over; refused while a trainer is alive.
 
         An embedded control plane then ends, too. Sidecars that linger are asked on their own
         hosts (paramd cleanup). Idempotent."""

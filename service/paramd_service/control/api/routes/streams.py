@@ -73,7 +73,7 @@ def events_router(services: Services) -> APIRouter:
     async def follow_events(
         job: str, events: AsyncGenerator[Event, None] = following
     ) -> EventSourceResponse:
-        """Changes of ranks, steps (once a second), incarnations, alerts and snapshots.
+        """Changes of ranks, steps (once a second), runs, alerts and snapshots.
 
         Kinds: hello (first), gap (`missed` events are no longer kept; -1: unknown number),
         rank, step, incarnation, alert, snapshot. A comment every 15 s keeps the connection

@@ -1,4 +1,4 @@
-"""Control of training: pause, step and resume; marks, rollbacks and hyper-parameters."""
+"""Control of training: pause, step and resume; restore points, rollbacks and hyper-parameters."""
 
 from typing import Annotated
 
@@ -82,7 +82,7 @@ def marks_router(services: Services) -> APIRouter:
 
     @routes.get("/jobs/{job}/marks")
     async def list_marks(job: str) -> MarkList:
-        """States that training can return to: marks, and the standing snapshots of all ranks."""
+        """States to which training can return: restore points, standing snapshots of all ranks."""
         return MarkList(marks=[*await edits_of(job).marks.all()])
 
     @routes.post("/jobs/{job}/marks", status_code=201)
@@ -93,13 +93,14 @@ def marks_router(services: Services) -> APIRouter:
 
     @routes.delete("/jobs/{job}/marks/{mark}")
     async def delete_mark(job: str, mark: MarkName, request: Request) -> DroppedMark:
-        """Delete a mark and free its memory. Idempotent."""
+        """Delete a restore point and free its memory. Idempotent."""
         return DroppedMark(dropped=await edits_of(job).marks.drop(principal_of(request), mark))
 
     @routes.post("/jobs/{job}/rollback", status_code=201)
     async def create_rollback(job: str, wanted: RollbackRequest, request: Request) -> Edit:
-        """Return training to a mark or a kept step: parameters, optimizer state and everything in
-        keep, on all ranks or on none. An edit: undo_edit goes forward again. Idempotent by id."""
+        """Return training to a restore point or a kept step: parameters, optimizer state and
+        `extra_state`, on all ranks or on none. An edit: undo_edit goes forward again.
+        Idempotent by id."""
         to = wanted.mark if wanted.mark is not None else wanted.step
         assert to is not None, "the model takes exactly one of them"
         by = principal_of(request)

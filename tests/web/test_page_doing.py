@@ -117,8 +117,8 @@ def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) 
     tab.open("overview")
     tab.page.locator('li[data-kind="mark"]').get_by_text("safe").wait_for()
     tab.open("edits")
-    row.get_by_role("button", name="Forget …").click()
-    tab.page.get_by_role("dialog").get_by_role("button", name="Forget it").click()
+    row.get_by_role("button", name="Delete …").click()
+    tab.page.get_by_role("dialog").get_by_role("button", name="Delete it").click()
     wait_for("the mark is gone", lambda: not any(m["name"] for m in door.get("marks")["marks"]))
 
 

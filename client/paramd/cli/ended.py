@@ -84,8 +84,8 @@ class Past:
 
     @contextmanager
     def served(self) -> Iterator[tuple[Endpoint, subprocess.Popen[bytes] | None]]:
-        """The process that shows the records as a control plane would, where it had been; it ends
-        with this block unless somebody else had started it (None). Raises as `_read`."""
+        """Have a process show the records as the job's control plane would, at its former address.
+        It ends with the block; None if somebody else had started one. Raises as `_read`."""
         if (known := places.past_endpoint(self.job)) is not None:
             yield known, None
             return

@@ -289,7 +289,7 @@ class _Waiting:
         return True
 
     def protocol(self) -> Any:
-        """uvicorn's protocol for HTTP, which tells of its connections here."""
+        """Return a class of uvicorn's HTTP protocol that reports its connections to this object."""
         from uvicorn.protocols.http.h11_impl import H11Protocol
 
         waiting = self

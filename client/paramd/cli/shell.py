@@ -62,8 +62,8 @@ def _unread(stdout: TextIO) -> int:
 
 
 def explain(error: Exception, given: Sequence[str] = ()) -> tuple[str, int]:
-    """A text and an exit code for any exception; the text has one line but for a ParamdError of
-    several, whose lines `say` sets in."""
+    """Return a text and an exit code for any exception. The text has one line, unless a ParamdError
+    has several; `say` indents those."""
     if isinstance(error, ParamdError):
         return "\n".join(map(one_line, str(error).split("\n"))), codes_of(error).exit
     message = getattr(error, "format_message", None)

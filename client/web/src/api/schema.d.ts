@@ -1394,7 +1394,7 @@ export interface components {
             verdict: components["schemas"]["VerdictDocument"] | null;
             /**
              * Watch
-             * @description Whether NaN and Inf are looked for: in the last round
+             * @description Whether the last round checked for NaN and Inf
              */
             watch: boolean;
         };
@@ -2405,7 +2405,7 @@ export interface components {
             network_lost_s: number;
             /**
              * Others
-             * @description Share of them that others than the rank's processes use
+             * @description Share of them that processes of others use
              */
             others: number;
             /** Processors */
@@ -2436,7 +2436,7 @@ export interface components {
             trainer_processors: number;
             /**
              * Why
-             * @description What of this may slow the rank; empty when nothing
+             * @description Which of these may slow the rank; empty when none
              */
             why: string;
             /**
@@ -2613,7 +2613,7 @@ export interface components {
             peers: components["schemas"]["PeerAddress"][];
             /**
              * Reads
-             * @description With `gather`: what the rank reads others with, metadata paramd-reads
+             * @description With `gather`: the rank's ticket to read others, for metadata paramd-reads
              * @default
              */
             reads: string;
@@ -2644,10 +2644,10 @@ export interface components {
             ticket_expires_s: number;
             /**
              * Ticket Seed
-             * @description Of the keys of which each server is shown its own; empty with `rank`
+             * @description Seed of the servers' keys; each server sees only its own; empty with `rank`
              */
             ticket_seed: string;
-            /** @description To connect to mtls:// addresses with; null when there are none */
+            /** @description Certificates for mtls:// addresses; null when there are none */
             tls?: components["schemas"]["TlsDocument"] | null;
             verdict: components["schemas"]["VerdictDocument"];
             /**
@@ -2692,12 +2692,12 @@ export interface components {
             job: string;
             /**
              * Rank Hosts
-             * @description Name or address of each rank, for ranks on several hosts: they are given certificates
+             * @description Name or address of each rank, if ranks on several hosts need certificates
              */
             rank_hosts?: string[];
             /**
              * Succeeds
-             * @description The run in which this very training still is, which goes on in the new one; 0: the job starts
+             * @description Present run of a training that continues in the new one; 0: the job starts
              * @default 0
              */
             succeeds: number;
@@ -4056,12 +4056,12 @@ export interface components {
         SignInCode: {
             /**
              * Code
-             * @description Send it as 'Authorization: Paramd-Code <code>' to create_session; dead after its first use
+             * @description Send it as 'Authorization: Paramd-Code <code>' to create_session; good for one use
              */
             code: string;
             /**
              * Ttl S
-             * @description Seconds until it is dead unused
+             * @description Seconds until it expires unused
              */
             ttl_s: number;
         };
@@ -4289,7 +4289,7 @@ export interface components {
              * @description Step of all numbers
              */
             step: number;
-            /** @description Over all tensors that globs and facts select and that are not missing */
+            /** @description Over all tensors that globs and facts select, without the missing ones */
             total: components["schemas"]["StatsDocument"];
             /**
              * Unsettled
@@ -4680,12 +4680,12 @@ export interface components {
         WatchDocument: {
             /**
              * Age S
-             * @description Seconds since the last look; null before the first
+             * @description Seconds since the last check; null before the first
              */
             age_s: number | null;
             /**
              * Every S
-             * @description Seconds between two looks; 0 when it is off
+             * @description Seconds between two checks; 0 when it is off
              */
             every_s: number;
             /**
@@ -4969,9 +4969,9 @@ export interface operations {
     get_job: {
         parameters: {
             query?: {
-                /** @description The one rank whose sidecar is shown the ticket as it is */
+                /** @description Rank whose sidecar, and no other, gets the ticket */
                 rank?: number | null;
-                /** @description Whether a rank is to gather: with a ticket that it reads others with */
+                /** @description Also return a ticket with which that rank can read the others */
                 gather?: boolean;
             };
             header?: never;
@@ -5639,7 +5639,7 @@ export interface operations {
                 begin_s?: number | null;
                 /** @description Unix time in seconds */
                 end_s?: number | null;
-                /** @description Neighbours are merged until there are no more */
+                /** @description Most points; neighbours are merged to reach it */
                 max_points?: number;
                 /** @description Default: the job's last one */
                 incarnation?: number | null;
@@ -6560,7 +6560,7 @@ export interface operations {
                 metric: ("norm" | "grad_norm" | "step" | "step_time_s" | "stall_total_s") | string;
                 /** @description For norms, a tensor's name, or total of grad_norm; else a rank, or (above 64 ranks) min, median or max over all ranks */
                 subject: string;
-                /** @description Neighbours are merged until there are no more */
+                /** @description Most points; neighbours are merged to reach it */
                 max_points?: number;
             };
             header?: never;
@@ -6634,7 +6634,7 @@ export interface operations {
     create_session: {
         parameters: {
             query?: {
-                /** @description Although a session of another token is open in this browser */
+                /** @description Replace another token's open session in this browser */
                 replace?: boolean;
             };
             header?: never;

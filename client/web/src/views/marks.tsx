@@ -1,4 +1,4 @@
-/** The states that training can be put back to: mark one, roll back to one, forget one. */
+/** The states that training can be put back to: make one, roll back to one, delete one. */
 
 import { type ReactNode, useState } from "react";
 
@@ -95,7 +95,7 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
                         )}
                         {mark.name && (
                           <button type="button" className="small" disabled={busy} onClick={() => setForgetting(mark.name)}>
-                            Forget …
+                            Delete …
                           </button>
                         )}
                       </div>
@@ -110,8 +110,8 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
       {chosen && <RollBack mark={chosen} onClose={() => setGoing("")} onDone={marks.refresh} />}
       {leaving && (
         <Question
-          title={`Forget restore point ${leaving.name}?`}
-          action="Forget it"
+          title={`Delete restore point ${leaving.name}?`}
+          action="Delete it"
           danger
           sending={{ busy, problem: "" }}
           onClose={() => setForgetting("")}
@@ -121,7 +121,7 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
           }}
         >
           <p>
-            Its {bytes(leaving.size_bytes)} of memory are given back, and training cannot go back to step {count(leaving.step)} by it any more.
+            Its {bytes(leaving.size_bytes)} of memory are freed, and training can no longer go back to step {count(leaving.step)}.
           </p>
         </Question>
       )}

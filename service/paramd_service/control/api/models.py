@@ -368,7 +368,7 @@ class StatsList(BaseModel):
     unsettled: bool = Field(default=False, description=UNSETTLED)
     stats: list[StatsDocument]
     total: StatsDocument = Field(
-        description="Over all tensors that globs and facts select and that are not missing"
+        description="Over all tensors that globs and facts select, without the missing ones"
     )
     partial: bool = Field(description="Whether tensors are missing")
     missing: list[MissingDocument]
@@ -544,8 +544,8 @@ class WatchDocument(BaseModel):
 
     what: str = Field(description="values, gradients or slow ranks")
     state: str = Field(description="on, warming up, off or failing")
-    every_s: float = Field(description="Seconds between two looks; 0 when it is off")
-    age_s: float | None = Field(description="Seconds since the last look; null before the first")
+    every_s: float = Field(description="Seconds between two checks; 0 when it is off")
+    age_s: float | None = Field(description="Seconds since the last check; null before the first")
     text: str = Field(description='In words: "values checked every 40 s, last 12 s ago"')
     turn_on: str = Field(description="The command that turns it on; empty when it is on")
 
@@ -634,16 +634,14 @@ class JobRegistration(BaseModel):
     )
     succeeds: int = Field(
         0,
-        description="The run in which this very training still is, which goes on in the new one; "
-        "0: the job starts",
+        description="Present run of a training that continues in the new one; 0: the job starts",
         ge=0,
         le=1_000_000_000_000,
     )
     rank_hosts: list[str] = Field(
         default_factory=list,
         max_length=65_536,
-        description="Name or address of each rank, for ranks on several hosts: they are given "
-        "certificates",
+        description="Name or address of each rank, if ranks on several hosts need certificates",
     )
 
 
@@ -686,14 +684,14 @@ class JobDocument(JobSummary):
     peers: list[PeerAddress] = Field(description="Joined sidecars, ordered by rank")
     ticket: str = Field(description="Signed, with the token's rights; for gRPC metadata only")
     ticket_seed: str = Field(
-        description="Of the keys of which each server is shown its own; empty with `rank`"
+        description="Seed of the servers' keys; each server sees only its own; empty with `rank`"
     )
     reads: str = Field(
-        "", description="With `gather`: what the rank reads others with, metadata paramd-reads"
+        "", description="With `gather`: the rank's ticket to read others, for metadata paramd-reads"
     )
     ticket_expires_s: float = Field(description="Seconds since the Unix epoch")
     tls: TlsDocument | None = Field(
-        None, description="To connect to mtls:// addresses with; null when there are none"
+        None, description="Certificates for mtls:// addresses; null when there are none"
     )
 
 
@@ -723,7 +721,7 @@ class HostDocument(BaseModel):
     window_ms: int = Field(description="Time between the two samples")
     processors: int
     busy: float = Field(description="Share of all processors in use")
-    others: float = Field(description="Share of them that others than the rank's processes use")
+    others: float = Field(description="Share of them that processes of others use")
     stolen: float = Field(description="Share of them that the hypervisor takes")
     disk_wait: float = Field(description="Share of them that waits for disks")
     trainer_processors: float = Field(description="Processors that the trainer uses")
@@ -740,7 +738,7 @@ class HostDocument(BaseModel):
     network_lost_s: float = Field(description="Packets dropped or damaged per second")
     retransmits_s: float = Field(description="TCP segments sent again per second")
     clock_jump_ms: int = Field(description="Jump of the wall clock since the sidecar began")
-    why: str = Field(description="What of this may slow the rank; empty when nothing")
+    why: str = Field(description="Which of these may slow the rank; empty when none")
     devices: list[DeviceDocument]
 
 

@@ -143,10 +143,10 @@ class SignInCode(BaseModel):
     """A code that opens one session."""
 
     code: str = Field(
-        description="Send it as 'Authorization: Paramd-Code <code>' to create_session; dead after "
-        "its first use"
+        description="Send it as 'Authorization: Paramd-Code <code>' to create_session; good for "
+        "one use"
     )
-    ttl_s: float = Field(description="Seconds until it is dead unused")
+    ttl_s: float = Field(description="Seconds until it expires unused")
 
 
 def session_router(services: Services) -> APIRouter:
@@ -162,7 +162,7 @@ def session_router(services: Services) -> APIRouter:
         request: Request,
         response: Response,
         replace: Annotated[
-            bool, Query(description="Although a session of another token is open in this browser")
+            bool, Query(description="Replace another token's open session in this browser")
         ] = False,
     ) -> NewSession:
         """Sign in with the Authorization header; the response sets a cookie and has its key.

@@ -43,7 +43,7 @@ class AlertPage(BaseModel):
     """A page of alerts: firing ones, then resolved ones, each newest first."""
 
     incarnation: int = Field(description="The alerts' run")
-    watch: bool = Field(description="Whether NaN and Inf are looked for: in the last round")
+    watch: bool = Field(description="Whether the last round checked for NaN and Inf")
     verdict: VerdictDocument | None = Field(
         description="The verdict on the job now; null for a past run"
     )

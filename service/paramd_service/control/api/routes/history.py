@@ -48,7 +48,7 @@ Time = Annotated[
     float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="Unix time in seconds")
 ]
 Points = Annotated[
-    int, Query(ge=1, le=MAX_POINTS, description="Neighbours are merged until there are no more")
+    int, Query(ge=1, le=MAX_POINTS, description="Most points; neighbours are merged to reach it")
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_SERIES, description="Series on a page")]
 

@@ -38,10 +38,11 @@ MINTED_AT_ONCE = 32
 """Ranks whose two tickets (60 us each) are signed before the event loop serves other tasks."""
 
 OfRank: TypeAlias = Annotated[
-    int | None, Query(ge=0, description="The one rank whose sidecar is shown the ticket as it is")
+    int | None,
+    Query(ge=0, description="Rank whose sidecar, and no other, gets the ticket"),
 ]
 Gather: TypeAlias = Annotated[
-    bool, Query(description="Whether a rank is to gather: with a ticket that it reads others with")
+    bool, Query(description="Also return a ticket with which that rank can read the others")
 ]
 
 

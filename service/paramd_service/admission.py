@@ -441,17 +441,27 @@ def check_parts(kind: Any, data: bytes) -> None:
 
 @asynccontextmanager
 async def _forgotten(incoming: Any) -> AsyncIterator[None]:
-    """Let go of a call's requests at its end, which would else wait for a collection: gRPC keeps
-    the error of an aborted call, whose frames have them and the call itself, and raises it again;
-    and the stream that requests are read from keeps the last one, and is kept by it."""
+    """Drop a finished call's requests now; reference cycles would keep them until the next garbage
+    collection. gRPC keeps the error of an aborted call, whose frames have the requests and the call
+    itself, and raises it again. From Python 3.12 on, an error that passed through an asynchronous
+    context manager is kept by its own frames. The stream that requests are read from keeps the last
+    one, and is kept by it."""
     try:
         yield
     except grpc.aio.AbortError as error:
-        error.__context__ = error.__traceback__ = None
+        drop_frames(error)
     finally:
         if hasattr(incoming, "__aiter__"):
             with suppress(RuntimeError):  # it is being read
                 await aiter(incoming).aclose()
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error and of those that it replaced, and what their frames hold."""
+    while error is not None:
+        replaced = error.__context__
+        error.__context__ = error.__cause__ = error.__traceback__ = None
+        error = replaced
 
 
 async def _abort(context: Any, error: ParamdError) -> None:

@@ -291,7 +291,7 @@ def _show(target: Target, mesh: Mesh, found: Sequence[ExportInfo]) -> None:
 
 
 def included(kinds: Sequence[str] | None) -> list[str]:
-    """The kinds `--include` means: "optimizer" alone adds to parameters and buffers."""
+    """Return the kinds that `--include` means; "optimizer" alone adds to the other two."""
     if not kinds or set(kinds) == {"optimizer"}:
         return ["parameters", "buffers", *(kinds if kinds else ())]
     return list(dict.fromkeys(kinds))

@@ -268,7 +268,7 @@ class AsyncMesh:
         return await ask_why(self._job_rest, ranks, log_lines)
 
     async def logs(self, rank: int, *, lines: int = 100) -> RankLog:
-        """The last lines of a rank's sidecar, and of its trainer where that writes to a file.
+        """The last lines of a rank's sidecar, and of its trainer if that writes to a file.
 
         Also after the trainer has died, while its sidecar lingers: its last lines show why.
         Requires the editor or admin role, since logs may contain anything the script prints.

@@ -109,7 +109,8 @@ def _named(url: str | None, job: str | None) -> tuple[str | None, str | None]:
 
 
 def trust(url: str, tls_ca: str | os.PathLike[str] | None) -> ClientTls | None:
-    """None where the endpoint decides, which changes with the run."""
+    """Return the TLS settings for a given CA; None if none is given, because the endpoint, which
+    changes with each run, names one."""
     named = tls_ca is not None or bool(os.environ.get("PARAMD_TLS_CA"))
     return client_tls(url, tls_ca) if named else None
 

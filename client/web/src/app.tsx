@@ -29,7 +29,7 @@ const SCREENS: Record<View, ReturnType<typeof lazy>> = {
 const DEAD_LINK =
   "This link has been used, or is older than a minute. Run paramd dashboard again, or give a token.";
 
-const OVER = "Your session has ended: the token was revoked or has expired, or the control plane was started anew. Sign in again.";
+const OVER = "Your session has ended: the token was revoked or has expired, or the control plane was restarted. Sign in again.";
 
 /** Takes the code of a sign-in link out of the address, so that it stays in no history. */
 function takeCode(): string {

@@ -80,7 +80,7 @@ export function OtherToken(props: {
           <img src="/favicon.svg" alt="" />
           <span>paramd</span>
         </div>
-        <p>The link that you opened is of another token: {props.text.replace(/; sign out first.*$/, "")}.</p>
+        <p>The link that you opened belongs to another token: {props.text.replace(/; sign out first.*$/, "")}.</p>
         {problem && <Trouble>{problem}</Trouble>}
         <button className="main" type="button" autoFocus onClick={props.stay}>
           Stay signed in

@@ -92,7 +92,7 @@ function AlertList(): ReactNode {
       {alerts.error && <Trouble>{alerts.error}</Trouble>}
       {alerts.data && !alerts.data.watch && (
         <p className="faint">
-          NaN and Inf are not looked for, or no round has succeeded lately. To turn sampling on, set <code>watch = true</code> in <code>[alerts]</code>.
+          paramd does not check for NaN and Inf, or no check has succeeded lately. To turn sampling on, set <code>watch = true</code> in <code>[alerts]</code>.
         </p>
       )}
       {!alerts.data && !alerts.error && <ChartSpace height={160}>Loading …</ChartSpace>}

@@ -216,7 +216,7 @@ function Undo(props: { edit: Edit; later: readonly Edit[]; onClose: () => void; 
         <p>The values that there were before step {count(edit.step)} come back: {editText(edit)}.</p>
       ) : (
       <p>
-        These elements get the values back that they had before step {count(edit.step)}.{" "}
+        Restores the values that these elements had before step {count(edit.step)}.{" "}
         <strong>
           What they have learned since is lost{steps > 0 ? `: ${plural(steps, "update")}` : ""}.
         </strong>{" "}

@@ -30,7 +30,7 @@ export function RestorePoint(props: { onClose: () => void }): ReactNode {
   const all = <Elsewhere view="edits" onClose={props.onClose}>All restore points</Elsewhere>;
   return (
     <Question title="Create a restore point?" action={made ? "Created" : "Create it"} leave={made ? "Close" : "Cancel"} sending={sending} why={why} disabled={made !== null || why !== "" || !name.trim()} onGo={create} onClose={props.onClose} beside={all}>
-      <p>The complete state of the next step (parameters, optimizer, random states) is kept in memory under a name. Training pauses while it is copied, and can be rolled back to it.</p>
+      <p>The complete state of the next step (parameters, optimizer, random states) is kept in memory under a name, to roll back to. Training pauses while the state is copied.</p>
       <Text label="Name" max={64} value={name} onChange={setName} />
       {why && <p className="faint">{why}</p>}
       {made && <p role="status">Restore point {made.name} is kept, of step {count(made.step)}.</p>}

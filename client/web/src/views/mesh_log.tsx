@@ -36,7 +36,7 @@ export function LogPanel(props: { rank: number }): ReactNode {
       {!log.data && !log.error && (
         <Empty>
           {maySee
-            ? "The last lines of its sidecar, and of its trainer where that writes to a file."
+            ? "The last lines of its sidecar, and of its trainer if that writes to a file."
             : "Needs an editor's token: whatever the script prints is in it."}
         </Empty>
       )}

@@ -109,7 +109,7 @@ export function States(props: { only?: string }): ReactNode {
             ? "Needs a reader's token."
             : found.busy && asked
               ? "Waits for both states and reads them; training goes on."
-              : "Choose two states: this training now or some steps ahead, a restore point or a step that is kept, an export in a directory, or another job. Other steps that are past cannot be read."}
+              : "Choose two states: this training now or some steps ahead, a restore point or a step that is kept, an export in a directory, or another job. Other past steps cannot be read."}
           {mayRead && mayEdit && !past && (
             <>
               {" "}

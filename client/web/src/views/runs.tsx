@@ -116,7 +116,7 @@ function RunsOf(props: { job: string }): ReactNode {
       {!found.data && !found.error && <Empty>Loading …</Empty>}
       {found.data && rows.length === 0 && <Empty>No run is known.</Empty>}
       <RunTable label="Runs" rows={rows} />
-      {served.length > 1 && <p className="faint">To compare with a run of another job, choose A here, then the number of that job's run above, and B there: the choice is kept in the address.</p>}
+      {served.length > 1 && <p className="faint">To compare with another job's run, choose A here. Then click that job's run number in the table above, and choose B there. The page's address keeps the choice.</p>}
     </Panel>
   );
 }
@@ -130,7 +130,7 @@ function OthersRuns(): ReactNode {
   return (
     <Panel title="Runs of other jobs of this user" source={<Source what="/other-jobs" at={found.at} error={found.error} busy={found.busy} refresh={found.refresh} />}>
       {found.error && <Trouble>{found.error}</Trouble>}
-      <p className="faint">From their own records, running or ended, to be compared below. <code>paramd dashboard --job NAME</code> shows one of them whole.</p>
+      <p className="faint">Read from these jobs' own records, whether they run or have ended. Choose runs to compare them below. <code>paramd dashboard --job NAME</code> shows one of them whole.</p>
       <RunTable label="Runs of other jobs" rows={rows.slice(0, OTHERS_SHOWN)} named />
       {rows.length > OTHERS_SHOWN && <p className="faint">and {count(rows.length - OTHERS_SHOWN)} older ones</p>}
     </Panel>

@@ -144,8 +144,8 @@ def find(target: Target) -> Past | None:
     if living:
         raise UnreachableError(
             f"no control plane of job {job!r} runs, but sidecars of ranks "
-            f"{', '.join(map(str, living))} do: the training is starting, or starts it again; "
-            f"those of a dead training leave by themselves, or with: paramd cleanup {job}"
+            f"{', '.join(map(str, living))} do: the training is starting it, or restarting "
+            f"it. Sidecars of a dead training end by themselves, or with: paramd cleanup {job}"
         )
     past = places.incarnations(job)
     return Past(job, past[-1]) if past else None

@@ -52,7 +52,7 @@ class ParamdCallback(training.Callback, Callback):
         self._training.begin(strategy.model, trainer.optimizers, step=trainer.global_step)
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        """Settle the last update: a LightningModule's forward is not what trains it."""
+        """Settle the last update here: Lightning does not call the module's forward to train."""
         self._training.begin_iteration()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:

@@ -457,7 +457,7 @@ class EditCalls:
 
     async def ended(self, edit: Edit, deadline_s: float) -> Edit:
         """Poll an edit until it has ended or the deadline has passed. Raises ConflictError if it
-        waits for the thread that trains, and that is the caller."""
+        waits for the thread that trains and that thread is the caller."""
         if not edit.ended:
             self.check_outside(f"edit {edit.id[:8]}", GOES_ON)
         while not edit.ended and (left_s := deadline_s - time.monotonic()) > 0:

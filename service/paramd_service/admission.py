@@ -274,8 +274,8 @@ Continuation: TypeAlias = Callable[
 
 
 def few_heaps() -> None:
-    """Have glibc make no further heaps; each of gRPC's threads would have one of its own, which
-    together keep what a flood of calls took. Before threads are started."""
+    """Limit glibc to two heaps; otherwise each of gRPC's threads gets one, and together they keep
+    what a flood of calls took. Call it before threads are started."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 2)

@@ -643,7 +643,7 @@ def file_format(path: str | os.PathLike[str]) -> Literal["safetensors", "torch"]
 
 
 def differ_text(names: Sequence[str] | None) -> str:
-    """What other replicas hold otherwise; empty if nothing."""
+    """How other replicas differ; empty if they do not."""
     more = f" and {len(names) - 3:,} more" if names and len(names) > 3 else ""
     return f"; other replicas differ in {', '.join(names[:3])}{more}" if names else ""
 

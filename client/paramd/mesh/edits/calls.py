@@ -367,8 +367,8 @@ class Edits(Table[Edit]):
 
 
 def in_effect(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """The edits still in effect, newest first, each with the last of the undos, and undos of undos,
-    that followed it, or itself. An even number of undos leaves the edit in effect; an odd number
+    """The edits still in effect, newest first. Beside each is the last undo or redo that followed
+    it, or the edit itself. An even number of undos leaves the edit in effect; an odd number
     leaves nothing of it or of them.
     """
     known = {row.id: row for row in rows}
@@ -608,7 +608,7 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Mark(Document):
-    """A complete state that the sidecars keep in memory."""
+    """A complete state that the sidecars keep in memory; with a name, a restore point."""
 
     name: str
     """Empty: a standing snapshot, which the next ones replace."""
@@ -647,7 +647,7 @@ class HyperparameterGroups(Table[Hyperparameters]):
 
 
 class Marks(Table[Mark]):
-    """States that training can be put back to, lowest step first."""
+    """States that training can return to, lowest step first."""
 
     columns = (
         ("name", lambda row: row.name),
@@ -680,7 +680,7 @@ class MarkCalls:
         await self._edits.send("DELETE", f"/marks/{segment(name)}", None, deadline_s)
 
     async def roll_back(self, to: str | int, note: str, deadline_s: float) -> Edit:
-        """Create the edit that puts training back."""
+        """Create the edit that returns training to a state."""
         if isinstance(to, int) and (isinstance(to, bool) or to < 0):
             raise UsageError(
                 f"to: {to}; expected a restore point, its name, or a step of mesh.marks()"

@@ -435,7 +435,7 @@ class Attachment:
     def refresh(
         self, model: Models = None, optimizer: Optimizers | Missing | None = Missing.OPTIMIZER
     ) -> None:
-        """Serve the parameters anew after they have changed in shape or number.
+        """Serve the parameters again after they have changed in shape or number.
 
             grow_vocabulary(model, 1024)  # or prune, or densify
             optimizer = torch.optim.AdamW(model.parameters())

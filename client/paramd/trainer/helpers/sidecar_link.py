@@ -78,8 +78,8 @@ class Patience:
         self._begun_s = time.monotonic()
 
     def may_stay(self) -> bool:
-        """Whether a process that lives and is not up is waited for again; else it is replaced, and
-        the next one may take twice as long."""
+        """Whether to keep waiting for a process that lives and is not up yet. Otherwise it is
+        replaced, and the next one may take twice as long."""
         if time.monotonic() - self._begun_s < self._factor * self._first_s:
             return True
         self._factor = min(2 * self._factor, LONGEST_PATIENCE)

@@ -1640,7 +1640,7 @@ export interface components {
         };
         /**
          * DiffDocument
-         * @description How one tensor of b differs from that of a; null where there is no finite number.
+         * @description How a tensor in b differs from the same tensor in a; null without finite numbers.
          */
         DiffDocument: {
             /**
@@ -2886,7 +2886,7 @@ export interface components {
         };
         /**
          * Mark
-         * @description A complete state that the sidecars keep in memory.
+         * @description A complete state that the sidecars keep in memory; with a name, a restore point.
          */
         Mark: {
             /**

@@ -140,7 +140,7 @@ def _slope(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """One layer of which something is to be told."""
+    """A finding about one layer."""
 
     kind: str
     fqn: str

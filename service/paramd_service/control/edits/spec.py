@@ -206,7 +206,7 @@ def merged(
 def replicas_text(
     index: NameIndex, ops: Sequence[PlannedOp], stats: Mapping[int, Sequence[Stats]]
 ) -> str:
-    """Which replicas have other values than another, as their statistics show; else empty."""
+    """Which replicas differ from each other, as their statistics show; empty if none do."""
     for (number, _), held in _by_part(index, ops, stats).items():
         if len(set(held.values())) > 1:
             return (

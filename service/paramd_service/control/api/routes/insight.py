@@ -87,7 +87,7 @@ class LargestRow(BaseModel):
 
 
 class DiffDocument(BaseModel):
-    """How one tensor of b differs from that of a; null where there is no finite number."""
+    """How a tensor in b differs from the same tensor in a; null without finite numbers."""
 
     name: str
     shape: list[int]

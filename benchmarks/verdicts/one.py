@@ -95,6 +95,8 @@ def run(case: Case, folder: Path, *, seconds: float) -> None:
                 "onset": _onset(folder),
                 "ended": ended,
                 "seconds": seconds,
+                "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+                "load": round(os.getloadavg()[1], 1),
                 "unreached_count": job.unreached_count,
                 "lines": [asdict(one) for one in job.lines],
             }, indent=1)

@@ -30,15 +30,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", default="", help="names with commas, healthy, sick or ci")
     parser.add_argument("--minutes", type=float, default=3.0, help="of each case, at least")
     parser.add_argument("--parallel", type=int, default=4, help="cases at once")
+    parser.add_argument(
+        "--saved", action="store_true", help="run nothing: judge what is in the cases' folders"
+    )
     options = parser.parse_args(arguments)
     names = chosen(options.cases)
     unknown = [name for name in names if name not in cases()]
     if unknown:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(cases())}")
-    # So that cases end with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    done = campaign(names, minutes=options.minutes, parallel=options.parallel)
-    done.save()
+    if options.saved:
+        done = report([_judged(name) for name in names if _outcome(name) is not None])
+    else:
+        # So that cases end with it.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        done = campaign(names, minutes=options.minutes, parallel=options.parallel)
+        done.save()
     print(done.markdown())
     print(goals_table([done]).markdown())
     return 0 if all(one["state"] in ("quiet", "right") for one in _found(done)) else 1
@@ -76,14 +82,14 @@ def campaign(names: Sequence[str], *, minutes: float, parallel: int) -> Report:
                     del running[name]
                     process.terminate()
                     process.wait()
-                    found[name] = judged(cases()[name], _outcome(name))
+                    found[name] = _judged(name)
                     print(f"{name}: {found[name].state} {found[name].why}", file=sys.stderr)
             time.sleep(0.2)
     finally:
         for process, _ in running.values():
             process.terminate()
             process.wait()
-    return report([found[name] for name in names], minutes=minutes)
+    return report([found[name] for name in names])
 
 
 def _patience_s(name: str, minutes: float) -> float:
@@ -100,6 +106,10 @@ def _start(name: str, minutes: float) -> subprocess.Popen[bytes]:
             [sys.executable, "-m", "benchmarks.verdicts.one", name, str(folder), str(minutes)],
             stdin=subprocess.DEVNULL, stdout=output, stderr=output,
         )  # fmt: skip
+
+
+def _judged(name: str) -> Judged:
+    return judged(cases()[name], _outcome(name))
 
 
 def _folder(name: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.report import Goal, Report, Table
@@ -28,6 +28,8 @@ class Judged:
     """From the onset to the first line."""
     line: Mapping[str, Any] | None = None
     why: str = ""
+    run: str = ""
+    """When it ended, for how long it ran, and the machine's load average then."""
 
     @property
     def ok(self) -> bool:
@@ -38,6 +40,11 @@ def judged(case: Case, outcome: Mapping[str, Any] | None) -> Judged:
     """Compare the first line that says that something is wrong with the one expected."""
     if outcome is None:
         return Judged(case=case, state="failed", why="no outcome: see its folder")
+    run = f"{outcome['when']}, {outcome['seconds'] / 60:g} min, load {outcome['load']:g}"
+    return replace(_judged(case, outcome), run=run)
+
+
+def _judged(case: Case, outcome: Mapping[str, Any]) -> Judged:
     first = next((one for one in outcome["lines"] if one["word"] in BAD), None)
     seen = [one for one in outcome["lines"] if one["word"]]
     if not seen:
@@ -95,7 +102,7 @@ def _rules_of(text: str) -> frozenset[str]:
     )
 
 
-def report(found: Sequence[Judged], *, minutes: float) -> Report:
+def report(found: Sequence[Judged]) -> Report:
     """The table, precision and recall."""
     told = [one for one in found if one.state in ("right", "late", "wrong", "alarmed")]
     sick = [one for one in found if one.case.expected is not None]
@@ -105,7 +112,9 @@ def report(found: Sequence[Judged], *, minutes: float) -> Report:
     recall = len(right) / len(sick) if sick else 1.0
     slowest_s = max((one.seconds for one in right), default=0.0)
     failed = [one.case.name for one in found if one.state == "failed"]
-    notes = [f"Each case ran for at least {minutes:g} minutes, two ranks, default settings."]
+    notes = [
+        "Real trainings of two ranks at default settings, each for at least the minutes of its row."
+    ]
     notes += [
         f"Simulated in {one.case.name}: {one.case.simulated}."
         for one in found
@@ -121,7 +130,7 @@ def report(found: Sequence[Judged], *, minutes: float) -> Report:
         tables=[
             Table(
                 title="First lines",
-                header=["case", "healthy or sick", "found", "seconds", "first line", "differs"],
+                header=_HEADER,
                 rows=[_row(one) for one in found],
             )
         ],
@@ -137,11 +146,14 @@ def report(found: Sequence[Judged], *, minutes: float) -> Report:
             "recall": recall,
             "cases": [
                 {"case": one.case.name, "state": one.state, "seconds": one.seconds,
-                 "why": one.why, "line": one.line}
+                 "why": one.why, "line": one.line, "run": one.run}
                 for one in found
             ],
         },
     )  # fmt: skip
+
+
+_HEADER = ("case", "healthy or sick", "found", "seconds", "first line", "differs", "run")
 
 
 def _row(one: Judged) -> list[str]:
@@ -153,4 +165,5 @@ def _row(one: Judged) -> list[str]:
         f"{one.seconds:.0f}" if one.case.expected is not None and one.line is not None else "",
         text[:160],
         one.why,
+        one.run,
     ]

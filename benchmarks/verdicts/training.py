@@ -203,8 +203,10 @@ class Training:
         """Note time and step of the onset for the campaign."""
         told = {"step": self.attachment.step, "monotonic_s": time.monotonic()}
         path = self.folder / ONSET_FILE
-        path.with_suffix(".new").write_text(json.dumps(told))
-        os.replace(path.with_suffix(".new"), path)
+        # Both ranks may do so at once.
+        new = path.with_suffix(f".{self.rank}")
+        new.write_text(json.dumps(told))
+        os.replace(new, path)
 
 
 def of(net: nn.Module, layer: int) -> Iterator[tuple[str, nn.Parameter]]:

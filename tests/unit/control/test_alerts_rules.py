@@ -7,7 +7,13 @@ import pytest
 from paramd.errors import UsageError
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.numbers import NumberHistory
-from paramd_service.control.alerts.rules import RankInput, certificate, failed_export, mesh_findings
+from paramd_service.control.alerts.rules import (
+    Ends,
+    RankInput,
+    certificate,
+    failed_export,
+    mesh_findings,
+)
 from paramd_service.control.alerts.sampling import TensorInput
 from paramd_service.control.alerts.service import parse_alerts
 from paramd_service.control.alerts.values import Values
@@ -79,6 +85,37 @@ def test_a_rule_finds_the_ranks_in_trouble_and_no_others(
 ) -> None:
     now, old = ({rank.rank: rank for rank in some} for some in (ranks, before))
     assert [(f.rule.value, f.ranks) for f in mesh_findings(now, old, CONFIG)] == expected
+
+
+def test_a_rank_that_a_signal_has_killed_is_the_first_of_those_that_end_with_it() -> None:
+    def firsts(killed_s: float, other_s: float) -> list[int]:
+        ranks = {
+            0: well(0, trainer_lives=False, reason="exited with code 1", ended_s=other_s),
+            1: well(1, trainer_lives=False, reason="killed by SIGKILL", ended_s=killed_s),
+        }
+        found = mesh_findings(ranks, {}, CONFIG)
+        return [one.ranks[0] for one in found if one.severity == "critical"]
+
+    assert firsts(3.0, 2.5) == [1]
+    assert firsts(2.5, 3.0) == [1]
+    # torchrun kills those that are left half a minute later.
+    assert firsts(2.0, 32.0) == [0]
+
+
+def test_late_reports_do_not_make_ranks_that_end_together_take_turns() -> None:
+    ends = Ends()
+    lates_s = [(0.0, 0.8), (0.9, 0.1), (0.2, 0.0), (0.0, 0.7)]
+    orders = []
+    for at_s, (first, second) in enumerate(lates_s, 10):
+        # Trainers ended at 1.0 and 1.1; what reports say of it is late.
+        ranks = {
+            0: well(0, trainer_lives=False, ended_s=at_s - 1.0 - first),
+            1: well(1, trainer_lives=False, ended_s=at_s - 1.1 - second),
+        }
+        known = ends.known(ranks, at_s)
+        orders.append([one.ranks[0] for one in mesh_findings(known, {}, CONFIG)])
+    assert orders == [[0, 1]] * 4
+    assert ends.known({0: well(0)}, 15.0)[0].ended_s == 0.0
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from paramd.v1 import common_pb2
@@ -30,6 +30,11 @@ CLOCK_JUMP_S = 5.0
 
 FAILED_EXPORT_S = 600.0
 """Seconds for which a failed export is told of, unless another succeeds before."""
+
+TOGETHER_S = 5.0
+"""Ends of trainers within so many seconds may have one cause."""
+KILLED = "killed by "
+"""How the reason of a rank begins whose trainer a signal has killed."""
 
 DAY_S = 86_400
 
@@ -138,7 +143,7 @@ def failed_export(failed: ExportRow | None, now_s: float, config: AlertConfig) -
 def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
     """Ranks that do not report, and those whose trainer has ended. The first to end is critical;
     others end because of it."""
-    first = max(now.values(), key=lambda rank: rank.ended_s, default=None)
+    first = first_ended(now)
     for rank in sorted(now.values(), key=lambda rank: -rank.ended_s):
         # While a mesh starts, and after a restart of the control plane, ranks are missing for
         # as long as a sidecar may wait before it joins again.
@@ -151,11 +156,43 @@ def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
                 f"its last report is {rank.age_s:.0f} s old" if silent else "its trainer has ended"
             )
             why = rank.reason or old
-            if first is not None and 0 < rank.ended_s < first.ended_s:
-                why += f"; {_s(first.ended_s - rank.ended_s)} after rank {first.rank}"
+            if first is not None and rank.ended_s > 0 and rank.rank != first.rank:
+                why += f"; {_s(max(first.ended_s - rank.ended_s, 0.0))} after rank {first.rank}"
                 yield _of_rank(Rule.STALE_RANK, rank, Severity.WARNING, why)
             else:
                 yield _of_rank(Rule.STALE_RANK, rank, Severity.CRITICAL, why)
+
+
+def first_ended(ranks: Ranks) -> RankInput | None:
+    """The rank whose trainer ended first; None while all live. One that a signal has killed comes
+    before others that ended in the same seconds: they see its connections break at once, and may
+    be heard of before it."""
+    ended = [rank for rank in ranks.values() if rank.ended_s > 0]
+    longest_s = max((rank.ended_s for rank in ended), default=0.0)
+    killed = [
+        rank
+        for rank in ended
+        if rank.reason.startswith(KILLED) and rank.ended_s > longest_s - TOGETHER_S
+    ]
+    return max(killed if killed else ended, key=lambda rank: rank.ended_s, default=None)
+
+
+class Ends:
+    """When trainers ended, as far as it is known. Reports are late by what a busy machine makes of
+    them, so the earliest time that any report says is right; else ranks that end together would
+    take turns in being the first."""
+
+    def __init__(self) -> None:
+        self._at_s: dict[int, float] = {}
+
+    def known(self, now: Ranks, now_s: float) -> dict[int, RankInput]:
+        """The same ranks, with the time since which each is known to have ended."""
+        ends_s = {rank.rank: now_s - rank.ended_s for rank in now.values() if rank.ended_s > 0}
+        self._at_s = {rank: min(at_s, self._at_s.get(rank, at_s)) for rank, at_s in ends_s.items()}
+        return {
+            number: replace(rank, ended_s=now_s - self._at_s[number]) if number in ends_s else rank
+            for number, rank in now.items()
+        }
 
 
 def stalled_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:

@@ -36,6 +36,7 @@ from paramd_service.control.alerts.numbers import Ask, LoggedRounds
 from paramd_service.control.alerts.pace import Pace
 from paramd_service.control.alerts.rules import (
     MESH_RULES,
+    Ends,
     Ranks,
     certificate,
     failed_export,
@@ -269,6 +270,7 @@ class Watcher:
         self.book = Book(job=self.job, incarnation=self.incarnation)
         self._began_s = self.clock()
         self._window: deque[tuple[float, Ranks]] = deque()
+        self._ends = Ends()
         self._look_due_s = 0.0
         self._points_due_s = 0.0
         self._restored = False
@@ -424,7 +426,8 @@ class Watcher:
             return
         self._look_due_s = now_s + len(view.ranks) / RANKS_PER_S
         try:
-            self._look(rank_inputs(view, watched_s=now_s - self._began_s), now_s)
+            ranks = rank_inputs(view, watched_s=now_s - self._began_s)
+            self._look(self._ends.known(ranks, now_s), now_s)
         except Exception:
             log.exception("job %s: checking the mesh failed", self.job)
 

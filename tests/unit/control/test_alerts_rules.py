@@ -102,6 +102,17 @@ def test_a_rank_that_a_signal_has_killed_is_the_first_of_those_that_end_with_it(
     assert firsts(2.0, 32.0) == [0]
 
 
+def test_a_host_that_is_lost_comes_before_the_trainers_that_end_because_of_it() -> None:
+    ranks = {
+        0: well(0, trainer_lives=False, reason="exited with code 1", ended_s=2.0),
+        1: well(1, membership="gone", reason="its sidecar was lost 3 s ago", age_s=3.0),
+    }
+    first, second = mesh_findings(ranks, {}, CONFIG)
+    assert (first.ranks, first.severity) == ((1,), "critical")
+    assert (second.ranks, second.severity) == ((0,), "warning")
+    assert second.reason.endswith("; 1 s after rank 1")
+
+
 def test_late_reports_do_not_make_ranks_that_end_together_take_turns() -> None:
     ends = Ends()
     lates_s = [(0.0, 0.8), (0.9, 0.1), (0.2, 0.0), (0.0, 0.7)]

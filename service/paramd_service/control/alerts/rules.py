@@ -80,6 +80,13 @@ class RankInput:
     clock_jump_s: float = 0.0
     """How far the wall clock of its host has jumped since its sidecar began."""
 
+    @property
+    def over_s(self) -> float:
+        """Time since the trainer ended, or the rank was lost with its sidecar and so perhaps with
+        its host; 0 while neither is known."""
+        lost_s = self.age_s if self.membership == "gone" else 0.0
+        return max(self.ended_s, lost_s)
+
 
 Ranks = Mapping[int, RankInput]
 
@@ -144,7 +151,7 @@ def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
     """Ranks that do not report, and those whose trainer has ended. The first to end is critical;
     others end because of it."""
     first = first_ended(now)
-    for rank in sorted(now.values(), key=lambda rank: -rank.ended_s):
+    for rank in sorted(now.values(), key=lambda rank: (rank is not first, -rank.over_s)):
         # While a mesh starts, and after a restart of the control plane, ranks are missing for
         # as long as a sidecar may wait before it joins again.
         after_s = config.stale_after_s
@@ -156,25 +163,25 @@ def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
                 f"its last report is {rank.age_s:.0f} s old" if silent else "its trainer has ended"
             )
             why = rank.reason or old
-            if first is not None and rank.ended_s > 0 and rank.rank != first.rank:
-                why += f"; {_s(max(first.ended_s - rank.ended_s, 0.0))} after rank {first.rank}"
+            if first is not None and rank.over_s > 0 and rank.rank != first.rank:
+                why += f"; {_s(max(first.over_s - rank.over_s, 0.0))} after rank {first.rank}"
                 yield _of_rank(Rule.STALE_RANK, rank, Severity.WARNING, why)
             else:
                 yield _of_rank(Rule.STALE_RANK, rank, Severity.CRITICAL, why)
 
 
 def first_ended(ranks: Ranks) -> RankInput | None:
-    """The rank whose trainer ended first; None while all live. One that a signal has killed comes
-    before others that ended in the same seconds: they see its connections break at once, and may
-    be heard of before it."""
-    ended = [rank for rank in ranks.values() if rank.ended_s > 0]
-    longest_s = max((rank.ended_s for rank in ended), default=0.0)
+    """The rank that ended or was lost first; None while all live. One that a signal has killed
+    comes before others that ended in the same seconds: they see its connections break at once,
+    and may be heard of before it."""
+    ended = [rank for rank in ranks.values() if rank.over_s > 0]
+    longest_s = max((rank.over_s for rank in ended), default=0.0)
     killed = [
         rank
         for rank in ended
-        if rank.reason.startswith(KILLED) and rank.ended_s > longest_s - TOGETHER_S
+        if rank.reason.startswith(KILLED) and rank.over_s > longest_s - TOGETHER_S
     ]
-    return max(killed if killed else ended, key=lambda rank: rank.ended_s, default=None)
+    return max(killed if killed else ended, key=lambda rank: rank.over_s, default=None)
 
 
 class Ends:

@@ -334,7 +334,11 @@ def _mesh_state(ranks: Sequence[RankView], digest_count: int) -> tuple[State, st
 def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:
     absent = [rank.rank for rank in ranks if not rank.connected]
     if absent:
-        return f"{len(ranks) - len(absent)} of {len(ranks)} ranks are joined; not: {listed(absent)}"
+        count = (
+            f"{len(ranks) - len(absent)} of {len(ranks)} ranks are joined; not: {listed(absent)}"
+        )
+        lost = next((rank for rank in ranks if rank.membership is Membership.GONE), None)
+        return count if lost is None else f"rank {lost.rank}: {lost.reason} ({count})"
     if digest_count > 1:
         return "the ranks report different layouts"
     # The rank whose trainer ended first: others end because of it. A rank that is well may have a

@@ -95,3 +95,20 @@ def test_each_part_of_a_large_mesh_knows_whom_all_wait_for() -> None:
     for rank, member in enumerate(members):
         registry.update(member, join_request(rank, world_size=3))
     assert [one.reason for one in registry.rank_views(range(3))] == [""] * 3
+
+
+def test_the_mesh_names_the_rank_that_the_others_end_because_of() -> None:
+    ended = common_pb2.PHASE_ORPHANED
+    other = report(
+        0, phase=ended, phase_reason="exited with code 1: the trainer has ended",
+        trainer_ended_ms=3000,
+    )  # fmt: skip
+    killed = report(
+        1, phase=ended, phase_reason="killed by SIGKILL: the trainer has ended",
+        trainer_ended_ms=2500,
+    )  # fmt: skip
+    assert view(other, killed).reason.startswith("rank 1: killed by SIGKILL")
+    lost = report(1, connected=False)
+    assert view(other, lost).reason == (
+        "rank 1: its sidecar was lost 1 s ago (1 of 2 ranks are joined; not: 1)"
+    )

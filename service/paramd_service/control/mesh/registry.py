@@ -40,6 +40,9 @@ MAX_DEVICES = 16
 MAX_THROTTLES = 8
 MAX_DEVICE_CHARS = 64
 
+KILLED = "killed by "
+"""How the reason of a rank begins whose trainer a signal has killed."""
+
 
 class Membership(Enum):
     """A rank's sidecar as seen by this control plane."""
@@ -341,12 +344,14 @@ def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:
         return count if lost is None else f"rank {lost.rank}: {lost.reason} ({count})"
     if digest_count > 1:
         return "the ranks report different layouts"
-    # The rank whose trainer ended first: others end because of it. A rank that is well may have a
-    # reason, too, such as the rank that it waits for.
+    # The rank whose trainer ended first, or was killed: others end because of it, and may be heard
+    # of before it. A rank that is well may have a reason, too, such as the rank that it waits for.
     troubled = sorted(
         (rank for rank in ranks if rank.reason),
-        key=lambda rank: (rank.state is State.OK, -ended_s_of(rank)),
-    )
+        key=lambda rank: (
+            rank.state is State.OK, not rank.reason.startswith(KILLED), -ended_s_of(rank)
+        ),
+    )  # fmt: skip
     if troubled:
         also = f" (and {len(troubled) - 1} more)" if len(troubled) > 1 else ""
         return f"rank {troubled[0].rank}: {troubled[0].reason}{also}"

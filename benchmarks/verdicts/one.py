@@ -147,7 +147,9 @@ def _watch(
 ) -> dict[int, int]:
     """Look once a second until the time is over. Returns exit codes of ranks that ended."""
     began_s = time.monotonic()
-    over_s = began_s + seconds
+    # Until it answers for the first time it has the patience of one whose sickness has not begun.
+    over_s = began_s + 4 * seconds
+    reached = False
     ended: dict[int, int] = {}
     first_end_s = 0.0
     acted = False
@@ -155,6 +157,8 @@ def _watch(
         time.sleep(LOOK_EVERY_S)
         job.look()
         now_s = time.monotonic()
+        if job.lines and not reached:
+            reached, began_s, over_s = True, now_s, now_s + seconds
         onset = _onset(folder)
         if onset is not None and case.act is not None and not acted:
             # On a busy machine an answer may be late: then once more.

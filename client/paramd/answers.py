@@ -18,8 +18,6 @@ from paramd.bounds import Bound, OverBoundError
 from paramd.errors import DataLossError
 
 if TYPE_CHECKING:
-    import ssl
-
     import httpx2
     from google.protobuf.descriptor import Descriptor
 
@@ -160,11 +158,11 @@ def asked_once(
     bound: Bound,
     *,
     timeout_s: float,
-    verify: ssl.SSLContext | bool,
+    transport: httpx2.AsyncBaseTransport,
     **request: Any,
 ) -> Answer:
-    """As `asked`, over a connection of its own; blocks. No proxy of the environment is used: it
-    would see the token."""
+    """As `asked`, over a transport of its own, which is closed; blocks. No proxy of the environment
+    is used: it would see the token."""
 
     # Here, because most processes ask nobody in this way.
     from concurrent.futures import ThreadPoolExecutor
@@ -172,7 +170,9 @@ def asked_once(
     import httpx2
 
     async def ask() -> Answer:
-        async with httpx2.AsyncClient(verify=verify, trust_env=False, headers=NOT_PACKED) as client:
+        async with httpx2.AsyncClient(
+            transport=transport, trust_env=False, headers=NOT_PACKED
+        ) as client:
             return await asked(client, method, url, bound, timeout_s=timeout_s, **request)
 
     # On a thread: the caller's may have a running event loop, such as a notebook's.

@@ -12,7 +12,7 @@
         destinations.json         0600: the destinations that admins added
         rank-<r>.sock             the sidecars' Unix sockets
 
-    <state dir>/_sockets/         0700: gRPC's Unix sockets, beside its ports on loopback
+    <state dir>/_sockets/         0700: Unix sockets of REST and gRPC, beside ports on loopback
 
 The state dir is PARAMD_STATE_DIR, else $XDG_STATE_HOME/paramd, else ~/.local/state/paramd.
 """
@@ -91,6 +91,8 @@ class Endpoint:
     """The job's own CA certificate (PEM), which signed the URL's; empty: none."""
     ca_pin: str = ""
     """Fingerprint of that CA's public key, "sha256:..."; empty: none."""
+    socket: str = ""
+    """Path of REST's Unix socket on its host, for clients of the same user; empty: none."""
     via: str = ""
     """Host that `paramd connect` reaches it through; empty: it lives in this state dir."""
 
@@ -401,6 +403,7 @@ def _parse(text: bytes, job: str) -> Endpoint | None:
         endpoint.host_id,
         endpoint.ca,
         endpoint.ca_pin,
+        endpoint.socket,
         endpoint.via,
     )
     numbers = (endpoint.pid, endpoint.incarnation, endpoint.pid_start)

@@ -163,7 +163,7 @@ def sidecars_dir() -> Path:
 
 
 def beside_port(ip: str, port: int) -> Path:
-    """The Unix socket at which a gRPC server of this user listens beside a port of a loopback IP.
+    """The Unix socket at which a server of this user listens beside a port of a loopback IP.
 
     Its folder is 0700, so nobody else can take its place, as they can a port that is free. The
     name has the network namespace and the IP in it: a shared state dir knows several loopbacks,

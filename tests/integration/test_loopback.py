@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,7 +22,8 @@ from paramd.errors import ParamdError, UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.grpc import Channels
-from paramd.security import loopback
+from paramd.places import read_endpoint
+from paramd.security import loopback, near
 from paramd.security.loopback import StrangerError
 from paramd.state_files import beside_port
 from paramd.trainer.helpers.control_link import register
@@ -107,6 +109,12 @@ def asked(url: str, token: str = TOKEN) -> object:
     return asyncio.run(ask())
 
 
+def at_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients find no Unix socket, as those of another state dir do."""
+    monkeypatch.setattr(loopback, "socket_beside", lambda url: "")
+    monkeypatch.setattr(near, "socket_beside", lambda url: "")
+
+
 @pytest.mark.parametrize("answer", ["{}", '{"proof": "' + "0" * 64 + '"}', '{"proof": 1}', "x"])
 def test_who_takes_the_port_of_a_dead_control_plane_gets_no_token(answer: str) -> None:
     with control_plane() as control:
@@ -152,6 +160,7 @@ def test_a_program_in_between_gets_the_proof_of_another_address() -> None:
 def test_a_control_plane_of_another_user_proves_that_it_knows_the_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    at_port(monkeypatch)
     # As seen by another user than the one whose it is: theirs is a proof, not a uid.
     monkeypatch.setattr(loopback, "owners", lambda local, peer: {NOBODY})
     with control_plane() as control:
@@ -163,6 +172,83 @@ def test_a_control_plane_of_another_user_proves_that_it_knows_the_token(
         control.ask("DELETE", f"/tokens/{token_name(control)}")
         with pytest.raises(StrangerError):
             asked(control.url, viewer)
+
+
+def test_clients_of_the_same_user_call_a_unix_socket_that_nobody_else_may() -> None:
+    """As seen from the kernel: the port takes no connection, and a second uid gets at no socket."""
+
+    with control_plane() as control:
+        port = urlsplit(control.url).port
+        assert port is not None
+        path = beside_port("127.0.0.1", port)
+        assert read_endpoint(JOB).socket == str(path)
+        assert asyncio.run(connected_at(control.url)) == 0
+        assert asyncio.run(connected_at(control.url.replace("127.0.0.1", "localhost"))) == 0
+        # Not for others; and what is passed on to one who may enter is not taken from them either.
+        code = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+        command = ["/usr/bin/python3", "-c", code, str(path)]
+        other = subprocess.run(
+            command, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        assert "PermissionError" in other.stderr
+        assert asked_from(NOBODY, path) == b""
+        assert asked_from(0, path).startswith(b"HTTP/1.1 200")
+        # For browsers and curl the port stays.
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(HEALTH)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+HEALTH = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+
+
+async def connected_at(url: str) -> int:
+    """Ask there, and count the connections at the port meanwhile."""
+    client = RestClient(url, TOKEN)
+    try:
+        assert await client.jobs()
+        at = (loopback.plain_ip("127.0.0.1"), urlsplit(url).port)
+        return sum(here == at and state == "01" for here, _, state, _ in loopback._sockets())
+    finally:
+        await client.close()
+
+
+def asked_from(uid: int, path: Path) -> bytes:
+    """What a process of this uid is answered over a socket in a folder that it may not enter, once
+    somebody who may has opened the folder for it."""
+    code = (
+        "import os, socket, sys; folder, name, uid = sys.argv[1:]; os.chdir(folder);"
+        "os.setgroups([]); os.setgid(int(uid));"
+        "os.setuid(int(uid)); s = socket.socket(socket.AF_UNIX); s.connect(name);"
+        f"s.sendall({HEALTH!r}); sys.stdout.buffer.write(s.recv(65536))"
+    )
+    command = ["/usr/bin/python3", "-c", code, str(path.parent), path.name, str(uid)]
+    try:
+        for folder in (path.parent, path):
+            folder.chmod(0o777)
+        return subprocess.run(command, capture_output=True, check=False, timeout=60).stdout
+    finally:
+        path.parent.chmod(0o700)
+
+
+def test_without_the_socket_clients_use_the_port_and_a_left_one_misleads_nobody() -> None:
+    with control_plane() as control:
+        port = urlsplit(control.url).port
+        assert port is not None
+        path = beside_port("127.0.0.1", port)
+        control.process.kill()
+        control.wait()
+        assert path.is_socket()
+        with pytest.raises(UnreachableError):
+            asked(control.url)
+        # A server that has no socket of its own, beside the one that is left.
+        with control_plane(job="other", incarnation=2, listen=f"127.0.0.1:{port}") as other:
+            taken = path.with_name("moved")
+            path.rename(taken)
+            with socket.socket(socket.AF_UNIX) as left:
+                left.bind(str(path))
+            assert asyncio.run(connected_at(other.url)) == 1
 
 
 def token_name(control: Control) -> str:
@@ -186,10 +272,15 @@ def test_a_tunnel_and_a_completion_show_it_to_nobody_else() -> None:
     async def tunnel(url: str) -> None:
         client = RestClient(url, TOKEN)
         try:
-            await client.tunnel(f"/jobs/{JOB}/tunnels/0")
+            await client.tunnel(f"/jobs/{JOB}/ranks/0/tunnel")
         finally:
             await client.close()
 
+    with control_plane() as control:
+        # Both take its Unix socket, which needs no proof.
+        with pytest.raises(ParamdError, match="rank 0"):
+            asyncio.run(tunnel(control.url))
+        assert completion._get(control.url, TOKEN, None, "/jobs")["jobs"]
     with thief() as other:
         with pytest.raises(StrangerError):
             asyncio.run(tunnel(other.url))

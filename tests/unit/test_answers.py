@@ -106,7 +106,9 @@ async def test_an_http_answer_that_trickles_ends(says: Says) -> None:
 async def test_a_blocking_request_within_a_running_loop_is_bounded_too() -> None:
     async with server_of(endless) as url:
         with pytest.raises(OverBoundError):
-            await asyncio.to_thread(asked_once, "GET", url, SMALL, timeout_s=5.0, verify=True)
+            await asyncio.to_thread(
+                asked_once, "GET", url, SMALL, timeout_s=5.0, transport=httpx2.AsyncHTTPTransport()
+            )
 
 
 async def test_a_control_plane_that_never_ends_is_no_control_plane() -> None:

@@ -23,7 +23,7 @@ from paramd.answers import parsed_json
 from paramd.cli import settings
 from paramd.errors import ParamdError
 from paramd.layout.select import literal
-from paramd.security.loopback import ask_over
+from paramd.security.loopback import ask_over, connected_beside
 
 if TYPE_CHECKING:
     import http.client
@@ -202,7 +202,11 @@ def _get(url: str, token: str, tls_ca: str | None, path: str) -> Any:
     else:
         raise ParamdError(f"{url} is on another host and not https")
     try:
-        connection.connect()
+        near = connected_beside(url, WHOLE_S)
+        if near is not None:
+            connection.sock = near
+        else:
+            connection.connect()
         ask_over(connection.sock, url, token)
         connection.request("GET", f"/api/v1{path}", headers={"authorization": f"Bearer {token}"})
         answer = connection.getresponse()

@@ -4,21 +4,24 @@ It asks that host's own paramd for the job's endpoint, forwards the control plan
 a separate endpoint into this host's state dir while it runs. So every command, and
 `paramd.connect(job=...)`, find the job as if it ran here; sidecars are reached through that port.
 
-SSH forwards to a Unix socket in a folder that only this user may enter. A port would be free for
+SSH forwards from a Unix socket in a folder that only this user may enter. A port would be free for
 any user of this host while SSH signs in, and again when it ends; the one that browsers need is this
-process's own from before SSH begins until the endpoint is gone.
+process's own from before SSH begins until the endpoint is gone. On the other host, SSH connects to
+the control plane's Unix socket, for the same reason, where there is one and SSH may.
 """
 
 import asyncio
 import json
 import os
+import re
 import select
 import shlex
 import socket
 import subprocess
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +42,9 @@ START_S = 30.0
 
 POLL_S = 0.1
 END_S = 5.0
+ANSWER_S = 5.0
+"""Seconds for the control plane to answer through SSH."""
+_ANSWER = b"HTTP/1.1 200"
 
 
 def connect(
@@ -99,20 +105,29 @@ def connect(
 
 def _connect(ssh: list[str], host: str, remote: list[str], job: str | None, port: int) -> None:
     from paramd import places
+    from paramd.security.loopback import listener_beside
 
     found = _endpoint(ssh, host, remote, job)
     target = urlsplit(found.url)
     with _listening(port) as listener, tempfile.TemporaryDirectory(prefix="paramd-") as folder:
         there = f"[{target.hostname}]" if ":" in (target.hostname or "") else target.hostname
-        way = Path(folder) / "control.sock"
-        forward = f"{way}:{there}:{target.port}"
+        way, near = Path(folder, "control.sock"), Path(folder, "near.sock")
+        forwards = ["-L", f"{way}:{there}:{target.port}"]
+        if _is_plain_path(found.socket):
+            # Before the other one, whose socket says that SSH has begun.
+            forwards = ["-L", f"{near}:{found.socket}", *forwards]
         options = ["-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15"]
-        process = subprocess.Popen([*ssh, "-N", *options, "-L", forward, host])
+        process = subprocess.Popen([*ssh, "-N", *options, *forwards, host])
+        at_port = int(listener.getsockname()[1])
+        beside = listener_beside("127.0.0.1", at_port)
         try:
             _wait_for(process, way, host)
+            # A host may forbid that SSH connects to sockets, or run an older paramd.
+            way = near if _is_answered(near) else way
             mine = replace(
                 found,
-                url=f"{target.scheme}://127.0.0.1:{listener.getsockname()[1]}",
+                url=f"{target.scheme}://127.0.0.1:{at_port}",
+                socket=beside.getsockname() if beside is not None else "",
                 pid=os.getpid(),
                 pid_start=places.process_start(os.getpid()),
                 host_id=places.host_id(),
@@ -126,7 +141,8 @@ def _connect(ssh: list[str], host: str, remote: list[str], job: str | None, port
                     f"in another terminal: paramd status --job {mine.job}; "
                     "Ctrl-C ends the connection"
                 )
-                asyncio.run(_carry(listener, way, process))
+                listeners = [listener, *([beside] if beside is not None else [])]
+                asyncio.run(_carry(listeners, way, process))
             finally:
                 places.remove_endpoint(mine)
             raise UnreachableError(
@@ -135,6 +151,23 @@ def _connect(ssh: list[str], host: str, remote: list[str], job: str | None, port
         finally:
             process.terminate()
             helpers.end(process, grace_s=END_S)
+            if beside is not None:
+                beside.close()
+
+
+def _is_plain_path(text: object) -> bool:
+    """Whether SSH takes this for the path of a socket: the other host may say anything."""
+    return isinstance(text, str) and re.fullmatch(r"/[A-Za-z0-9._/@+-]{1,106}", text) is not None
+
+
+def _is_answered(way: Path) -> bool:
+    """Whether a control plane answers at the other end of a forwarded socket."""
+    with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
+        probe.settimeout(ANSWER_S)
+        probe.connect(str(way))
+        probe.sendall(b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+        return probe.recv(len(_ANSWER)) == _ANSWER
+    return False
 
 
 def _listening(port: int) -> socket.socket:
@@ -145,8 +178,10 @@ def _listening(port: int) -> socket.socket:
         raise UsageError(f"--port {port}: {error.strerror}; name another one, or none") from error
 
 
-async def _carry(listener: socket.socket, way: Path, process: subprocess.Popen[bytes]) -> None:
-    """Carry all connections of the listener to the Unix socket until SSH has ended."""
+async def _carry(
+    listeners: Sequence[socket.socket], way: Path, process: subprocess.Popen[bytes]
+) -> None:
+    """Carry all connections of the listeners to the Unix socket until SSH has ended."""
     from paramd.mesh.peers.relay import carried
 
     async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -156,13 +191,14 @@ async def _carry(listener: socket.socket, way: Path, process: subprocess.Popen[b
         finally:
             writer.close()
 
-    server = await asyncio.start_server(one, sock=listener)
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     # Not a thread that waits: Ctrl-C could not end it.
     pidfd = os.pidfd_open(process.pid)
     loop.add_reader(pidfd, ended.set)
     try:
-        async with server:
+        async with AsyncExitStack() as servers:
+            for listener in listeners:
+                await servers.enter_async_context(await asyncio.start_server(one, sock=listener))
             await ended.wait()
     finally:
         loop.remove_reader(pidfd)

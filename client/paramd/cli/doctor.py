@@ -391,7 +391,7 @@ def _remote_clock(host: str, url: str, tls: ClientTls) -> Finding:
             url.rstrip("/") + "/healthz",
             HEALTH,
             timeout_s=TIMEOUT_S,
-            verify=https_context(url, tls),
+            transport=httpx2.AsyncHTTPTransport(verify=https_context(url, tls), trust_env=False),
         )
     except (httpx2.HTTPError, TimeoutError, OverBoundError) as error:
         raise OSError(f"{url} does not respond ({error})") from error

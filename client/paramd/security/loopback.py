@@ -1,9 +1,11 @@
 """Whose program listens at a loopback address, asked before a token goes there.
 
 Any user of a host may listen on a loopback port as soon as it is free: the moment after a control
-plane has died is enough. So a client looks at each new connection of its own before it sends a
-token over it. A program of this user or of root is believed, as they can read the token anyway. Of
-anybody else (a site that runs as a service user) the client asks a proof that it knows the token:
+plane has died is enough. So clients on the host of a server of their own user call its Unix socket
+instead (`state_files.beside_port`), in a folder that nobody else may enter. Where there is none, a
+client looks at each new connection of its own before it sends a token over it. A program of this
+user or of root is believed, as they can read the token anyway. Of anybody else (a site that runs as
+a service user) the client asks a proof that it knows the token:
 
     GET /proof?id=<16 hexadecimal digits>&nonce=<32>      answer: {"proof": "<64>"}
 
@@ -22,6 +24,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import logging
 import os
 import re
 import secrets
@@ -36,8 +39,10 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from paramd import bounds
-from paramd.errors import UnreachableError
-from paramd.state_files import beside_port
+from paramd.accepting import Listener
+from paramd.errors import ParamdError, UnreachableError
+from paramd.security.tls import is_loopback
+from paramd.state_files import beside_port, sockets_dir
 
 PROOF_PATH = "/proof"
 PROOF_S = bounds.PROOF.within_s
@@ -53,6 +58,8 @@ MAX_PATH_BYTES = 100
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _LISTEN = "0A"
 _ANY = (ipaddress.ip_address("0.0.0.0"), ipaddress.ip_address("::"))
+
+log = logging.getLogger("paramd")
 
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 Address = tuple[Ip, int]
@@ -174,18 +181,13 @@ def way_to(host: str, port: int) -> str:
     Its socket outlives the server, so a port that somebody else takes later is not asked instead.
     Raises StrangerError if the socket is left over, and another user listens at the port.
     """
-    path = beside_port(str(plain_ip(host)), port)
-    try:
-        found, folder = path.lstat(), path.parent.lstat()
-    except OSError:
-        return ""
-    is_private = folder.st_uid == os.geteuid() and not stat.S_IMODE(folder.st_mode) & 0o077
-    if not is_private or not stat.S_ISSOCK(found.st_mode) or len(bytes(path)) > MAX_PATH_BYTES:
+    path = _private_socket(host, port)
+    if not path:
         return ""
     with socket.socket(socket.AF_UNIX) as probe:
         # A server that is stopped, with a full backlog, would have a blocking call wait for ever.
         probe.setblocking(False)
-        if probe.connect_ex(str(path)) in (0, errno.EAGAIN):
+        if probe.connect_ex(path) in (0, errno.EAGAIN):
             return f"unix:{path}"
     # Left over: of a server that has died, or whose port another program has now.
     uids = listeners(plain_ip(host), port)
@@ -193,6 +195,81 @@ def way_to(host: str, port: int) -> str:
         return ""
     who = ", ".join(f"uid {uid}" for uid in sorted(uids))
     raise StrangerError(f"{host}:{port} belongs to {who} now; nothing was sent there")
+
+
+def socket_beside(url: str) -> str:
+    """Return the path of our own Unix socket beside the loopback port of an http url; "" if there
+    is none. It may be left over: whoever cannot connect to it uses the port, whose listener
+    identifies itself (`question`)."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port if parts.port is not None else 80
+        if parts.scheme != "http":
+            return ""
+        return _private_socket("127.0.0.1" if host == "localhost" else host, port)
+    except ValueError:  # a name, or no port
+        return ""
+
+
+def connected_beside(url: str, timeout_s: float) -> socket.socket | None:
+    """Connect to our own Unix socket beside `url`; None if there is none, or nobody listens."""
+    path = socket_beside(url)
+    if not path:
+        return None
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def place_beside(host: str, port: int) -> Path | None:
+    """Free the name of the Unix socket beside a port at which the caller listens already, and
+    return it; None: the host is not on loopback, or the path is too long for a socket.
+
+    Without a socket clients use the port. The socket stays when its server ends: so its port is not
+    asked in its place, whoever has that by then. Raises OSError and as `sockets_dir`.
+    """
+    if not is_loopback(host):
+        return None
+    path = beside_port(str(plain_ip("127.0.0.1" if host == "localhost" else host)), port)
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        return None
+    sockets_dir()
+    # Another server of ours had the port before.
+    path.unlink(missing_ok=True)
+    return path
+
+
+def listener_beside(host: str, port: int) -> Listener | None:
+    """Listen at the Unix socket beside a port of ours on loopback; None if there can be none."""
+    listener = Listener(socket.AF_UNIX)
+    try:
+        path = place_beside(host, port)
+        if path is not None:
+            listener.bind(str(path))
+            listener.keep_backlog()
+            return listener
+    except (OSError, ParamdError) as error:
+        log.info("no Unix socket beside port %d: %s", port, error)
+    listener.close()
+    return None
+
+
+def _private_socket(host: str, port: int) -> str:
+    """Path of the Unix socket beside a loopback port, in a folder of ours alone; "" without one.
+    Raises ValueError: the host is no IP address."""
+    path = beside_port(str(plain_ip(host)), port)
+    try:
+        found, folder = path.lstat(), path.parent.lstat()
+    except OSError:
+        return ""
+    is_private = folder.st_uid == os.geteuid() and not stat.S_IMODE(folder.st_mode) & 0o077
+    fits = len(bytes(path)) <= MAX_PATH_BYTES
+    return str(path) if is_private and fits and stat.S_ISSOCK(found.st_mode) else ""
 
 
 def listeners(host: Ip, port: int) -> set[int]:

@@ -160,7 +160,7 @@ class ControlPlane:
         services = self._services(jobs, self._records, where.grpc_address)
         if self._past is None:
             services.sessions.keep(self._records.directory / "sessions.json")
-        await self._http.start(build_app(services), self._claim.listener, tls=self._tls)
+        await self._http.start(build_app(services), self._claim.listeners, tls=self._tls)
         # 5. Start watching; resume exports.
         if (edits := self._edits) is not None:
             self._watchers.pause = edits.pause_for

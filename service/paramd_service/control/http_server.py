@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -16,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paramd.accepting import AT_ONCE, Listener
-from paramd.errors import UnreachableError
+from paramd.errors import DeniedError, UnreachableError
+from paramd.memory.handover import check_peer
 from paramd_service.control.access.doorway import DOOR, GONE, Doorway
 from paramd_service.tls import ServerTls
 
@@ -26,6 +28,10 @@ BODY_S: Final = 30.0
 """Time limit for the whole body, after the head."""
 LEAST_READ_BYTES: Final = 64 << 10
 """Minimum bytes that a peer must read of an answer per `HEAD_S`; a slower one is disconnected."""
+
+
+UNIX: Final = "unix"
+"""The host of peers at a Unix socket."""
 
 
 class Connection(asyncio.Protocol):
@@ -64,11 +70,10 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = self._socket = transport
-        peer = transport.get_extra_info("peername")
-        if not peer:
-            transport.abort()  # it is already gone
+        self.host = _host_of(transport)
+        if not self.host:
+            transport.abort()
             return
-        self.host = str(peer[0])
         self._doorway.opened(self)
         self._await_head()
         if self._context is None:
@@ -175,6 +180,21 @@ class Connection(asyncio.Protocol):
                 self._await_head()
 
 
+def _host_of(transport: asyncio.Transport) -> str:
+    """The peer's address; "unix" for our own user or root, who alone may call there. Empty for a
+    peer that is gone already, or of another user."""
+    connection = transport.get_extra_info("socket")
+    if connection.family == socket.AF_UNIX:
+        # The folder of the socket keeps others out. This holds for its descriptors, too.
+        try:
+            check_peer(connection)
+        except (OSError, DeniedError):
+            return ""
+        return UNIX
+    peer = transport.get_extra_info("peername")
+    return str(peer[0]) if peer else ""
+
+
 class _Uvicorn(uvicorn.Server):
     """Leaves signals to the process."""
 
@@ -191,9 +211,12 @@ class HttpServer:
         self._server: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, app: FastAPI, listener: Listener, *, tls: ServerTls | None) -> None:
+    async def start(
+        self, app: FastAPI, listeners: Sequence[Listener], *, tls: ServerTls | None
+    ) -> None:
         """Return once it accepts connections. Raises UnreachableError if it ended at once."""
-        listener.on_full = self._doorway.make_room
+        for listener in listeners:
+            listener.on_full = self._doorway.make_room
         context = tls.ssl_context() if tls is not None else None
 
         async def timed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,13 +237,16 @@ class HttpServer:
             backlog=AT_ONCE,
         )
         self._server = _Uvicorn(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="paramd-http")
+        self._task = asyncio.create_task(
+            self._server.serve(sockets=[*listeners]), name="paramd-http"
+        )
         while not self._server.started:
             if self._task.done():
                 self._task.result()
                 raise UnreachableError("the REST server did not start; see the log for the reason")
             await asyncio.sleep(0.002)
-        listener.keep_backlog()
+        for listener in listeners:
+            listener.keep_backlog()
 
     async def stop(self, drain_s: float) -> None:
         """Stop; requests have `drain_s` seconds, at least 1. Safe after a failed start."""

@@ -43,7 +43,7 @@ async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
 
     listener, _ = open_listener(Address("127.0.0.1", 0))
     server = HttpServer(Doorway())
-    await server.start(app, listener, tls=None)
+    await server.start(app, [listener], tls=None)
     try:
         yield listener.getsockname()[1]
     finally:

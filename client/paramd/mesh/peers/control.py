@@ -33,6 +33,7 @@ from paramd.mesh.peers import tunnels
 from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way, is_relayed
 from paramd.places import StartingError, running_jobs
 from paramd.security import loopback
+from paramd.security.near import NearTransport
 from paramd.security.tickets import handed, shown_of
 from paramd.security.tls import IF_MOVED, ClientTls, Pems, https_context, not_accepted
 
@@ -164,8 +165,9 @@ class RestClient:
         return httpx2.AsyncClient(
             base_url=url + "/api/v1",
             headers={"authorization": f"Bearer {token}", **NOT_PACKED},
-            transport=self._transport,
-            verify=self._verify(url),
+            transport=self._transport
+            if self._transport is not None
+            else NearTransport(url, self._verify(url)),
             # A proxy from the environment must not see the token.
             trust_env=False,
         )

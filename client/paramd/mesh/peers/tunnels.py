@@ -13,6 +13,9 @@ from paramd.security import loopback
 PROTOCOL = "paramd-tunnel"
 """The protocol that the connection is upgraded to: raw bytes."""
 
+NEAR_S = 1.0
+"""Seconds that a full backlog of the Unix socket may delay a connection."""
+
 MAX_HEAD_BYTES = bounds.TUNNEL_HEAD.most_bytes
 MAX_TEXT_BYTES = bounds.TUNNEL_TEXT.most_bytes
 
@@ -36,9 +39,13 @@ async def opened(
     """
     parts = urlsplit(url)
     port = parts.port if parts.port is not None else (443 if context is not None else 80)
-    reader, writer = await asyncio.open_connection(
-        parts.hostname, port, ssl=context, limit=MAX_HEAD_BYTES
-    )
+    near = loopback.connected_beside(url, NEAR_S)
+    if near is not None:
+        reader, writer = await asyncio.open_unix_connection(sock=near, limit=MAX_HEAD_BYTES)
+    else:
+        reader, writer = await asyncio.open_connection(
+            parts.hostname, port, ssl=context, limit=MAX_HEAD_BYTES
+        )
     try:
         await _known(url, token, reader, writer)
         head = (

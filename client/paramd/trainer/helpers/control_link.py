@@ -109,7 +109,10 @@ def register(
 def _asked(
     url: str, token: str, verify: ssl.SSLContext | bool, body: Mapping[str, Any]
 ) -> TakenIncarnation:
-    import httpx2  # here, because most jobs have no site
+    # Here, because most jobs have no site.
+    import httpx2
+
+    from paramd.security.near import NearTransport
 
     try:
         answer = asked_once(
@@ -117,7 +120,7 @@ def _asked(
             f"{url}/api/v1/jobs",
             REST_ANSWER,
             timeout_s=TIMEOUT_S,
-            verify=verify,
+            transport=NearTransport(url, verify),
             json=body,
             headers={"authorization": f"Bearer {token}"},
             # Whoever listens at a loopback address is known before it gets the token.

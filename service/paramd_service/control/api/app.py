@@ -165,6 +165,10 @@ def open_routes(services: Services) -> Sequence[BaseRoute]:
     async def proof(request: Request) -> Response:
         # Where the connection really ended, whatever the request says.
         host, port = request.scope["server"]
+        if port is None:
+            return problems.problem(
+                404, "not-found", "there is no proof of a Unix socket's address"
+            )
         token_id = request.query_params.get("id", "")
         nonce = request.query_params.get("nonce", "")
         if not _PROOF_ID.fullmatch(token_id) or not _PROOF_NONCE.fullmatch(nonce):

@@ -19,6 +19,7 @@ from paramd.accepting import Listener
 from paramd.answers import read_file
 from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from paramd.places import Endpoint
+from paramd.security.loopback import listener_beside
 from paramd.state_files import kernel_of, replace
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.tls import advertised, check_exposure, grpc_address, tls_files
@@ -92,6 +93,9 @@ class Claim:
         except BaseException:
             self.listener.close()
             raise
+        self.beside = None if self._tls else listener_beside(self.http.host, self.http.port)
+        """Where this user's clients on this host call REST, in a folder that others cannot enter;
+        None with TLS, whose certificate identifies the server."""
 
     def whereabouts(self, exports: tuple[Mapping[str, Any], ...] = ()) -> Whereabouts:
         """All addresses."""
@@ -117,10 +121,21 @@ class Claim:
 
     def _announce(self, bootstrap: Bootstrap) -> None:
         where = self.whereabouts()
-        self.endpoint = announce(bootstrap, where.url, where.grpc_address, with_ca=self.of_job)
+        self.endpoint = announce(
+            bootstrap,
+            where.url,
+            where.grpc_address,
+            with_ca=self.of_job,
+            socket=self.beside.getsockname() if self.beside is not None else "",
+        )
         if not bootstrap.ended:
             with suppress(OSError):
                 replace(_port_file(bootstrap), f"{self.http.port}\n")
+
+    @property
+    def listeners(self) -> list[Listener]:
+        """All listeners of REST."""
+        return [self.listener, *([self.beside] if self.beside is not None else [])]
 
     def give_grpc(self) -> Address:
         """Release gRPC's port, for gRPC to bind it right away."""
@@ -137,6 +152,8 @@ class Claim:
         self.withdraw()
         self.listener.close()
         self._kept.close()
+        if self.beside is not None:
+            self.beside.close()
 
 
 def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
@@ -194,11 +211,12 @@ def bind_grpc(
 
 
 def announce(
-    bootstrap: Bootstrap, url: str, grpc_address: str, *, with_ca: bool = False
+    bootstrap: Bootstrap, url: str, grpc_address: str, *, with_ca: bool = False, socket: str = ""
 ) -> Endpoint:
     """Write the job's endpoint file, replacing an older incarnation's; `with_ca` if the job's CA
-    signed the certificate of `url`, for clients to trust. Raises ConflictError: a newer incarnation
-    of the job is already running. UsageError: the state dir cannot be used."""
+    signed the certificate of `url`, for clients to trust; `socket`: path of REST's Unix socket.
+    Raises ConflictError: a newer incarnation of the job is already running. UsageError: the state
+    dir cannot be used."""
     endpoint = Endpoint(
         url=url,
         token=bootstrap.token,
@@ -210,6 +228,7 @@ def announce(
         host_id=places.host_id(),
         ca=bootstrap.certificates.authority.pem.decode() if with_ca else "",
         ca_pin=bootstrap.certificates.authority.pin if with_ca else "",
+        socket=socket,
     )
     places.write_endpoint(endpoint, past=bootstrap.ended)
     return endpoint

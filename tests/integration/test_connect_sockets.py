@@ -1,0 +1,106 @@
+"""`paramd connect` goes from Unix socket to Unix socket: on neither host does anybody get the token
+who takes a port. SSH is a program here that forwards as `ssh -L` does; `scenes/test_hosts.py` has
+a real one."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from paramd import places
+from paramd.mesh.peers.control import RestClient
+from paramd.security import loopback
+from tests.integration.control_process import JOB, TOKEN, control_plane
+
+PATIENCE_S = 60.0
+
+SSH = """
+import asyncio, subprocess, sys
+words = sys.argv[1:]
+if "-N" not in words:
+    sys.exit(subprocess.run(words[-1], shell=True).returncode)
+async def pour(reader, writer):
+    while part := await reader.read(65536):
+        writer.write(part)
+        await writer.drain()
+    writer.close()
+async def forward(way, target):
+    async def one(reader, writer):
+        try:
+            if target.startswith("/"):
+                if {refuses}:
+                    raise OSError("sockets are not forwarded here")
+                far = await asyncio.open_unix_connection(target)
+            else:
+                host, _, port = target.rpartition(":")
+                far = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(pour(reader, far[1]), pour(far[0], writer), return_exceptions=True)
+    return await asyncio.start_unix_server(one, way)
+async def main():
+    ways = [words[at + 1].split(":", 1) for at, word in enumerate(words) if word == "-L"]
+    servers = [await forward(*way) for way in ways]
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def connected(folder: Path, *, refuses: bool) -> Iterator[places.Endpoint]:
+    """`paramd connect` of another machine, whose state dir is `folder`; the endpoint it writes."""
+    script = folder / "ssh.py"
+    script.write_text(SSH.replace("{refuses}", str(refuses)))
+    ssh, paramd = f"{sys.executable} {script}", f"{sys.executable} -m paramd.cli"
+    remote = f"env PARAMD_STATE_DIR={os.environ['PARAMD_STATE_DIR']} {paramd}"
+    command = [*paramd.split(), "connect", "far", "--job", JOB, "--ssh", ssh, "--remote", remote]
+    near = os.environ | {"PARAMD_STATE_DIR": str(folder)}
+    process = subprocess.Popen(command, env=near, stderr=subprocess.PIPE, text=True)
+    try:
+        file, deadline_s = folder / JOB / places.ENDPOINT_FILE, time.monotonic() + PATIENCE_S
+        while not file.exists():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        yield places.Endpoint(**json.loads(file.read_text()))
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_connection_uses_ports_on_neither_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    async def ask(mine: str, theirs: str) -> tuple[int, int]:
+        """Connections at both ports while a client asks."""
+        client = RestClient(mine, TOKEN)
+        try:
+            assert await client.jobs() == [JOB]
+            return seen_at(mine), seen_at(theirs)
+        finally:
+            await client.close()
+
+    folder = tmp_path / "laptop"
+    folder.mkdir(mode=0o700)
+    with control_plane() as control, connected(folder, refuses=refuses) as mine:
+        assert mine.socket.startswith(str(folder))
+        monkeypatch.setenv("PARAMD_STATE_DIR", str(folder))
+        # Where SSH may not forward to sockets, the port there is used, as before.
+        assert asyncio.run(ask(mine.url, control.url)) == (0, int(refuses))
+
+
+def seen_at(url: str) -> int:
+    """Connections at a loopback port."""
+    at = (loopback.plain_ip("127.0.0.1"), urlsplit(url).port)
+    return sum(here == at and state == "01" for here, _, state, _ in loopback._sockets())

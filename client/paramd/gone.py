@@ -274,8 +274,9 @@ def tells(kind: _Class) -> _Class:
     gone = (*(row.name for row in GONE), *RENAMED)
     for method in {name.partition("(")[0] for name in gone if "(" in name}:
         owner, _, name = method.partition(".")
-        if owner == of and name in vars(kind):
-            setattr(kind, name, keywords(method)(vars(kind)[name]))
+        function = getattr(kind, name, None)
+        if owner == of and function is not None:
+            setattr(kind, name, keywords(method)(function))
     return kind
 
 

@@ -15,7 +15,7 @@ from asyncio import events
 from collections.abc import Callable, Collection
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from paramd.errors import ConflictError
 
@@ -103,6 +103,10 @@ def waits_for_itself(
         and one.waits_for(caller)
         for one in _here
     )
+
+
+ELSEWHERE: Final = "Call it from another thread or process while training runs"
+"""What to do instead of waiting for oneself."""
 
 
 def own_wait(what: str, instead: str) -> ConflictError:

@@ -45,7 +45,7 @@ def used(job: Job) -> list[str]:
                 assert time.monotonic() < deadline_s, "the sidecars have not joined"
                 time.sleep(0.05)
         mesh.stats("*")
-        secrets.append(mesh._mesh._reach.document.ticket)
+        secrets.append(mesh._mesh._host.reach.document.ticket)
     return secrets
 
 

@@ -81,7 +81,7 @@ def phases(mesh: Mesh) -> list[str]:
 
 def pinned_by_hand(mesh: Mesh) -> tuple[str, str, str]:
     """Pins rank 0's first bytes; returns address, ticket and snapshot id."""
-    document = mesh._mesh._reach.document
+    document = mesh._mesh._host.reach.document
     peer = document.peers[0]
     request = sidecar_pb2.PinSnapshotRequest(
         incarnation=document.incarnation,
@@ -102,7 +102,7 @@ def bearer(ticket: str) -> tuple[tuple[str, str], ...]:
 def assert_fenced(mesh: Mesh, old: tuple[str, str, str]) -> None:
     """Neither the old ticket nor the old snapshot is good for anything any more."""
     _, old_ticket, snapshot_id = old
-    document = mesh._mesh._reach.document
+    document = mesh._mesh._host.reach.document
     request = sidecar_pb2.ReadSnapshotRequest(snapshot_id=snapshot_id)
     plan = sidecar_pb2.PinSnapshotRequest(incarnation=1, layout_digest=document.layout_digest)
     expected = (

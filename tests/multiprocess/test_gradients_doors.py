@@ -90,9 +90,9 @@ def events_and_history(url: str, token: str) -> None:
 def a_bare_stub(ranks: Ranks) -> None:
     """As a client in another language would."""
     with connect_to(ranks.state_dir, JOB) as mesh:
-        document = mesh._mesh._reach.document
+        document = mesh._mesh._host.reach.document
         path = f"/jobs/{mesh.job}?rank=1&gather=true"
-        found = mesh._run(mesh._mesh._reach._directory.send("GET", path))
+        found = mesh._run(mesh._mesh._host.reach._directory.send("GET", path))
     metadata = (("authorization", f"Bearer {found['ticket']}"), (READS_KEY, found["reads"]))
     request = pb.StreamGradientsRequest(pattern=FILTER)
     with grpc.insecure_channel(document.peers[1].address) as channel:

@@ -66,10 +66,10 @@ def assert_doors_are_right(mesh: Mesh, folder: Path) -> None:
         assert all(bool((tensor == step).all()) for tensor in load_file(file).values())
     with pytest.raises(ConflictError, match="cannot be followed"):
         next(iter(mesh.follow("*")))
-    document = mesh._mesh._reach.document
+    document = mesh._mesh._host.reach.document
     # As programs without paramd do, which have a rank gather from the others.
     path = f"/jobs/{mesh.job}?rank=0&gather=true"
-    found = mesh._run(mesh._mesh._reach._directory.send("GET", path))
+    found = mesh._run(mesh._mesh._host.reach._directory.send("GET", path))
     gathering = (*bearer(found["ticket"]), (READS_KEY, found["reads"]))
     with grpc.insecure_channel(document.peers[0].address) as channel:
         stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
@@ -80,7 +80,7 @@ def assert_doors_are_right(mesh: Mesh, folder: Path) -> None:
 
 def assert_refused_past_boundaries(mesh: Mesh) -> None:
     """Pins made by hand, of what a rank has now and of a later step."""
-    document = mesh._mesh._reach.document
+    document = mesh._mesh._host.reach.document
     for later in (0, 10**9):
         request = pb.PinSnapshotRequest(
             incarnation=document.incarnation,

@@ -82,7 +82,7 @@ def numbers_are_kept(mesh: Mesh) -> None:
 
     def points(name: str, rank: int) -> list[dict[str, Any]]:
         path = f"/jobs/stuck/history?metric=log:{name}&subject={rank}"
-        found: list[dict[str, Any]] = mesh._run(mesh._mesh._rest.send("GET", path))["points"]
+        found: list[dict[str, Any]] = mesh._run(mesh._mesh._host.rest.send("GET", path))["points"]
         return found
 
     wait_until(lambda: len(points("loss", 1)) > 1, "the history has the loss")
@@ -115,7 +115,7 @@ def logs_are_told(mesh: Mesh, state_dir: Path) -> None:
     assert all(len(one.lines) <= 5 for one in found.logs)
     assert "==> rank 1, sidecar <==" in str(found)
     for role, sees in (("viewer", False), ("reader", False), ("editor", True)):
-        made = mesh._run(mesh._mesh._rest.send("POST", "/tokens", {"role": role}))
+        made = mesh._run(mesh._mesh._host.rest.send("POST", "/tokens", {"role": role}))
         with paramd.connect(mesh.url, token=made["token"], job="stuck") as other:
             if sees:
                 assert other.logs(0).logs[0].lines
@@ -207,7 +207,8 @@ def steps_to_come(mesh: Mesh) -> None:
 
 
 def disk_and_memory(mesh: Mesh, folder: Path) -> None:
-    rest = mesh._run(mesh._mesh._rest.send("GET", "/jobs/stuck/updates?filter=we*", timeout_s=40))
+    path = "/jobs/stuck/updates?filter=we*"
+    rest = mesh._run(mesh._mesh._host.rest.send("GET", path, timeout_s=40))
     assert [(row["name"], row["numel"]) for row in rest["updates"]] == [("weight", 16)]
     mesh.pause()
     held = mesh.summon("*")

@@ -50,7 +50,7 @@ def _as(method: Callable[..., Any]) -> Callable[[Callable[P, Result]], Callable[
 
     def named(run: Callable[P, Result]) -> Callable[P, Result]:
         run = functools.wraps(method)(run)
-        run.__qualname__ = method.__qualname__.removeprefix("Async")
+        run.__qualname__ = f"Mesh.{method.__name__}"
         return run
 
     return named
@@ -69,7 +69,8 @@ def _called(
         known = list(inspect.signature(method).parameters)[1:]
         near = [n for name in kwargs if name not in known for n in get_close_matches(name, known)]
         hint = f"did you mean {near[0]}=?" if near else f"see help(mesh.{method.__name__})"
-        raise UsageError(f"{str(error).replace('AsyncMesh', 'Mesh')}; {hint}") from None
+        said = str(error).replace(method.__qualname__, f"Mesh.{method.__name__}")
+        raise UsageError(f"{said}; {hint}") from None
 
 
 def _blocking(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from paramd import gone
 from paramd.documents import Document, Finite, Record, Text, read_document
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
-from paramd.inside import own_wait
+from paramd.inside import ELSEWHERE, own_wait
 from paramd.layout.edits.kinds import BY_WORD, KINDS
 from paramd.layout.edits.ops import EDIT_ENDS, EditState, EditTerms, OpSpec
 from paramd.mesh.peers.control import REST_TIMEOUT_S
@@ -389,7 +389,6 @@ def new_edit_id() -> str:
     return secrets.token_hex(16)
 
 
-ELSEWHERE: Final = "Call it from another thread or process while training runs"
 EDIT_INSTEAD: Final = (
     "Change parameters here within attachment.update(); or edit with wait=False, which is applied "
     "at a later boundary, or from another thread or process"

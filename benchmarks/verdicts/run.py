@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from benchmarks.report import RESULTS, Report, goals_table
-from benchmarks.verdicts import OF_CI, cases
+from benchmarks.verdicts import OF_CI, cases, one
 from benchmarks.verdicts.one import AGENT_GRACE_S
 from benchmarks.verdicts.table import Judged, judged, report
 
@@ -21,7 +23,7 @@ FOLDER = RESULTS / "verdicts"
 """Folders of the cases of the last campaign: outputs, outcome, and the recorded series."""
 
 _STARTS_EVERY_S = 2.0
-"""Between two starts, or imports of torch on all cores would be the first load of all cases."""
+"""Between two starts, or control planes that begin would be the first load of all cases."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +72,7 @@ def chosen(text: str) -> list[str]:
 def campaign(names: Sequence[str], *, minutes: float, parallel: int) -> Report:
     """Run cases, `parallel` at a time, and judge them."""
     waiting, found = list(names), dict[str, Judged]()
-    running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+    running: dict[str, tuple[BaseProcess, float]] = {}
     try:
         while waiting or running:
             if waiting and len(running) < parallel:
@@ -78,17 +80,17 @@ def campaign(names: Sequence[str], *, minutes: float, parallel: int) -> Report:
                 running[name] = _start(name, minutes), _patience_s(minutes)
                 time.sleep(_STARTS_EVERY_S)
             for name, (process, until_s) in list(running.items()):
-                if process.poll() is not None or time.monotonic() > until_s:
+                if not process.is_alive() or time.monotonic() > until_s:
                     del running[name]
                     process.terminate()
-                    process.wait()
+                    process.join()
                     found[name] = _judged(name)
                     print(f"{name}: {found[name].state} {found[name].why}", file=sys.stderr)
             time.sleep(0.2)
     finally:
         for process, _ in running.values():
             process.terminate()
-            process.wait()
+            process.join()
     return report([found[name] for name in names])
 
 
@@ -96,15 +98,22 @@ def _patience_s(minutes: float) -> float:
     return time.monotonic() + 60 * minutes * 5 + 120 + AGENT_GRACE_S
 
 
-def _start(name: str, minutes: float) -> subprocess.Popen[bytes]:
+def _start(name: str, minutes: float) -> BaseProcess:
     folder = _folder(name)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with (folder / "case.log").open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.verdicts.one", name, str(folder), str(minutes)],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-        )  # fmt: skip
+    # Torch is here already: importing it once more for each case would be the first load of all.
+    process = get_context("fork").Process(target=_one, args=(name, folder, minutes))
+    process.start()
+    return process
+
+
+def _one(name: str, folder: Path, minutes: float) -> None:
+    os.setsid()
+    output = os.open(folder / "case.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    one.main([name, str(folder), str(minutes)])
 
 
 def _judged(name: str) -> Judged:

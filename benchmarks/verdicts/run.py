@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.report import RESULTS, Report, goals_table
 from benchmarks.verdicts import OF_CI, cases, one
 from benchmarks.verdicts.one import AGENT_GRACE_S
-from benchmarks.verdicts.table import Judged, judged, report
+from benchmarks.verdicts.table import RIGHT, Judged, judged, report
 
 FOLDER = RESULTS / "verdicts"
 """Folders of the cases of the last campaign: outputs, outcome, and the recorded series."""
@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--saved", action="store_true", help="run nothing: judge what is in the cases' folders"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="run those that are not right once more, one by one"
+    )
     options = parser.parse_args(arguments)
     names = chosen(options.cases)
     unknown = [name for name in names if name not in cases()]
@@ -46,10 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # So that cases end with it.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         done = campaign(names, minutes=options.minutes, parallel=options.parallel)
+        wrong = [str(one["case"]) for one in _found(done) if one["state"] not in RIGHT]
+        if wrong and options.again:
+            campaign(wrong, minutes=options.minutes, parallel=1)
+            done = report([_judged(name) for name in names])
         done.save()
     print(done.markdown())
     print(goals_table([done]).markdown())
-    return 0 if all(one["state"] in ("quiet", "right") for one in _found(done)) else 1
+    return 0 if all(one["state"] in RIGHT for one in _found(done)) else 1
 
 
 def _found(done: Report) -> list[dict[str, str]]:

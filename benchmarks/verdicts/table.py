@@ -14,6 +14,8 @@ from benchmarks.verdicts.watch import BAD
 
 PRECISION = 1.0
 RECALL = 0.95
+RIGHT = ("quiet", "right")
+"""States of cases as they should be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +35,7 @@ class Judged:
 
     @property
     def ok(self) -> bool:
-        return self.state in ("quiet", "right")
+        return self.state in RIGHT
 
 
 def judged(case: Case, outcome: Mapping[str, Any] | None) -> Judged:

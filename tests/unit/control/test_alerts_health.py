@@ -99,6 +99,14 @@ def test_each_state_has_its_word_and_a_line(changes: dict[str, object], word: st
     assert found.line
 
 
+def test_reports_that_are_late_are_told_and_are_no_trouble_yet() -> None:
+    late = {"state": State.DEGRADED, "reason": "rank 0: its sidecar has not reported for 5 s"}
+    assert verdict(**late).word == "degraded"
+    found = verdict(**late, is_late=True)
+    assert (found.word, found.level) == ("running", "info")
+    assert "has not reported for 5 s" in found.line
+
+
 def test_the_rate_follows_from_the_cost() -> None:
     pace = Pace(share=0.001)
     pace.begin(0.0)

@@ -112,3 +112,13 @@ def test_the_mesh_names_the_rank_that_the_others_end_because_of() -> None:
     assert view(other, lost).reason == (
         "rank 1: its sidecar was lost 1 s ago (1 of 2 ranks are joined; not: 1)"
     )
+
+
+def test_a_mesh_is_late_only_where_nothing_else_is_wrong() -> None:
+    silent = report(0, changed_s=90.0)
+    assert view(silent, report(1)).is_late
+    assert view(silent, report(1, changed_s=90.0)).is_late
+    assert not view(report(0), report(1)).is_late
+    assert not view(silent, report(1, connected=False)).is_late
+    assert not view(silent, report(1, phase=common_pb2.PHASE_ORPHANED)).is_late
+    assert not view(silent).is_late, "rank 1 has never joined"

@@ -169,16 +169,19 @@ def verdict_of(
     pause: PauseWord,
     firing: Sequence[Alert],
     watches: Sequence[Watch] = (),
+    is_late: bool = False,
 ) -> Verdict:
     """The verdict on a job. `reason` is why its `state` is not ok; `watches` is all that could be
-    watched, in the order in which it is told of."""
+    watched, in the order in which it is told of; `is_late`: the reason is that reports are late,
+    which on a busy machine they are: it is told, and is no trouble before the alert of a rank that
+    is not heard of fires."""
     if state is State.ENDED:
         return _verdict("ended", reason if reason else "the training has ended", watches)
     # The alert of a rank that hangs or lost its trainer says more than the rank's state.
     if firing:
         return _of_alerts(worst_first(firing), state, watches)
     if state in (State.DOWN, State.DEGRADED):
-        return _verdict(state.value, reason, watches)
+        return _verdict("running" if is_late else state.value, reason, watches)
     if pause is not PauseWord.RUNNING:
         return _verdict("paused", "training is paused on request", watches)
     if state is State.STARTING:

@@ -14,7 +14,7 @@ from paramd.errors import ParamdError, UsageError
 from paramd.mesh.edits.calls import Mark, PauseWord
 from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import kept
-from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.health import Verdict, verdict_of
 from paramd_service.control.alerts.looks import Look
 from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S
@@ -144,16 +144,22 @@ class Watchers:
 
 
 def verdict_on(
-    watcher: Watcher | None, *, state: MeshState, reason: str, pause: PauseWord
+    watcher: Watcher | None,
+    *,
+    state: MeshState,
+    reason: str,
+    pause: PauseWord,
+    is_late: bool = False,
 ) -> Verdict:
     """The verdict on a job by its watcher; see `verdict_of`. None: it has none, as a job whose
-    records alone are shown."""
+    records alone are shown, and nobody would tell of ranks that are not heard of."""
     return verdict_of(
         state=state,
         reason=reason,
         pause=pause,
         firing=watcher.book.firing if watcher is not None else (),
         watches=watcher.watches() if watcher is not None else (),
+        is_late=is_late and watcher is not None and watcher.config.looks_for(Rule.STALE_RANK),
     )
 
 

@@ -157,6 +157,13 @@ class MeshView:
         return tuple(rank for rank in self.ranks if not rank.connected)
 
     @property
+    def is_late(self) -> bool:
+        """Whether all that is wrong is that reports of some ranks are late."""
+        late = [rank for rank in self.ranks if rank.membership is Membership.SILENT]
+        well = sum(rank.state is State.OK for rank in self.ranks)
+        return bool(late) and len(late) + well == len(self.ranks)
+
+    @property
     def highest_boundary(self) -> int:
         """Highest boundary request that any joined rank was ever ready for."""
         return max((report.state.ready_boundary for report in self.joined), default=0)

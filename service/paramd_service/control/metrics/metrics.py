@@ -243,7 +243,9 @@ def _alert_metrics(watchers: Watchers, views: Sequence[tuple[str, MeshView]]) ->
     for job, view in views:
         current = watchers.get(job)
         pause = pause_word(view.joined)
-        verdict = verdict_on(current, state=view.state, reason=view.reason, pause=pause)
+        verdict = verdict_on(
+            current, state=view.state, reason=view.reason, pause=pause, is_late=view.is_late
+        )
         health += [((job, word), word == verdict.word) for word in WORDS]
     yield _family(Gauge, "paramd_job_health", "1 at a job's present health", "job health", health)
 

@@ -182,6 +182,7 @@ def verdict_of_job(services: Services, mesh: Incarnation) -> VerdictDocument:
             state=view.state,
             reason=reason_of(mesh, view),
             pause=pause_word(view.joined),
+            is_late=view.is_late,
         )
     )
 
@@ -192,7 +193,9 @@ def summary_of(services: Services, mesh: Incarnation, view: MeshView) -> JobSumm
     joined = view.joined
     critical = sum(alert.severity == Severity.CRITICAL for alert in firing)
     reason, pause = reason_of(mesh, view), pause_word(joined)
-    verdict = verdict_on(watcher, state=view.state, reason=reason, pause=pause)
+    verdict = verdict_on(
+        watcher, state=view.state, reason=reason, pause=pause, is_late=view.is_late
+    )
     return JobSummary(
         job=mesh.job,
         incarnation=mesh.number,

@@ -1,5 +1,9 @@
 """Pins against a real sidecar: one step always, shared, leased, bounded."""
 
+import time
+from contextlib import closing
+from itertools import count
+
 import grpc
 import pytest
 
@@ -8,6 +12,7 @@ from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer
 from tests.integration.sidecar_process import Client, client_of, values_of
+from tests.integration.test_sidecar_streams import Stream, granted
 
 
 def capture(
@@ -86,6 +91,34 @@ def test_a_request_that_is_not_agreed_is_withdrawn(trainer: FakeTrainer) -> None
         assert trainer.page[Word.READY] == trainer.page[Word.AGREED] == 0
         trainer.settings.agrees = True
         assert capture(client, 8, prepared.snapshot_id).captured
+    trainer.finish()
+
+
+def test_a_snapshot_is_not_filled_again_between_a_grant_and_its_stream(
+    trainer: FakeTrainer,
+) -> None:
+    """The grant tells of one boundary; a second filling would send the bytes of another."""
+    trainer.settings.constant_s = 0.2
+    trainer.start()
+    with client_of(trainer, Role.CONTROL) as client:
+        numbers, until_s = count(1), time.monotonic() + 60
+
+        def filled(snapshot_id: str) -> None:
+            # A busy host may be late for a boundary.
+            while not capture(client, next(numbers), snapshot_id).captured:
+                assert time.monotonic() < until_s
+
+        snapshot_id = client.pin(at_boundary=True).snapshot_id
+        filled(snapshot_id)
+        grant = granted(client, snapshot_id)
+        refused = ""
+        try:
+            filled(snapshot_id)
+        except grpc.RpcError as error:
+            refused = error.details()
+        with closing(Stream(grant, 0, trainer.settings.arena_bytes)) as stream:
+            assert values_of(stream.accepted().read()) == {grant.header.step}
+        assert "in use by another request" in refused
     trainer.finish()
 
 

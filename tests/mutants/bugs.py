@@ -30,6 +30,11 @@ def planted(file: str, *tests: str) -> Callable[[str, str, str], Bug]:
     return lambda name, old, new: Bug(name=name, file=file, old=old, new=new, tests=tests)
 
 
+BOUNDARY = planted(CLIENT + "trainer/boundary/boundary.py", "unit/trainer/test_boundary.py")
+BOUNDARIES = planted(SIDECAR + "boundaries.py", "integration/test_sidecar_pins.py")
+GRADIENTS = planted(
+    CLIENT + "trainer/boundary/gradients.py", "unit/trainer/test_gradient_capture.py"
+)
 GATE = planted(
     CLIENT + "memory/gate.py",
     "unit/memory/test_gate.py",
@@ -134,6 +139,26 @@ BUGS = (
         "tensors whose `.data` was replaced seem unchanged at a glance",
         "            and take(self._inner).tobytes() == self._inner_words\n",
         "",
+    ),
+    BOUNDARY(
+        "buffers that a forward has changed are copied as those of the step before",
+        "self._acting.buffers_fit = keeps or not (self._ran_ahead and self._meets_forwards)",
+        "self._acting.buffers_fit = True",
+    ),
+    BOUNDARIES(
+        "a snapshot that somebody was told the boundary of is filled at another one",
+        " or snapshot.tainted or snapshot.shown:",
+        " or snapshot.tainted:",
+    ),
+    GRADIENTS(
+        "a parameter transposed in its memory shows its gradient as the memory has it",
+        "if found is not None and (offset is None or not _is_home(shard, found[shard.fqn])):",
+        "if found is not None and offset is None:",
+    ),
+    WATCH(
+        "a parameter may change its shape in its own memory",
+        "        if glance is not None and not all(_has(*one) for one in self._glanced_forms):\n",
+        "        if False:\n",
     ),
     WATCH(
         "a parameter in another's place and memory is not watched",

@@ -61,6 +61,7 @@ class NoGradient(IntEnum):
     PLACEMENT = 3
     UNSUPPORTED = 4
     FROZEN = 5
+    CHANGED = 6
 
 
 class NoFrame(IntEnum):

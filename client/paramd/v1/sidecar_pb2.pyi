@@ -52,6 +52,7 @@ class _NoGradientEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     NO_GRADIENT_PLACEMENT: _NoGradient.ValueType  # 3
     NO_GRADIENT_UNSUPPORTED: _NoGradient.ValueType  # 4
     NO_GRADIENT_FROZEN: _NoGradient.ValueType  # 5
+    NO_GRADIENT_CHANGED: _NoGradient.ValueType  # 6
 
 class NoGradient(_NoGradient, metaclass=_NoGradientEnumTypeWrapper): ...
 
@@ -61,6 +62,7 @@ NO_GRADIENT_OTHER_OPTIMIZER: NoGradient.ValueType  # 2
 NO_GRADIENT_PLACEMENT: NoGradient.ValueType  # 3
 NO_GRADIENT_UNSUPPORTED: NoGradient.ValueType  # 4
 NO_GRADIENT_FROZEN: NoGradient.ValueType  # 5
+NO_GRADIENT_CHANGED: NoGradient.ValueType  # 6
 global___NoGradient = NoGradient
 
 class _BoundaryAction:

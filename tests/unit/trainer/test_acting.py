@@ -22,6 +22,8 @@ from paramd.memory.gate import TrainerGate
 from paramd.trainer.boundary.agreement import CAPTURE, EDIT, RESUME, Request, Round
 from paramd.trainer.boundary.hold import MOST_MISSED, BoundaryHandler, HoldState
 from paramd.trainer.home.moving import BufferChangedError
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.copying.page_requests import fate_of
 
 
 @pytest.fixture
@@ -78,6 +80,7 @@ def acting(
         passes=lambda *, wanted: False,
         collect=collect,
         exchange=exchange,
+        finish=lambda: None,
         launch=launch,
     )
     nothing: Any = SimpleNamespace(
@@ -242,6 +245,19 @@ def test_an_edit_agreed_on_within_a_forward_of_fsdp_is_applied_after_it(
         handler.at_boundary(True)
         handler.at_boundary(True)
         assert found == ["edit 3", "gathered"]
+
+
+def test_an_edit_that_a_detach_leaves_postponed_is_told_as_failed(
+    page: ControlPage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its sidecar, which is asked for the edit's fate, would find it agreed on for ever."""
+    found: list[str] = []
+    handler = acting(page, Applying(found), alone=False, copied=found, computes=lambda: True)
+    handler._hear(Round(Request(3, 5, EDIT, 0), True), True)
+    assert fate_of(page.words, 3, ended=False) == pb.BOUNDARY_FATE_AGREED
+    handler.close()
+    assert fate_of(page.words, 3, ended=False) == pb.BOUNDARY_FATE_TORN
+    assert (found, "edit 3 is not applied" in caplog.text) == ([], True)
 
 
 def test_an_edit_that_others_have_applied_already_is_not_applied_at_a_later_step(

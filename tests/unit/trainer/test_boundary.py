@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+from paramd.layout.types import TensorKind
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import (
     Changed,
@@ -32,7 +33,7 @@ from paramd.memory.control_page import (
 from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step, copy_at_rest
 from paramd.memory.handover import Descriptors
 from paramd.trainer.attaching.checks import changes_in_forward
-from paramd.trainer.boundary.agreement import Agreement, Request
+from paramd.trainer.boundary.agreement import CAPTURE, Agreement, Request
 from paramd.trainer.boundary.boundary import LEFT_AT_REST, MOST_SEARCHES, PROBATION, Boundary
 from paramd.trainer.boundary.signals import Signals
 from paramd.trainer.home import moving
@@ -818,6 +819,35 @@ def test_a_model_is_served_again_at_the_next_boundary_once_its_pruning_is_remove
     assert int((bench.model[0].weight == 0).sum()) == WIDTH * WIDTH // 2
 
 
+CHANGES_OF_SHAPE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda data: data.t(),
+    "shorter": lambda data: data[: WIDTH // 2],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_SHAPE.values(), ids=CHANGES_OF_SHAPE)
+def test_a_parameter_of_another_shape_in_its_own_memory_is_not_served(
+    make: Make, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+    weight = bench.model[0].weight
+    before = weight.data
+    weight.data = change(before)
+    optimizer.zero_grad()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.model[0], "forward", lambda batch: batch)
+        bench.forward_backward()
+    assert not bench.settled
+    assert "'0.weight' was float32" in unserved_reason(bench.page)
+    assert "attachment.refresh()" in unserved_reason(bench.page)
+    weight.data = before
+    optimizer.step()
+    bench.forward_backward()
+    assert unserved_reason(bench.page) == ""
+
+
 def _clamped(bench: Bench, _: torch.optim.Optimizer) -> None:
     for parameter in bench.model.parameters():
         parameter.data = parameter.data.clamp(-1, 1)
@@ -1067,6 +1097,53 @@ def test_a_block_that_raised_keeps_its_label_while_samples_differ(
     bench.boundary.leave()
     # A process that ends here leaves the training's weights, or none that anyone takes for them.
     assert bench.settled is restores
+
+
+class Counting(nn.Linear):
+    """Its buffer counts forwards, as a batch norm's does."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(batch)
+
+
+def test_buffers_are_copied_only_where_they_are_of_the_parameters_step() -> None:
+    """A capture is agreed on right after a forward that was no boundary: at the next update."""
+    bench = Bench(Counting())
+    page, words = bench.page, bench.page.words
+    optimizer, batch = _sgd(bench), torch.ones(1, WIDTH)
+    (at,) = (begin for shard, begin in bench.home._placed(TensorKind.BUFFER))
+
+    def armed(number: int) -> None:
+        words[Word.BUFFERS_WANTED], words[Word.TOKEN] = number, 7 * number
+        words[Word.ACTION], words[Word.READY] = CAPTURE, number
+
+    def copied(number: int) -> float | None:
+        """The buffer that the sidecar takes for the request; None: the request was missed."""
+        assert page[Word.AGREED] == number
+        if (page[Word.BUFFERS_FOR], page[Word.BUFFERS_STEP]) != (number, page[Word.AGREED_STEP]):
+            return None
+        return torch.frombuffer(bench.arena.buffer, dtype=torch.float32, offset=at, count=1).item()
+
+    for _ in range(3):
+        bench.model(batch).sum().backward()
+        optimizer.step()
+    bench.model.eval()
+    armed(1)
+    bench.model(batch)
+    # The state of step 3 is settled here, and the buffers are of step 4 already.
+    optimizer.step()
+    assert page[Word.AGREED_STEP] == 3
+    assert copied(1) in (None, 3.0)
+    bench.model.train()
+    armed(2)
+    bench.model(batch)
+    assert (page[Word.AGREED_STEP], copied(2)) == (4, 4.0)
+    bench.close()
 
 
 def test_buffers_of_a_boundary_that_a_forward_has_run_ahead_of_are_not_those_of_its_step() -> None:

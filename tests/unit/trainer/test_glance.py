@@ -9,6 +9,7 @@ from torch import nn
 from paramd.trainer.home import watch
 from paramd.trainer.home.watch import (
     CHANGES,
+    SHAPE_COUNT,
     Glance,
     Places,
     Watch,
@@ -68,6 +69,9 @@ LEAVING: dict[str, Callable[[nn.Linear], object]] = {
     "set to None": lambda layer: layer._parameters.update(weight=None),
     "other data": _other_data,
     "another place": lambda layer: setattr(layer.weight, "data", layer.weight.data[1:]),
+    "shorter": lambda layer: setattr(layer.weight, "data", layer.weight.data[:2]),
+    "transposed": lambda layer: setattr(layer.weight, "data", layer.weight.data.t()),
+    "another shape": lambda layer: setattr(layer.weight, "data", layer.weight.data.view(-1)),
     "another type": lambda layer: layer.to(torch.bfloat16),
     "swapped": lambda layer: torch.utils.swap_tensors(
         layer.weight, nn.Parameter(torch.zeros(WIDTH, WIDTH))
@@ -86,6 +90,26 @@ def test_a_parameter_that_leaves_is_named_at_the_next_look(model: nn.Module, how
     assert "1.weight" in watch.look(), "also when it is asked again"
     watch.close()
     model[1].weight = nn.Parameter(torch.zeros(1))  # memory that is shared has a descriptor
+
+
+@pytest.mark.parametrize("how", ["shorter", "transposed", "another shape"])
+def test_another_thread_sees_a_changed_shape_too(model: nn.Module, how: str) -> None:
+    watch = _looked_at(model)
+    assert watch.in_place()
+    LEAVING[how](model[1])
+    assert not watch.in_place()
+    watch.close()
+
+
+def test_the_shapes_that_no_glance_sees_are_compared_in_rotation() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(SHAPE_COUNT)))
+    for layer in model:
+        layer.weight = nn.Parameter(layer.weight.detach().view(1, 2, 1, 2, 2, WIDTH))
+    watch = _looked_at(model)
+    model[-1].weight.data = model[-1].weight.data.transpose(1, 3)
+    looks = [watch.look() for _ in range(2)]
+    assert [f"{SHAPE_COUNT - 1}.weight"] in looks
+    watch.close()
 
 
 def test_a_parameter_of_another_class_is_watched_too(model: nn.Module) -> None:

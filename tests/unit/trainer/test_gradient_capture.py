@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paramd.layout.types import Box
 from paramd.memory.control_page import Word, in_time
 from paramd.memory.gradient_program import NoFrame, NoGradient, Notes, Slot, read_no_frame
 from paramd.trainer.boundary.boundary import MOST_SEARCHES, PROBATION
@@ -33,6 +34,7 @@ class Read(Bench):
             self.shared.gradients,
             arena_bytes=self.arena.size_bytes,
             pieces=self.home.pieces,
+            departed=self.home.departed,
             lossless_budget_ns=0,
         )
         self.capture.iteration = self.boundary.iteration
@@ -58,9 +60,13 @@ class Read(Bench):
             if begin in why:
                 found[shard.fqn] = why[begin]
                 continue
-            numel = shard.tensor.numel()
-            flat = torch.frombuffer(room, dtype=torch.float32, count=numel, offset=begin)
-            found[shard.fqn] = flat.clone().view(shard.shape)
+            piece, region = shard.tensor, shard.region
+            flat = torch.frombuffer(room, dtype=torch.float32, count=piece.numel(), offset=begin)
+            whole = found.setdefault(shard.fqn, torch.full(shard.shape, torch.nan))
+            assert isinstance(whole, torch.Tensor)
+            assert isinstance(region, Box)
+            at = tuple(slice(b, e) for b, e in zip(region.begin, region.end, strict=True))
+            whole[at] = flat.as_strided(piece.shape, piece.stride())
         self.arm()
         return found
 
@@ -500,15 +506,70 @@ def test_parameters_that_are_not_in_their_place_yet_have_gradients(make: Make) -
     assert bench.home.check(), "the case has become another one"
 
 
-def test_a_parameter_that_was_replaced_by_another_shape_has_no_gradient(make: Make) -> None:
+FORMS: dict[str, Callable[[], torch.Tensor]] = {
+    "row-major": lambda: torch.ones(WIDTH, WIDTH),
+    "transposed": lambda: torch.ones(WIDTH, WIDTH).t(),
+    "every other row": lambda: torch.ones(2 * WIDTH, WIDTH)[::2],
+    "every other column": lambda: torch.ones(WIDTH, 2 * WIDTH)[:, ::2],
+}
+"""How a parameter lies in memory; the last two are in several pieces."""
+
+
+@pytest.mark.parametrize("after", FORMS)
+@pytest.mark.parametrize("before", FORMS)
+def test_gradients_of_a_parameter_in_other_strides_are_shown(
+    make: Make, before: str, after: str
+) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[0].weight = nn.Parameter(FORMS[before]())
+    bench = make(model)
+    window = nn.Module()
+    # Also of an update after the boundary that cannot bring it back.
+    for _ in range(2):
+        model[0].weight = nn.Parameter(FORMS[after]())
+        Closure(bench)()
+        bench.boundary.begin(window)
+        bench.boundary.end(window)
+        assert same(bench.frame(), bench.consumed())
+
+
+def test_gradients_of_a_parameter_transposed_in_its_own_memory_are_its_own(make: Make) -> None:
+    bench = make()
+    optimizer = torch.optim.SGD(bench.model.parameters(), lr=0.01)
+    for _ in range(2):
+        Closure(bench)()
+        optimizer.step()
+        assert same(bench.frame(), bench.consumed())
+        bench.model[0].weight.data = bench.model[0].weight.data.t()
+        optimizer.zero_grad()
+
+
+def test_a_module_in_place_of_another_shows_its_own_gradients(make: Make) -> None:
     bench = make()
     window = nn.Module()
-    bench.model[0].weight = nn.Parameter(torch.ones(2 * WIDTH, WIDTH)[::2])
+    bench.train(torch.optim.SGD(bench.model.parameters(), lr=0.01))
+    bench.arm()
+    # The weight of the first cannot be brought back, so the arena's plan keeps the old module.
+    bench.model[0] = nn.Linear(WIDTH, WIDTH)
+    bench.model[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH).t())
+    for _ in range(2):
+        Closure(bench)()
+        bench.boundary.begin(window)
+        bench.boundary.end(window)
+        assert same(bench.frame(), bench.consumed())
+
+
+def test_a_parameter_of_another_shape_has_no_gradient(make: Make) -> None:
+    bench = make()
+    window = nn.Module()
+    bench.model[1].weight = nn.Parameter(torch.ones(2 * WIDTH, WIDTH))
+    bench.model[1].bias = None
     Closure(bench)()
     bench.boundary.begin(window)
     bench.boundary.end(window)
     frame = bench.frame()
-    assert frame.pop("0.weight") is NoGradient.UNSUPPORTED
+    assert frame.pop("1.weight") is NoGradient.CHANGED
+    assert frame.pop("1.bias") is NoGradient.CHANGED
     assert all(isinstance(found, torch.Tensor) for found in frame.values())
 
 

@@ -50,6 +50,10 @@ REASONS: Final = {
     pb.NO_GRADIENT_PLACEMENT: "its placement differs from its parameter's",
     pb.NO_GRADIENT_FROZEN: "it requires no gradient",
     pb.NO_GRADIENT_UNSUPPORTED: "it is not a dense tensor that fits its parameter",
+    pb.NO_GRADIENT_CHANGED: (
+        "its parameter has another name, shape, dtype or placement now; attachment.refresh() "
+        "serves it"
+    ),
 }
 
 MAX_ITEMS = 20_000

@@ -463,6 +463,7 @@ class Stages(Discovering):
                 shared.gradients,
                 arena_bytes=home.arena_bytes,
                 pieces=home.pieces,
+                departed=home.departed,
                 lossless_budget_ns=round(self._settings.lossless_budget_ms * 1e6),
                 partitioned=model in partitions.declared,
             ),

@@ -867,15 +867,15 @@ class Boundary:
                 "optimizer's step into attachment.update(), which settles it outside of the call"
             )
             return False
+        if self.gradients is not None:
+            # Replaced parameters need no memory, and would get some for whoever still has them.
+            self.gradients.forget_plans()
         if self._patience and not set(left) < self._refused:
             # Finding every user of the memory takes tens of milliseconds: back off, unless some of
             # what was refused is in place again.
             self._patience -= 1
             return False
         self._refused = set(left)
-        if self.gradients is not None:
-            # Replaced parameters need no memory, and would get some for whoever still has them.
-            self.gradients.forget_plans()
         begin_ns = time.monotonic_ns()
         if self._done > self._moved_at + 1:
             self._moved = self._searched = 0

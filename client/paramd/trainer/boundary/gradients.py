@@ -14,7 +14,8 @@ since, are never shown under the update's number.
 
 A gradient has the geometry of its parameter's local memory: an element has the same offset in
 both. So a piece is one memmove, unless the gradient's dtype, strides or placement differ from
-its parameter's.
+its parameter's, or the parameter was replaced by one in other memory: then its elements are found
+by their global indices.
 
 Optimizers that step within the backward free some gradients before others exist: their
 updates have no gradient frame, and readers learn that it was left out.
@@ -25,14 +26,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paramd.layout.types import Box
+from paramd.layout.types import Box, Region, intersection
 from paramd.memory.control_page import ControlPage, Word, in_time
 from paramd.memory.descriptors import SparseMemory, wake
 from paramd.memory.gradient_program import (
@@ -51,9 +52,10 @@ from paramd.memory.handover import GRADIENT_SLOTS
 from paramd.trainer.boundary.signals import backward_id, members
 from paramd.trainer.home.mirrored import finish_copies
 from paramd.trainer.home.moving import address, extent
-from paramd.trainer.model.dtensor import describe, is_dtensor, leaf_of, split
+from paramd.trainer.model.dtensor import is_dtensor, leaf_of, split
 from paramd.trainer.model.flatten import wait_for_gradient
 from paramd.trainer.model.local_shard import LocalShard
+from paramd.trainer.model.local_shard import Slot as Place
 from paramd.trainer.model.plain import has_plain_memory
 
 if TYPE_CHECKING:
@@ -72,6 +74,18 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Elements of a piece, and their place in the memory of a parameter that was replaced."""
+
+    at: tuple[slice, ...]
+    """In the piece."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    """First element in the parameter's local memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Wanted elements [begin, end) of one piece, counted in the piece's memory order."""
 
@@ -79,9 +93,11 @@ class Part:
     arena_begin: int
     """The piece's first byte in the arena."""
     offset: int
-    """First element of the piece in the parameter's local memory."""
+    """First element of the piece in the parameter's local memory, where that is the arena's."""
     begin: int
     end: int
+    cuts: tuple[Cut, ...] = ()
+    """Where the elements are otherwise."""
 
 
 @dataclass(slots=True)
@@ -99,6 +115,8 @@ class Source:
         """Compute the moves once all parts are added, joining adjacent ones."""
         size = self.local.itemsize
         for part in self.parts:
+            if part.cuts:
+                continue
             move = (
                 part.arena_begin + part.begin * size,
                 (part.offset + part.begin) * size,
@@ -112,11 +130,18 @@ class Source:
             self.moves.append(move)
 
 
-def find_sources(pieces: Pieces, spans: Spans, owner: object) -> tuple[list[Source], list[Note]]:
+Found = Mapping[str, Sequence[LocalShard]]
+"""The shards that the model has now, by name."""
+
+
+def find_sources(
+    pieces: Pieces, spans: Spans, owner: object, found: Found | None = None
+) -> tuple[list[Source], list[Note]]:
     """The parameters to copy from when `owner` updates, and notes on the others.
 
     `spans`: wanted bytes of the arena, sorted, not overlapping. An `owner` that is no optimizer
-    means all parameters.
+    means all parameters. `found`: None if all parameters are in place. A parameter that was
+    replaced gets its place in the arena at a later boundary.
     """
     params = _params_of(owner)
     sources: dict[int, Source] = {}
@@ -126,7 +151,10 @@ def find_sources(pieces: Pieces, spans: Spans, owner: object) -> tuple[list[Sour
         wanted = list(_wanted(shard, begin, spans))
         if not wanted:
             continue
-        own = leaf_of(shard.slot.tensor())
+        own = _leaf_in(_slot_now(shard, found))
+        if own is None:
+            notes.append(Note(begin, NoGradient.CHANGED))
+            continue
         param = own if params is None else params.get(id(own), params.get(_pointer(own)))
         if param is None:
             why = NoGradient.OTHER_OPTIMIZER if own.requires_grad else NoGradient.FROZEN
@@ -139,14 +167,101 @@ def find_sources(pieces: Pieces, spans: Spans, owner: object) -> tuple[list[Sour
             local, spec = split(param)
             sources[id(param)] = Source(param, local.detach(), spec)
         source = sources[id(param)]
-        offset = _offset(shard, source)
-        if offset is None:
-            notes.append(Note(begin, NoGradient.UNSUPPORTED))
+        offset = _offset(shard, source.local)
+        cuts: tuple[Cut, ...] | None = ()
+        if found is not None and (offset is None or not _is_home(shard, found[shard.fqn])):
+            offset, cuts = 0, _cuts(shard, source.local, found[shard.fqn])
+        if offset is None or cuts is None:
+            notes.append(Note(begin, NoGradient.CHANGED))
             continue
-        source.parts.extend(Part(shard, begin, offset, low, high) for low, high in wanted)
+        source.parts.extend(Part(shard, begin, offset, low, high, cuts) for low, high in wanted)
     for source in sources.values():
         source.close()
     return list(sources.values()), notes
+
+
+def _slot_now(shard: LocalShard, found: Found | None) -> Place | None:
+    if found is None:
+        return shard.slot
+    # A module that was replaced has a table of its own.
+    shards = found.get(shard.fqn)
+    return shards[0].slot if shards else None
+
+
+def _leaf_in(slot: Place | None) -> torch.Tensor | None:
+    """The tensor with the gradient of a slot; None if the slot has no tensor any more."""
+    value = slot.owner.get(slot.key) if slot is not None else None
+    return leaf_of(value) if isinstance(value, torch.Tensor) else None
+
+
+def _offset(shard: LocalShard, local: torch.Tensor) -> int | None:
+    """The piece's first element in its parameter's local memory; None: it is not there."""
+    inner, outer = extent(shard.tensor), extent(local)
+    if outer.begin <= inner.begin and inner.end <= outer.end:
+        return (inner.begin - outer.begin) // shard.tensor.itemsize
+    return None
+
+
+def _is_home(shard: LocalShard, found: Sequence[LocalShard]) -> bool:
+    """Whether the model has this piece where the arena has it, with the same strides."""
+    own = extent(shard.tensor), shard.tensor.stride()
+    return any(
+        one.region == shard.region and (extent(one.tensor), one.tensor.stride()) == own
+        for one in found
+    )
+
+
+def _cuts(
+    shard: LocalShard, local: torch.Tensor, found: Sequence[LocalShard]
+) -> tuple[Cut, ...] | None:
+    """The place in `local` of each element of a piece; None: it does not have them all."""
+    cuts: list[Cut] = []
+    numel = 0
+    for one in found:
+        if (one.dtype, one.shape) != (shard.dtype, shard.shape):
+            return None
+        common = _common(shard.region, one.region)
+        if common is None:
+            continue
+        first = _first_in(local, one)
+        if first is None:
+            return None
+        corner, theirs, strides = _begin(shard.region), _begin(one.region), one.tensor.stride()
+        steps = zip(common.begin, theirs, strides, strict=True)
+        bounds = zip(common.begin, common.end, corner, strict=True)
+        cuts.append(
+            Cut(
+                tuple(slice(begin - at, end - at) for begin, end, at in bounds),
+                common.sizes,
+                strides,
+                first + sum((begin - at) * stride for begin, at, stride in steps),
+            )
+        )
+        numel += common.numel
+    return tuple(cuts) if numel == shard.region.numel else None
+
+
+def _common(one: Region, other: Region) -> Box | None:
+    if isinstance(one, Box) and isinstance(other, Box):
+        return intersection(one, other)
+    if isinstance(one, Box) or isinstance(other, Box):
+        return None
+    return intersection(Box((one.begin,), (one.end,)), Box((other.begin,), (other.end,)))
+
+
+def _begin(region: Region) -> tuple[int, ...]:
+    return region.begin if isinstance(region, Box) else (region.begin,)
+
+
+def _first_in(local: torch.Tensor, shard: LocalShard) -> int | None:
+    """The shard's first element in `local`, or in a tensor of the same form that stands for it."""
+    inner, form = extent(shard.tensor), (local.dtype, local.shape, local.stride())
+    for whole in (local, *shard.holders):
+        outer = extent(whole)
+        inside = outer.begin <= inner.begin and inner.end <= outer.end
+        if inside and (whole.dtype, whole.shape, whole.stride()) == form:
+            return (inner.begin - outer.begin) // local.itemsize
+    return None
 
 
 def _params_of(owner: object) -> dict[int, torch.Tensor] | None:
@@ -163,30 +278,10 @@ def _shared_begins(pieces: Pieces) -> set[int]:
     seen: dict[int, torch.Tensor] = {}
     found: set[int] = set()
     for shard, begin in pieces:
-        tensor = shard.slot.tensor()
-        if seen.setdefault(begin, tensor) is not tensor:
+        tensor = shard.slot.owner.get(shard.slot.key)
+        if isinstance(tensor, torch.Tensor) and seen.setdefault(begin, tensor) is not tensor:
             found.add(begin)
     return found
-
-
-def _offset(shard: LocalShard, source: Source) -> int | None:
-    """The piece's first element in its parameter's local memory; None: this cannot be told.
-
-    A parameter that was replaced gets its place in the arena at a later boundary. Until then its
-    own memory says where its elements are, if the piece is all that this rank has of it.
-    """
-    piece, local = shard.tensor, source.local
-    inner, outer = extent(piece), extent(local)
-    if outer.begin <= inner.begin and inner.end <= outer.end:
-        return (address(piece) - address(local)) // piece.itemsize
-    placement = "replicated" if source.spec is None else describe(source.spec)
-    alike = (piece.dtype, piece.shape, piece.stride(), shard.placement) == (
-        local.dtype,
-        local.shape,
-        local.stride(),
-        placement,
-    )
-    return 0 if alike else None
 
 
 def _pointer(param: torch.Tensor) -> int:
@@ -282,7 +377,8 @@ def _copy_local(
     if not has_plain_memory(grad) or not torch.can_cast(grad.dtype, local.dtype):
         return _none(source, NoGradient.UNSUPPORTED)
     if grad.shape != local.shape:
-        return _none(source, NoGradient.UNSUPPORTED)
+        changed = split(source.param)[0].shape != local.shape
+        return _none(source, NoGradient.CHANGED if changed else NoGradient.UNSUPPORTED)
     grad = grad.detach()
     if grad.stride() != local.stride():
         strided = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device="cpu")
@@ -293,12 +389,17 @@ def _copy_local(
             ctypes.memmove(room.address + to, begin + at, length)
     else:
         for part in source.parts:
+            if part.cuts:
+                continue
             numel = part.end - part.begin
             at = int(grad.storage_offset()) + part.offset + part.begin
             target, piece = _target(part, local.dtype, room), grad.as_strided((numel,), (1,), at)
             target.copy_(piece, non_blocking=divisor == 1)
             if divisor != 1:
                 target.div_(divisor)
+    for part in source.parts:
+        if part.cuts:
+            _copy_cuts(part, grad, room, divisor, local.dtype)
     return [] if group == 0 else [Note(begin, 0, group) for begin in begins(source)]
 
 
@@ -312,11 +413,34 @@ def _copy_slices(source: Source, whole: torch.Tensor, room: Room) -> list[Note]:
         if not isinstance(box, Box):
             return _none(source, NoGradient.PLACEMENT)
         cut = whole.detach()[tuple(slice(b, e) for b, e in zip(box.begin, box.end, strict=True))]
-        shape, strides = part.shard.tensor.shape, part.shard.tensor.stride()
-        piece = torch.empty_strided(shape, strides, dtype=local.dtype, device="cpu").copy_(cut)
-        flat = piece.as_strided((piece.numel(),), (1,))
-        _target(part, local.dtype, room).copy_(flat[part.begin : part.end])
+        piece = _empty_piece(part, local.dtype).copy_(cut)
+        _put(part, piece, room)
     return []
+
+
+def _copy_cuts(
+    part: Part, grad: torch.Tensor, room: Room, divisor: int, dtype: torch.dtype
+) -> None:
+    """Copy a part of a parameter in other memory: the piece is put together as it is in the arena.
+
+    `grad` has the sizes and strides of the parameter's local tensor.
+    """
+    piece, begin = _empty_piece(part, dtype), int(grad.storage_offset())
+    for cut in part.cuts:
+        piece[cut.at].copy_(grad.as_strided(cut.shape, cut.strides, begin + cut.offset))
+    if divisor != 1:
+        piece.div_(divisor)
+    _put(part, piece, room)
+
+
+def _empty_piece(part: Part, dtype: torch.dtype) -> torch.Tensor:
+    shape, strides = part.shard.tensor.shape, part.shard.tensor.stride()
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+def _put(part: Part, piece: torch.Tensor, room: Room) -> None:
+    flat = piece.as_strided((piece.numel(),), (1,))
+    _target(part, piece.dtype, room).copy_(flat[part.begin : part.end])
 
 
 def _target(part: Part, dtype: torch.dtype, room: Room) -> torch.Tensor:
@@ -352,8 +476,9 @@ class _Plan:
     digest: int
     owner: object
     """Kept alive so that its id is not reused."""
-    pieces: Pieces
-    served: list[torch.Tensor]
+    slots: list[Place | None]
+    """Of each piece, when the plan was made."""
+    served: list[torch.Tensor | None]
     """The tensor of each piece that has the gradient."""
     updated: list[torch.Tensor]
     """The owner's parameters."""
@@ -369,8 +494,14 @@ class _Plan:
         """
         if self.version != version:
             return False
-        served = (leaf_of(shard.slot.tensor()) for shard, _ in self.pieces)
-        return _are(served, self.served) and _are(_listed(owner), self.updated)
+        return _are(map(_leaf_in, self.slots), self.served) and _are(_listed(owner), self.updated)
+
+
+def _by_name(shards: Sequence[LocalShard]) -> Found | None:
+    found: dict[str, list[LocalShard]] = {}
+    for shard in shards:
+        found.setdefault(shard.fqn, []).append(shard)
+    return found or None
 
 
 def _listed(owner: object) -> Iterator[torch.Tensor]:
@@ -379,7 +510,7 @@ def _listed(owner: object) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _are(found: Iterator[torch.Tensor], known: list[torch.Tensor]) -> bool:
+def _are(found: Iterator[torch.Tensor | None], known: Sequence[torch.Tensor | None]) -> bool:
     return all(one is other for one, other in zip_longest(found, known))
 
 
@@ -408,16 +539,17 @@ class GradientCapture:
         *,
         arena_bytes: int,
         pieces: Callable[[], Pieces],
+        departed: Callable[[], Sequence[LocalShard]],
         lossless_budget_ns: int,
         partitioned: bool = False,
     ) -> None:
-        """`descriptor` is the gradient memory's; `pieces` is called once per plan. `partitioned`:
-        an integration shows the gradients of its whole update, and the optimizers within step
-        through its partitions.
+        """`descriptor` is the gradient memory's; `pieces` and `departed` are those of
+        `ParameterStorage`, called once per plan. `partitioned`: an integration shows the gradients
+        of its whole update, and the optimizers within step through its partitions.
         """
         self._words = page.words
         self._wake_descriptor = wake_descriptor
-        self._pieces = pieces
+        self._pieces, self._departed = pieces, departed
         self._budget_ns = lossless_budget_ns
         self._partitioned = partitioned
         self._memory = SparseMemory(descriptor)
@@ -614,15 +746,16 @@ class GradientCapture:
         if program is None:
             return None
         version, spans = program
-        pieces = self._pieces()
-        sources, notes = find_sources(pieces, spans, owner)
+        pieces, present = self._pieces(), _by_name(self._departed())
+        sources, notes = find_sources(pieces, spans, owner, present)
+        slots = [_slot_now(shard, present) for shard, _ in pieces]
         found = dict.fromkeys(source.local.device for source in sources)
         plan = _Plan(
             version,
             digest_of_spans(spans),
             owner,
-            pieces,
-            [leaf_of(shard.slot.tensor()) for shard, _ in pieces],
+            slots,
+            [_leaf_in(slot) for slot in slots],
             list(_listed(owner)),
             sources,
             notes,

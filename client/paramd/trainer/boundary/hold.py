@@ -234,8 +234,21 @@ class BoundaryHandler:
             self._carry_out(request, count, lambda: self._editor.apply(request, self._gate))
 
     def close(self) -> None:
-        """Finish the round in flight; no boundary follows."""
+        """Finish the round in flight; no boundary follows.
+
+        An edit that is still postponed is reported as failed. To apply it, all ranks would have to
+        gather parameters again, and a rank may detach alone, after an exception.
+        """
         agreement, self._agreement = self._agreement, None
+        if self._postponed is not None:
+            (request, count), self._postponed = self._postponed, None
+            log.error(
+                "paramd: edit %d is not applied on this rank, which detached before a boundary "
+                "outside of FSDP's computation",
+                request.number,
+            )
+            self._words[Word.EDIT_FAILED] = request.number
+            note_failed(self._words, count, request.number)
         if agreement is not None:
             try:
                 agreement.finish()

@@ -201,6 +201,14 @@ class ParameterStorage:
         """Parameters with elements on this rank, each with its first arena byte."""
         return self._placed(TensorKind.PARAMETER)
 
+    def departed(self) -> list[LocalShard]:
+        """The shards as the model has them now, if any is not where it belongs; none if all are.
+
+        Raises ConflictError for a tensor of a kind that cannot be served.
+        """
+        assert self._watch is not None, "move_in comes first"
+        return [] if self._watch.in_place() else find_shards(self._model)
+
     def local_layout(self, rank: int) -> LocalLayout:
         """All tensors, with this rank's pieces at their arena places."""
         tensors: dict[str, TensorLayout] = {}
@@ -417,7 +425,7 @@ class ParameterStorage:
         if changed := moving.differences(self._shards, shards):
             raise ConflictError(
                 f"parameters changed their layout in training: {_said(changed)}; "
-                "detach and attach again to serve them"
+                "attachment.refresh() serves them as they are now"
             )
         return shards
 

@@ -1,8 +1,9 @@
 """Detect parameters that left the arena, and contents that changed when none should.
 
 A look compares the module, the parameter and the address of its memory with those expected, so
-replacing a module, a parameter, its `.data` or its local tensor all show. Additions to the tree
-show through torch's registration hooks. Contents are compared by samples of the arena, and by
+replacing a module, a parameter, its `.data` or its local tensor all show. Sizes and strides are
+compared too: `p.data = p.data[:n]` and `p.data = p.data.t()` keep the address. Additions to the
+tree show through torch's registration hooks. Contents are compared by samples of the arena, and by
 version counters, a few at a time.
 
 Looking at 300 tensors and 226 tables takes Python some 40 us. A glance takes 3: it gathers the
@@ -10,7 +11,7 @@ words of memory behind those answers, and skips the look when none has changed:
 
     dict            its version: a number that rises with every change (CPython up to 3.13)
     tensor object   -> TensorImpl
-    TensorImpl      -> StorageImpl, and the offset in it
+    TensorImpl      -> StorageImpl, the offset in it, and the sizes and strides
     StorageImpl     -> memory
 
 These offsets are undocumented, so none is assumed: each is found by probing objects made for
@@ -61,6 +62,12 @@ _IMPL_WORDS, _STORAGE_WORDS = 20, 6
 _ODD_OFFSET = 4099
 """Storage offset of the probe tensor: no other of its words has this value."""
 
+_ODD_SIZES, _ODD_STRIDES = (3, 7, 11, 13, 19), (23, 29, 31, 37, 41)
+"""Sizes and strides of another one."""
+
+_INLINE_DIMS = 5
+"""Most dims whose sizes and strides lie in the TensorImpl itself."""
+
 
 class _Memory:
     """This process's memory as a numpy array of words, from address 8 on."""
@@ -83,6 +90,9 @@ class Places(NamedTuple):
     impl: int
     storage: int
     offset: int
+    sizes: int
+    """The first one; the word before it is the number of dims."""
+    strides: int
     memory: int
 
 
@@ -99,20 +109,33 @@ class Glance:
         self._tables = tables
         self._storages = [tensor.untyped_storage() for tensor in tensors]
         impls = [tensor._cdata for tensor in tensors]
+        # Of each dim, the tensors that have it.
+        having = [[t for t in tensors if t.dim() > dim] for dim in range(_INLINE_DIMS)]
+        dims = [[tensor._cdata for tensor in those] for those in having]
         storages = [storage._cdata for storage in self._storages]
         self._kept = _numbers(
             (map(id, tensors), places.impl),
             (storages, places.memory),
             (map(id, tables), places.version),
         )
-        self._inner = _numbers((impls, places.storage), (impls, places.offset))
+        self._inner = _numbers(
+            (impls, places.storage),
+            (impls, places.offset),
+            (impls, places.sizes - 1),
+            *((those, places.sizes + dim) for dim, those in enumerate(dims)),
+            *((those, places.strides + dim) for dim, those in enumerate(dims)),
+        )
         self._kept_words, self._inner_words = _read(self._kept), _read(self._inner)
         told = [*impls, *(storage.data_ptr() for storage in self._storages)]
         self._told_bytes = _WORD_BYTES * len(told)
-        offsets = [int(tensor.storage_offset()) for tensor in tensors]
-        if not self._kept_words.startswith(_bytes(told)) or self._inner_words != _bytes(
-            [*storages, *offsets]
-        ):
+        inner = [
+            *storages,
+            *(int(tensor.storage_offset()) for tensor in tensors),
+            *(tensor.dim() for tensor in tensors),
+            *(tensor.size(dim) for dim, those in enumerate(having) for tensor in those),
+            *(tensor.stride(dim) for dim, those in enumerate(having) for tensor in those),
+        ]
+        if not self._kept_words.startswith(_bytes(told)) or self._inner_words != _bytes(inner):
             raise ValueError("a tensor's memory is not laid out as expected")
 
     def same(self) -> bool:
@@ -155,6 +178,8 @@ def find_places() -> Places | None:
             impl=_place(id(tensor := _tensor()), torch.Tensor.__basicsize__ // 8, tensor._cdata),
             storage=_place(tensor._cdata, _IMPL_WORDS, tensor.untyped_storage()._cdata),
             offset=_place(tensor._cdata, _IMPL_WORDS, _ODD_OFFSET),
+            sizes=_place_of_all((shaped := _shaped())._cdata, _ODD_SIZES),
+            strides=_place_of_all(shaped._cdata, _ODD_STRIDES),
             memory=_place(
                 tensor.untyped_storage()._cdata, _STORAGE_WORDS, tensor.untyped_storage().data_ptr()
             ),
@@ -178,6 +203,21 @@ def _moved_in_its_storage(table: dict[str, Any]) -> None:
     tensor.data = torch.as_strided(tensor.data, (3,), (1,), 0)
 
 
+def _shortened(table: dict[str, Any]) -> None:
+    tensor = table["tensor"]
+    tensor.data = tensor.data[:2]
+
+
+def _spread(table: dict[str, Any]) -> None:
+    tensor = table["tensor"]
+    tensor.data = torch.as_strided(tensor.data, (3,), (2,))
+
+
+def _given_another_dim(table: dict[str, Any]) -> None:
+    tensor = table["tensor"]
+    tensor.data = tensor.data.view(3, 1)
+
+
 def _swapped(table: dict[str, Any]) -> None:
     torch.utils.swap_tensors(table["tensor"], _tensor())
 
@@ -190,6 +230,9 @@ CHANGES: tuple[Callable[[dict[str, Any]], None], ...] = (
     _replaced,
     _pointed_elsewhere,
     _moved_in_its_storage,
+    _shortened,
+    _spread,
+    _given_another_dim,
     _swapped,
     _given_other_memory,
 )
@@ -208,6 +251,12 @@ def _tensor() -> torch.Tensor:
     return torch.empty(2 * _ODD_OFFSET, dtype=torch.uint8, device="cpu")[_ODD_OFFSET:][:3]
 
 
+def _shaped() -> torch.Tensor:
+    last = sum((n - 1) * step for n, step in zip(_ODD_SIZES, _ODD_STRIDES, strict=True))
+    memory = torch.empty(last + 1, dtype=torch.uint8, device="cpu")
+    return memory.as_strided(_ODD_SIZES, _ODD_STRIDES)
+
+
 def _version_place() -> int:
     """The only word of a table that differs after every change of a value."""
     table: dict[str, Any] = {"key": object()}
@@ -224,6 +273,14 @@ def _version_place() -> int:
 def _place(address: int, size: int, value: int) -> int:
     """Raises ValueError when `value` is not found."""
     return _words(address, size).index(value, _HEAD)
+
+
+def _place_of_all(address: int, values: tuple[int, ...]) -> int:
+    """The place of the first of values that stand side by side. Raises as `_place`."""
+    at = _place(address, _IMPL_WORDS, values[0])
+    if _words(address, _IMPL_WORDS)[at : at + len(values)] != list(values):
+        raise ValueError("the values are not side by side")
+    return at
 
 
 def _words(address: int, size: int) -> list[int]:
@@ -255,7 +312,13 @@ SPARING = 16
 """The part of both, in rotation, that is compared while nobody reads: cold in the caches, each
 sample costs some 0.2 us."""
 
+SHAPE_COUNT = 8
+"""Tensors whose sizes and strides are compared in one look, in rotation, where glances do not see
+them: that costs some 0.3 us each."""
+
 _address = torch.Tensor.data_ptr
+_shape = attrgetter("shape")
+_strides = torch.Tensor.stride
 _local = attrgetter("_local_tensor")
 _version = attrgetter("_version")
 
@@ -264,6 +327,9 @@ Columns = tuple[tuple[dict[str, Any], ...], tuple[str, ...], tuple[Any, ...]]
 
 Slots = tuple[tuple[dict[str, Any], ...], tuple[str, ...]]
 """The first two of them."""
+
+Form = tuple[tuple[int, ...], tuple[int, ...]]
+"""A tensor's sizes and strides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +351,7 @@ class Watch:
         plain = [w for w in items if not is_dtensor(w.slot.tensor())]
         distributed = [w for w in items if is_dtensor(w.slot.tensor())]
         self._items = items
+        self._forms = [_form_of(w) for w in items]
         self._plain = _columns(plain)
         self._distributed = _columns(distributed)
         self._modules = _module_columns(root)
@@ -294,6 +361,10 @@ class Watch:
         # By identity: searching a list of equal things takes the square of their number.
         known = {id(w) for w in at_a_glance}
         self._others = _columns([w for w in plain if id(w) not in known])
+        formed = list(zip(items, self._forms, strict=True))
+        begins = range(0, max(len(formed), 1), SHAPE_COUNT)
+        self._few_forms = cycle([formed[begin : begin + SHAPE_COUNT] for begin in begins])
+        self._glanced_forms = [one for one in formed if id(one[0]) in known]
         self._all_at_a_glance = len(at_a_glance) == len(items)
         self._glances = bool(at_a_glance)
         self._glance: Glance | None = None
@@ -325,7 +396,8 @@ class Watch:
             pass
         # A glance keeps storages alive, also those the script has replaced.
         self._glance = None
-        gone = [w.fqn for w in self._items if not _stands(w)]
+        formed = zip(self._items, self._forms, strict=True)
+        gone = [watched.fqn for watched, form in formed if not _stands(watched, form)]
         if not gone and not self.modules_in_place():
             self.added = True
         return gone
@@ -338,9 +410,10 @@ class Watch:
         """
         try:
             stand = _stand(self._plain) and _stand(self._distributed, _local)
+            formed = zip(self._items, self._forms, strict=True)
+            return stand and all(_has(*one) for one in formed) and self.modules_in_place()
         except (KeyError, TypeError, AttributeError, RuntimeError):
             return False
-        return stand and self.modules_in_place()
 
     @property
     def plain_slots(self) -> Slots:
@@ -356,13 +429,16 @@ class Watch:
         glance = self._glance
         if glance is not None and glance.same():
             return self._all_at_a_glance or (
-                _stand(self._others) and _stand(self._distributed, _local)
+                _stand(self._others) and _stand(self._distributed, _local) and self._few_have()
             )
         # Before the slow look, so that a change in between shows at the next glance.
         if self._glances and (glance is None or not glance.note_tables()):
             glance = self._glance_now()
         self._glance = None
-        if not (_stand(self._plain) and _stand(self._distributed, _local)):
+        if not (_stand(self._plain) and _stand(self._distributed, _local) and self._few_have()):
+            return False
+        # A new glance tells of later changes only.
+        if glance is not None and not all(_has(*one) for one in self._glanced_forms):
             return False
         if not self.modules_in_place():
             return False
@@ -370,6 +446,10 @@ class Watch:
         if glance is not None and all(map(is_, map(getitem, owners, keys), glance.tensors)):
             self._glance = glance
         return True
+
+    def _few_have(self) -> bool:
+        """Whether the next few tensors have their sizes and strides."""
+        return all(_has(*one) for one in next(self._few_forms))
 
     def _glance_now(self) -> Glance | None:
         owners, keys, _ = self._glanced
@@ -505,9 +585,19 @@ def _columns(items: Sequence[Watched]) -> Columns:
 
 
 def _at_a_glance(watched: Watched, tables: Collection[int]) -> bool:
-    """Whether the tensor is in a module's own table and of a plain class."""
-    plain = type(watched.slot.tensor()) in (torch.Tensor, nn.Parameter)
+    """Whether the tensor is in a module's own table, of a plain class and of few dims."""
+    tensor = watched.slot.tensor()
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.dim() <= _INLINE_DIMS
     return plain and id(watched.slot.owner) in tables
+
+
+def _form_of(watched: Watched) -> Form:
+    local, _ = split(watched.slot.tensor())
+    return tuple(_shape(local)), _strides(local)
+
+
+def _has(watched: Watched, form: Form) -> bool:
+    return _form_of(watched) == form
 
 
 def _stand(columns: Columns, local: Callable[[Any], Any] | None = None) -> bool:
@@ -528,9 +618,10 @@ def _module_columns(root: nn.Module | None) -> Columns:
     return tuple(zip(*rows, strict=True)) if rows else ((), (), ())  # type: ignore[return-value]
 
 
-def _stands(watched: Watched) -> bool:
+def _stands(watched: Watched, form: Form) -> bool:
     value = watched.slot.owner.get(watched.slot.key)
     if not isinstance(value, torch.Tensor):
         return False
     local, _ = split(value)
-    return has_plain_memory(local) and local.data_ptr() == watched.address
+    here = has_plain_memory(local) and local.data_ptr() == watched.address
+    return here and _has(watched, form)

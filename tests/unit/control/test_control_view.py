@@ -121,4 +121,6 @@ def test_a_mesh_is_late_only_where_nothing_else_is_wrong() -> None:
     assert not view(report(0), report(1)).is_late
     assert not view(silent, report(1, connected=False)).is_late
     assert not view(silent, report(1, phase=common_pb2.PHASE_ORPHANED)).is_late
-    assert not view(silent).is_late, "rank 1 has never joined"
+    assert view(silent).is_late, "rank 1 has not joined yet"
+    assert view(report(0, **STALLED), report(1, **STALLED)).is_late
+    assert not view(report(0, **STALLED), report(1, agreement_works=False)).is_late

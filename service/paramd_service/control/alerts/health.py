@@ -172,9 +172,9 @@ def verdict_of(
     is_late: bool = False,
 ) -> Verdict:
     """The verdict on a job. `reason` is why its `state` is not ok; `watches` is all that could be
-    watched, in the order in which it is told of; `is_late`: the reason is that reports are late,
-    which on a busy machine they are: it is told, and is no trouble before the alert of a rank that
-    is not heard of fires."""
+    watched, in the order in which it is told of; `is_late`: the reason
+    is that reports or boundaries are late, as on a busy machine or in an evaluation. It is told,
+    and is no trouble before the alert of a rank that is lost, or hangs, fires."""
     if state is State.ENDED:
         return _verdict("ended", reason if reason else "the training has ended", watches)
     # The alert of a rank that hangs or lost its trainer says more than the rank's state.

@@ -14,7 +14,7 @@ from paramd.errors import ParamdError, UsageError
 from paramd.mesh.edits.calls import Mark, PauseWord
 from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import kept
-from paramd_service.control.alerts.config import AlertConfig, Rule
+from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.health import Verdict, verdict_of
 from paramd_service.control.alerts.looks import Look
 from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S
@@ -159,7 +159,7 @@ def verdict_on(
         pause=pause,
         firing=watcher.book.firing if watcher is not None else (),
         watches=watcher.watches() if watcher is not None else (),
-        is_late=is_late and watcher is not None and watcher.config.looks_for(Rule.STALE_RANK),
+        is_late=is_late and watcher is not None and watcher.tells_of_late,
     )
 
 

@@ -323,6 +323,12 @@ class Watcher:
         return self._on.is_set()
 
     @property
+    def tells_of_late(self) -> bool:
+        """Whether rules decide when a rank that is late is lost, or hangs."""
+        both = all(self.config.looks_for(rule) for rule in (Rule.STALE_RANK, Rule.STUCK))
+        return both and self.config.look and self._look_rounds is not None
+
+    @property
     def looks_at_values(self) -> bool:
         """Whether values are looked at: by the rule, and in the last round."""
         looked = "stats" in self._last_s and "stats" not in self._trouble

@@ -134,6 +134,14 @@ class RankView(NamedTuple):
         """Its stream is open, so it may be called, even when silent."""
         return self.membership in (Membership.JOINED, Membership.SILENT)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether its report, or its next boundary, should have come, and nothing else is wrong."""
+        if self.membership is Membership.SILENT:
+            return True
+        stalled = self.report is not None and self.report.state.phase == common_pb2.PHASE_STALLED
+        return stalled and self.state is State.DEGRADED
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshView:
@@ -158,9 +166,10 @@ class MeshView:
 
     @property
     def is_late(self) -> bool:
-        """Whether all that is wrong is that reports of some ranks are late."""
-        late = [rank for rank in self.ranks if rank.membership is Membership.SILENT]
-        well = sum(rank.state is State.OK for rank in self.ranks)
+        """Whether all that is wrong is that reports or boundaries of some ranks are late, which may
+        be a busy machine, or an evaluation."""
+        late = [rank for rank in self.ranks if rank.is_late]
+        well = sum(rank.state in (State.OK, State.STARTING) for rank in self.ranks)
         return bool(late) and len(late) + well == len(self.ranks)
 
     @property

@@ -29,6 +29,36 @@ BODY_S: Final = 30.0
 LEAST_READ_BYTES: Final = 64 << 10
 """Minimum bytes that a peer must read of an answer per `HEAD_S`; a slower one is disconnected."""
 
+SECURITY_HEADERS: tuple[tuple[bytes, bytes], ...] = (
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+)
+"""On every response, unless the route set the header itself."""
+
+
+class _Http(H11Protocol):
+    """uvicorn's protocol, whose answer to what is no HTTP has the headers of every answer, too."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a malformed request, or a head longer than `h11_max_incomplete_event_size`, of
+        which the app never hears, and hang up."""
+        body = msg.encode()
+        headers = (
+            *SECURITY_HEADERS,
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        )
+        head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head + b"\r\n" + body)
+        self.transport.close()
+
 
 UNIX: Final = "unix"
 """The host of peers at a Unix socket."""
@@ -55,7 +85,7 @@ class Connection(asyncio.Protocol):
         """The peer's address."""
         self._doorway = doorway
         self._context = context
-        self._http = H11Protocol(app_state={**app_state, DOOR: self}, **options)
+        self._http = _Http(app_state={**app_state, DOOR: self}, **options)
         self._inner: asyncio.Protocol = self._http
         """The protocol that takes the data: uvicorn's, or a tunnel's."""
         self._transport: asyncio.Transport

@@ -18,13 +18,13 @@ from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.api.app import build_app
-from paramd_service.control.api.guard import SECURITY_HEADERS
 from paramd_service.control.api.services import Services
 from paramd_service.control.base import problems
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.edits.spec import EditConfig
 from paramd_service.control.exports.service import ExportService
+from paramd_service.control.http_server import SECURITY_HEADERS
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from paramd_service.control import http_server
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.base.endpoint import Address, open_listener
-from paramd_service.control.http_server import HttpServer
+from paramd_service.control.http_server import SECURITY_HEADERS, HttpServer
 
 LIMIT_S = 0.3
 PATIENCE_S = 60.0
@@ -97,6 +97,17 @@ async def test_the_next_requests_head_has_the_same_limit_as_the_first(port: int)
             await asyncio.wait_for(reader.readuntil(b'"body"'), PATIENCE_S)
         writer.write(b"GET /until HTTP/1.1\r\nx-slow: ")
         assert await hung_up(reader, writer) == b""
+
+
+@pytest.mark.parametrize("sent", [b"no http\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n"])
+async def test_what_is_no_request_is_answered_with_the_headers_of_all(
+    port: int, sent: bytes
+) -> None:
+    async with connected(port) as (reader, writer), asyncio.timeout(PATIENCE_S):
+        writer.write(sent)
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert all(name + b": " + value in answer for name, value in SECURITY_HEADERS)
 
 
 @pytest.mark.parametrize("ending", ["keep-alive", "close"])

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paramd import gone
 from paramd.errors import METADATA_KEY, request_id
 from paramd_service.control.base.problems import problem
+from paramd_service.control.http_server import SECURITY_HEADERS
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -248,18 +249,6 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 MAX_QUERY_BYTES = 8192
 MAX_BODY_BYTES = 1 << 20
 _SECRET_NAMES = frozenset({"token", "access_token", "ticket", "authorization", "api_key", "bearer"})
-
-SECURITY_HEADERS: tuple[tuple[bytes, bytes], ...] = (
-    (b"cache-control", b"no-store"),
-    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"x-frame-options", b"DENY"),
-)
-"""On every response, unless the route set the header itself."""
 
 _HSTS = (b"strict-transport-security", b"max-age=31536000")
 

@@ -117,7 +117,7 @@ async def test_a_pause_that_no_rank_tells_of_is_not_ended_and_keeps_its_holder()
     assert (await pause.view()).step == -1
     with pytest.raises(UnreachableError, match="rank 0: its sidecar has not joined"):
         await pause.end(BY, "")
-    with pytest.raises(UnreachableError, match="tells whether training is paused"):
+    with pytest.raises(UnreachableError, match="reports whether training is paused"):
         await pause.renew(BY, 20.0, begun.holder)
     served.registry.view = lambda: mesh(0, 1)
     assert (await pause.view()).holder == begun.holder

@@ -155,7 +155,7 @@ class Stages(Discovering):
             why = self._take_export(offered, found)
             if self._exchange.rank == 0 and why:
                 log.warning(
-                    "paramd: job %r: its export of %s is skipped: %s", self._job, offered, why
+                    "paramd: job %r: its export of %s is passed over: %s", self._job, offered, why
                 )
             elif self._exchange.rank == 0:
                 log.warning("paramd: job %r %s", self._job, self._exported_said(found))

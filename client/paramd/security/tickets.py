@@ -406,8 +406,8 @@ class Verifier:
         claims = _parse(payload)
         if not (_fits(proof, self._place, claims.keys) if claims.keys is not None else not proof):
             raise DeniedError(
-                "the call does not show this server's key beside the ticket; derive "
-                "it from ticket_seed, or ask for this rank's (GET /api/v1/jobs/{job}?rank=R)"
+                "the ticket is not shown with the key of this server; derive the key from "
+                "ticket_seed, or ask for this rank's (GET /api/v1/jobs/{job}?rank=R)"
             )
         found = claims, time.monotonic() + claims.expires_s - clock.now_s()
         if claims.role is not Role.CONTROL:  # an order comes once

@@ -161,11 +161,7 @@ class Door:
 
     async def verdict(self) -> dict[str, Any]:
         """The control plane's verdict on the job. Raises ParamdErrors."""
-        jobs = (await self._client.send("GET", "/jobs"))["jobs"]
-        one = next((one for one in jobs if one["job"] == self.job), None)
-        if one is None:
-            raise NotFoundError(f"job {self.job!r} is not served at {self.url}")
-        return dict(one["verdict"])
+        return _verdict_on(self.job, await self._client.send("GET", "/jobs"))
 
     async def watch(self, *, on: bool) -> dict[str, Any]:
         """Turn the sampling of parameters and gradients on or off; return the verdict. Raises
@@ -267,8 +263,15 @@ def status(
 
 def _health(target: Target, job: str) -> str:
     """The control plane's verdict, in the page's words: its line, then the others."""
-    one = next(one for one in target.ask("GET", "/jobs")["jobs"] if one["job"] == job)
-    return verdict_text(one["verdict"])
+    return verdict_text(_verdict_on(job, target.ask("GET", "/jobs")))
+
+
+def _verdict_on(job: str, listed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a job's verdict from the answer of `GET /jobs`. Raises NotFoundError."""
+    one = next((one for one in listed["jobs"] if one["job"] == job), None)
+    if one is None:
+        raise NotFoundError(f"its control plane does not serve job {job!r}")
+    return dict(one["verdict"])
 
 
 def verdict_text(verdict: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ NVML is simulated: recorded answers stand for a library that needs NVIDIA's driv
 """
 
 import asyncio
+import json
 import math
 import os
 import subprocess
@@ -94,6 +95,16 @@ def test_old_figures_say_nothing_about_now() -> None:
     assert why_slow(state(found)) == ""
     assert why_slow(common_pb2.RankState()) == ""
     assert host_document(common_pb2.RankState()) is None
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_json_does_not_have_is_unknown(wrong: float) -> None:
+    found = facts(BEFORE, AFTER)
+    found.busy = found.retransmits = wrong
+    document = host_document(state(found))
+    assert document is not None
+    assert (document["busy"], document["retransmits_s"]) == (-1.0, -1.0)
+    json.dumps(document, allow_nan=False)
 
 
 def test_this_host_tells_of_a_process_that_computes() -> None:

@@ -83,7 +83,7 @@ export function Remains(): ReactNode {
             </tbody>
           </table>
         )}
-        {(series.data?.series.length ?? 0) > MOST && <p className="faint">The first {count(MOST)}; a run in Jobs &amp; runs shows each over its steps.</p>}
+        {watched.length === MOST && <p className="faint">At most {count(MOST)} are shown; a run in Jobs &amp; runs shows each over its steps.</p>}
       </Panel>
     </>
   );

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from paramd.v1 import common_pb2
@@ -146,5 +147,6 @@ def _of_host(host: common_pb2.HostFacts) -> Iterator[str]:
 
 
 def _short(number: float) -> float:
-    """Four digits are more than a sample knows, and save a third of the document."""
-    return float(f"{number:.4g}")
+    """Four digits are more than a sample knows, and save a third of the document. JSON has no NaN
+    and no infinity: a sidecar that reports one does not know the number."""
+    return float(f"{number:.4g}") if math.isfinite(number) else -1.0

@@ -64,6 +64,12 @@ async def test_an_edit_is_applied_undone_listed_and_audited(control: Control) ->
     other = {"ops": [{**HALVE, "value": 2.0}], "id": ID}
     assert (await call(control, "POST", "/edits", other)).status_code == 409
 
+    tried = (await call(control, "POST", f"/edits/{ID}/undo", {"dry_run": True})).json()
+    assert (tried["state"], tried["dry_run"], tried["undo_of"]) == ("ABORTED", True, ID)
+    assert tried["reason"].startswith("dry run:")
+    assert tried["after"] is not None
+    assert (await call(control, "GET", f"/edits/{ID}")).json()["undone_by"] is None
+
     over = await make(control, {"pattern": "layers.1.weight", "op": "fill", "value": 0.0})
     refused = await call(control, "POST", f"/edits/{ID}/undo", {})
     assert refused.status_code == 409
@@ -80,7 +86,7 @@ async def test_an_edit_is_applied_undone_listed_and_audited(control: Control) ->
     page = (await call(control, "GET", "/edits?limit=2")).json()
     rest = await call(control, "GET", f"/edits?page_token={page['next_page_token']}")
     ids = [one["id"] for one in [*page["edits"], *rest.json()["edits"]]]
-    assert ids == [forced.json()["id"], over["id"], ID]
+    assert ids == [forced.json()["id"], over["id"], tried["id"], ID]
     assert (await call(control, "GET", "/edits?state=LOST")).json()["edits"] == []
     audit = (await call(control, "GET", "/audit")).json()["records"]
     text = str(audit)

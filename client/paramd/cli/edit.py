@@ -116,16 +116,20 @@ def undo(
     force: Annotated[
         bool, Option("--force", help="Undo even if later edits changed the same elements.")
     ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Change nothing; show the effect.")] = False,
     wait: Wait = True,
 ) -> None:
     """Undo an edit: an addition is subtracted again, anything else restores the old values.
 
     `last` is the edit in effect that was applied last, of those made with the token in use.
-    Restored values lose the training updates made since the edit.
+    Restored values lose the training updates made since the edit. --dry-run shows
+    the values before and after.
     """
     with target.connect() as mesh, _told_if_interrupted():
-        found = mesh.undo(edit_id, force=force, wait=wait)
+        found = mesh.undo(edit_id, force=force, dry_run=dry_run, wait=wait)
     show_edit(target, found)
+    if dry_run:
+        say("dry run: nothing was changed")
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from paramd.cli.output import (
     when,
 )
 from paramd.cli.shell import one_line, say
+from paramd.documents import read_document
 from paramd.errors import NotFoundError, ParamdError, PartialError, UnreachableError, UsageError
 
 if TYPE_CHECKING:
@@ -467,3 +468,19 @@ def _show_alerts(
 ) -> None:
     about = {"job": job, "incarnation": incarnation}
     target.show("alerts", rows, ALERT_COLUMNS, id_key="id", **about)
+    if target.format.is_table:
+        for row in rows:
+            if row["state"] == "firing" and (suspect := suspect_text(row)):
+                say(one_line(f"{row['rule']} may come from {suspect}"))
+
+
+def suspect_text(alert: Mapping[str, Any]) -> str:
+    """Return the change that an alert may come from, and the command that tries its undo; empty
+    when none is suspected."""
+    from paramd.mesh.insight.reports import Suspect
+
+    found = alert.get("suspect")
+    if not found:
+        return ""
+    suspect = read_document(Suspect, found)
+    return f"{suspect.text} (to try its undo: paramd undo {suspect.edit[:8]} --dry-run)"

@@ -24,6 +24,7 @@ from paramd.errors import ParamdError, UsageError
 from paramd.integrations.versions import require
 from paramd.layout.stats import finite
 from paramd.mesh.amesh import AsyncMesh
+from paramd.mesh.insight.reports import Alert
 
 require("mcp", at_least="2.3", below="3", extra="mcp")
 
@@ -204,7 +205,8 @@ class Tools:
         return self._rows(rows, {"steps": steps, "matching": len(rows)}, limit=limit)
 
     async def alerts(self, firing_only: bool = True, limit: int = 50) -> Answer:
-        """Problems that paramd has found: NaN, stale ranks, replicas that differ, and so on."""
+        """The verdict on the job, and the problems that paramd has found: NaN, stale ranks,
+        replicas that differ, and so on. `suspect` is the edit that one may come from."""
         state: Any = "firing" if firing_only else "all"
         found = await self._mesh.alerts(state=state, limit=_limit(limit))
         rows = [
@@ -213,10 +215,12 @@ class Tools:
                 "ranks": list(row.ranks[:64]),
                 "tensor": untrusted(row.name),
                 "reason": untrusted(row.reason),
+                "suspect": _suspect(row),
             }
             for row in found
         ]
-        return self._rows(rows, _fields(found, "incarnation"), limit=limit)
+        about = _fields(found, "incarnation") | {"verdict": untrusted(found.verdict)}
+        return self._rows(rows, about, limit=limit)
 
     async def edits(self, limit: int = 20) -> Answer:
         """The newest edits of the job's parameters, and what became of them."""
@@ -281,7 +285,8 @@ class Tools:
         return self._tell(what, _edit(await self._mesh.edit(*chosen, **terms, dry_run=True)))
 
     async def undo(self, edit_id: str, confirm: str = "") -> Answer:
-        """Undo an applied edit. Without `confirm`, tells which, and gives the code.
+        """Undo an applied edit. Without `confirm`, tells which, what its undo would change by a
+        dry run, and gives the code.
 
         Args:
             edit_id: Its id, or its first characters.
@@ -294,7 +299,8 @@ class Tools:
             return {"done": True, **_edit(await self._mesh.undo(found.id))}
         if not found.undoable:
             raise UsageError(f"this edit cannot be undone: {found.undo_refusal[:MOST_TEXT]}")
-        return self._tell(what, _edit(found))
+        tried = await self._mesh.undo(found.id, dry_run=True) if found.ops else found
+        return self._tell(what, {**_edit(found), "undo": _edit(tried)})
 
     async def pause(self, action: str, steps: int = 1, confirm: str = "") -> Answer:
         """Pause the training, resume it, or let a paused one go some steps.
@@ -411,6 +417,15 @@ def _patterns(patterns: list[str] | None, *, some: bool = False) -> list[str]:
     if len(given) > MOST_PATTERNS or (some and not given):
         raise UsageError(f"patterns: {len(given)} of them; expected 1 to {MOST_PATTERNS}")
     return given
+
+
+def _suspect(alert: Alert) -> Answer | None:
+    """The change that an alert may come from."""
+    found = alert.suspect
+    if found is None:
+        return None
+    words = {"what": untrusted(found.what), "by": untrusted(found.actor)}
+    return {**_fields(found, "edit", "step", "steps_before"), **words}
 
 
 def _fields(found: Any, *names: str) -> Answer:

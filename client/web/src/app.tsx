@@ -5,7 +5,7 @@ import { type MouseEvent, type ReactNode, Suspense, lazy, useCallback, useEffect
 import { ApiError, del, get, keepSessionKey, onSignedOut, sessionKey, signInWithCode } from "./api/client";
 import type { JobSummary, SessionDocument } from "./api/schema";
 import { VIEWS, type View, parseSignIn, placeHash } from "./lib/route";
-import { Badge, Empty, Trouble, toneOf } from "./ui/bits";
+import { Badge, Empty, Trouble } from "./ui/bits";
 import { Boundary } from "./ui/boundary";
 import { Provider, useShared } from "./ui/context";
 import { go, usePlace, usePoll } from "./ui/hooks";
@@ -229,7 +229,7 @@ function Side(props: {
         {jobs.map((one) => (
           <option key={one.job} value={one.job}>
             {one.job}
-            {one.critical_count > 0 ? " (critical)" : one.state === "ok" ? "" : ` (${one.state})`}
+            {one.verdict.level === "ok" ? "" : ` (${one.verdict.word})`}
           </option>
         ))}
         {!summary && <option value={job}>{job || "no job"}</option>}
@@ -244,9 +244,6 @@ function Side(props: {
           >
             {TITLES[each]}
             {each === "overview" && <Badge state={health.word} tone={health.tone} />}
-            {each === "mesh" && summary && summary.state !== "ok" && (
-              <Badge state={summary.state} tone={toneOf(summary.state)} />
-            )}
             {each === "alerts" && open > 0 && (
               <span className={`badge ${summary?.critical_count ? "bad" : "warn"}`} aria-label={`${open} open alerts`}>
                 {open}

@@ -7,7 +7,7 @@ import { count } from "../src/lib/format";
 import { healthOf, type Known, STALE_MS } from "../src/lib/health";
 import { meanOf, parseRun } from "../src/lib/runs";
 import { indexTicks, roundStep, valueTicks } from "../src/lib/ticks";
-import { drawnOf, editText, type Happening, linesOf, sizeOf, suspectOf, timelineOf } from "../src/lib/timeline";
+import { drawnOf, editText, type Happening, linesOf, sizeOf, timelineOf } from "../src/lib/timeline";
 
 const JOB: JobSummary = {
   job: "run", incarnation: 1, world_size: 2, joined_count: 2, alive_count: 2, step: 9, state: "ok", reason: "", pause: "running",
@@ -52,7 +52,7 @@ describe("health", () => {
 
 const alert = (number: number, rule: string, at: number, more: Partial<Alert> = {}): Alert => ({
   id: `run-1-${number}-abc`, job: "run", incarnation: 1, rule, subject: `w${number}`, severity: rule === "non-finite" ? "critical" : "warning",
-  state: "firing", reason: `w${number}`, ranks: [], name: `w${number}`, step: 1, first_seen_s: at, last_seen_s: at, resolved_s: null,
+  state: "firing", reason: `w${number}`, ranks: [], name: `w${number}`, step: 1, first_seen_s: at, last_seen_s: at, resolved_s: null, suspect: null,
   ...more,
 });
 
@@ -118,18 +118,6 @@ describe("the timeline", () => {
     expect(timelineOf(sources).map((one) => `${one.kind} ${one.state} ${one.who}`)).toEqual([
       "restart began ", "restart ended ", "alert critical ", "edit APPLIED ann", "restart began ",
     ]);
-  });
-
-  it("suspects an applied edit of what a finding is about, a few samples before it, and nothing else", () => {
-    const found = { ...alert(1, "norm-jump", 25), step: 50, name: "w1" };
-    const before = edit("a", 20, { step: 12, ops: [{ ...OP, name_count: 1 }] });
-    expect(suspectOf([before], found)).toEqual({ edit: before, stepsBefore: 38 });
-    for (const changed of [{ state: "FAILED" }, { dry_run: true }, { incarnation: 9 }, { step: 51 }, { created_s: -900 }, { undone_by: "b" }] as Partial<Edit>[]) {
-      expect(suspectOf([{ ...before, ...changed }], found)).toBeNull();
-    }
-    expect(suspectOf([before], { ...found, name: "other" })).toBeNull();
-    expect(suspectOf([edit("b", 20, { step: 12, ops: [], hyperparameters: { optimizer: 0, group: 0, values: { lr: 1 } } })], { ...found, name: "other" })!.stepsBefore).toBe(38);
-    expect(suspectOf([before], { ...found, rule: "stale-rank" })).toBeNull();
   });
 
   it("tells an edit of many tensors in one line", () => {

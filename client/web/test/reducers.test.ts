@@ -6,6 +6,7 @@ import { type Frame, type GradParam, KEPT_NORMS, NO_GRADS, withFrame } from "../
 import { MAX_RECENT, NOTHING, withEvent, withProblem } from "../src/lib/live";
 import type { Alert } from "../src/api/schema";
 import { axesOf, coordinates, median, stragglers } from "../src/lib/mesh";
+import { type TileData, toneOfRank, wordOf } from "../src/views/mesh_tiles";
 import { density, difference, MAX_SAMPLES, type Sample, smooth, spread, withSample } from "../src/lib/samples";
 import { rowsOf, treeOf } from "../src/lib/tree";
 import { pauseMs, RETRY_MS } from "../src/ui/hooks";
@@ -69,12 +70,30 @@ describe("stragglers", () => {
   const alert = (rule: string, ranks: number[], state = "firing") => ({ rule: rule as Alert["rule"], state: state as Alert["state"], ranks });
 
   it("are the ranks that the control plane's rules call slow now", () => {
-    expect([...stragglers([alert("slow-rank", [2]), alert("straggler", [5])])]).toEqual([2, 5]);
-    expect([...stragglers([alert("slow-rank", [0, 1])])]).toEqual([]);
-    expect([...stragglers([alert("slow-rank", [2], "resolved"), alert("stale-rank", [1])])]).toEqual([]);
-    expect([...stragglers([])]).toEqual([]);
+    expect([...stragglers([alert("slow-rank", [2]), alert("straggler", [5])], new Set([2, 5]))]).toEqual([2, 5]);
+    expect([...stragglers([alert("slow-rank", [0, 1])], new Set([0, 1]))]).toEqual([]);
+    expect([...stragglers([alert("slow-rank", [2], "resolved"), alert("stale-rank", [1])], new Set([1, 2]))]).toEqual([]);
+    expect([...stragglers([], new Set())]).toEqual([]);
   });
 
+  it("are none that the verdict does not name", () => {
+    expect([...stragglers([alert("slow-rank", [2])], new Set())]).toEqual([]);
+  });
+
+});
+
+describe("a rank of the mesh", () => {
+  const rank = (more: Partial<TileData>): TileData => ({ state: "ok", named: false, old: false, alertCount: 0, late: false, ...more }) as TileData;
+
+  it.each([
+    [{}, "ok ok"],
+    [{ named: true }, "warn warning"],
+    [{ alertCount: 2 }, "ok ok"],
+    [{ state: "down", named: true }, "bad down"],
+    [{ named: true, old: true }, "mute unknown"],
+  ])("with %j is %s: as the verdict on the job has it", (more, expected) => {
+    expect(`${toneOfRank(rank(more))} ${wordOf(rank(more))}`).toBe(expected);
+  });
 });
 
 describe("the median", () => {

@@ -127,6 +127,7 @@ class ControlPlane:
             ),
             publish=self._events.publish,
             store=self._records.alerts,
+            edits=self._records.edits,
             offer=history.offer,
             trouble=lambda: history.problem,
             expires_s=lambda: files.expires_s if files is not None else None,
@@ -165,6 +166,7 @@ class ControlPlane:
         if (edits := self._edits) is not None:
             self._watchers.pause = edits.pause_for
             self._watchers.lost_marks = lambda job: edits.service(job).marks.lost()
+            edits.on_applied.append(self._watchers.applied)
         self._watchers.failed = self._exports.failed
         if self._past is None:
             self._watchers.start(jobs)

@@ -44,6 +44,9 @@ if not TYPE_CHECKING:
         return gone.attribute(__name__, sys.modules[__name__], name)
 
 
+TRIED: Final = "dry run:"
+"""How the reason of a dry run begins that came to its end."""
+
 _RANGES = ("before", "after")
 
 Row = TypeVar("Row", bound=Any)
@@ -191,7 +194,12 @@ class Edit(Document):
     @property
     def shown_state(self) -> str:
         """The state in tables: a dry run ends as ABORTED, but without any failure."""
-        return "DRY RUN" if self.dry_run and self.before is not None else str(self.state)
+        return "DRY RUN" if self.was_tried else str(self.state)
+
+    @property
+    def was_tried(self) -> bool:
+        """Whether it is a dry run that came to its end."""
+        return self.dry_run and (self.before is not None or self.reason.startswith(TRIED))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -417,8 +425,12 @@ class EditCalls:
     async def preview(self, edit_id: str, deadline_s: float) -> Edit:
         return await self._again(f"/edits/{segment(edit_id)}/preview", {}, deadline_s)
 
-    async def undo(self, edit_id: str, *, force: bool, deadline_s: float) -> Edit:
-        body = {"id": new_edit_id(), "force": force}
+    async def undo(
+        self, edit_id: str, *, force: bool, deadline_s: float, dry_run: bool = False
+    ) -> Edit:
+        body: dict[str, Any] = {"id": new_edit_id(), "force": force}
+        # A control plane of an earlier version refuses what it does not know.
+        body |= {"dry_run": True} if dry_run else {}
         return await self.begin(f"/edits/{segment(edit_id)}/undo", body, deadline_s)
 
     async def last_of(self, name: str) -> str:

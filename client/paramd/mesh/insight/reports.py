@@ -23,6 +23,32 @@ MAX_WHY_LINES = 100
 TIMEOUT_S = 20.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspect(Document):
+    """The change that an alert may come from.
+
+    Only applied edits of what the alert is about, a few of its samples before, and only for alerts
+    about values.
+    """
+
+    edit: str
+    """Id of the edit; `mesh.undo(edit, dry_run=True)` tells what undoing it would do."""
+    what: str
+    """In words, without values: "mul layers.3.*"."""
+    actor: str
+    """Name of the token that created it."""
+    step: int
+    """Step at whose boundary it was applied."""
+    steps_before: int
+    """Steps between the edit and the first sample that shows the problem."""
+
+    @property
+    def text(self) -> str:
+        """In words: "mul layers.3.*, by owner, applied 38 steps before"."""
+        steps = "1 step" if self.steps_before == 1 else f"{self.steps_before:,} steps"
+        return f"{self.what}, by {self.actor}, applied {steps} before"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Alert(Document):
     """One problem, from when it was first found until it was last found.
@@ -56,6 +82,8 @@ class Alert(Document):
     last_seen_s: float
     resolved_s: float | None
     """None while it fires."""
+    suspect: Suspect | None = None
+    """The change that it may come from; None: none is suspected."""
 
     @property
     def firing(self) -> bool:
@@ -72,6 +100,7 @@ class Alerts(Table[Alert]):
         ("since", lambda row: _time_text(row.first_seen_s)),
         ("ranks", lambda row: ranks_text(row.ranks)),
         ("reason", lambda row: row.reason),
+        ("suspect", lambda row: row.suspect.text if row.suspect is not None else ""),
     )
     row_type = Alert
     about = ("job", "incarnation", "watch", "verdict")
@@ -119,7 +148,8 @@ def _verdict_text(verdict: Mapping[str, Any] | None) -> str:
 
 
 def _alerts(page: Mapping[str, Any]) -> list[Alert]:
-    return [read_document(Alert, one) for one in page["alerts"]]
+    # A control plane of an earlier version names no suspect.
+    return [read_document(Alert, {"suspect": None} | one) for one in page["alerts"]]
 
 
 def _time_text(time_s: float) -> str:

@@ -179,6 +179,7 @@ class EditsPart(ReadingPart):
         edit_id: str | Edit = "last",
         *,
         force: bool = False,
+        dry_run: bool = False,
         wait: bool = True,
         timeout: Timeout = UNSET,
     ) -> Edit:
@@ -190,6 +191,7 @@ class EditsPart(ReadingPart):
             edit_id: The edit, its id, or the first characters of that; "last", the default, for
                 the one in effect that was applied last, of those made with this token.
             force: Undo even if later edits changed some of the same elements.
+            dry_run: Change nothing; `before` and `after` show the undo's effect.
             wait, timeout: As in `edit`.
 
         Returns:
@@ -205,13 +207,16 @@ class EditsPart(ReadingPart):
                 "mesh.edits(), or its id"
             )
         edit_id = edit_id if isinstance(edit_id, str) else edit_id.id
-        if wait:
+        if wait and not dry_run:
             self._edits.check_outside("undo")
         if edit_id == "last":
             own = str((await self._host.rest.send("GET", "/session"))["name"])
             edit_id = await self._edits.last_of(own)
-        edit = await self._edits.undo(edit_id, force=force, deadline_s=deadline_s)
-        return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
+        edit = await self._edits.undo(edit_id, force=force, dry_run=dry_run, deadline_s=deadline_s)
+        if not wait:
+            return edit
+        ended = await self._edits.ended(edit, deadline_s)
+        return ended if ended.was_tried else check_applied(ended)
 
     async def set_hyperparameters(
         self,

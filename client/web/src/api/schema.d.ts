@@ -1367,6 +1367,8 @@ export interface components {
              * @description The subject: a rank, a tensor, the mesh.
              */
             subject: string;
+            /** @description The change that it may come from; None: none is suspected. */
+            suspect: components["schemas"]["Suspect"] | null;
         };
         /**
          * AlertPage
@@ -4317,6 +4319,40 @@ export interface components {
             steps: number;
         };
         /**
+         * Suspect
+         * @description The change that an alert may come from.
+         *
+         *     Only applied edits of what the alert is about, a few of its samples before, and only for alerts
+         *     about values.
+         */
+        Suspect: {
+            /**
+             * Actor
+             * @description Name of the token that created it.
+             */
+            actor: string;
+            /**
+             * Edit
+             * @description Id of the edit; `mesh.undo(edit, dry_run=True)` tells what undoing it would do.
+             */
+            edit: string;
+            /**
+             * Step
+             * @description Step at whose boundary it was applied.
+             */
+            step: number;
+            /**
+             * Steps Before
+             * @description Steps between the edit and the first sample that shows the problem.
+             */
+            steps_before: number;
+            /**
+             * What
+             * @description In words, without values: "mul layers.3.*".
+             */
+            what: string;
+        };
+        /**
          * ThreadStack
          * @description One thread of a trainer.
          */
@@ -4442,6 +4478,12 @@ export interface components {
          * @description How to undo.
          */
         UndoRequest: {
+            /**
+             * Dry Run
+             * @description Change nothing; compute `before` and `after`
+             * @default false
+             */
+            dry_run: boolean;
             /**
              * Force
              * @description Undo even if later edits changed the same elements
@@ -4832,6 +4874,7 @@ export type StackFrame = components['schemas']['StackFrame'];
 export type StatsDocument = components['schemas']['StatsDocument'];
 export type StatsList = components['schemas']['StatsList'];
 export type StepRequest = components['schemas']['StepRequest'];
+export type Suspect = components['schemas']['Suspect'];
 export type ThreadStack = components['schemas']['ThreadStack'];
 export type TlsDocument = components['schemas']['TlsDocument'];
 export type TokenDocument = components['schemas']['TokenDocument'];

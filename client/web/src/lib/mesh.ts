@@ -71,11 +71,12 @@ export function coordinates(rank: number, axes: readonly Axis[]): number[] {
 const SLOW_RULES: ReadonlySet<string> = new Set(["slow-rank", "straggler"]);
 
 /**
- * Ranks that the control plane calls slower than the others: the page has no rule of its own, which could contradict
- * the verdict. An alert of several ranks is about the data that all of them wait for.
+ * Ranks that the control plane calls slower than the others: the page has no rule of its own, and names none that the
+ * verdict does not. An alert of several ranks is about the data that all of them wait for.
  */
-export function stragglers(alerts: readonly Pick<Alert, "rule" | "state" | "ranks">[]): Set<number> {
-  return new Set(alerts.filter((alert) => alert.state === "firing" && SLOW_RULES.has(alert.rule) && alert.ranks.length === 1).flatMap((alert) => alert.ranks));
+export function stragglers(alerts: readonly Pick<Alert, "rule" | "state" | "ranks">[], named: ReadonlySet<number>): Set<number> {
+  const slow = alerts.filter((alert) => alert.state === "firing" && SLOW_RULES.has(alert.rule) && alert.ranks.length === 1);
+  return new Set(slow.flatMap((alert) => alert.ranks).filter((rank) => named.has(rank)));
 }
 
 export function median(values: readonly number[]): number {

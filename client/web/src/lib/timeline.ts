@@ -1,6 +1,6 @@
 /** One list of what happened to a job: edits, marks, exports, restarts, alerts, pauses. Pure. */
 
-import type { Alert, Edit, ExportInfo, IncarnationRecord, Mark } from "../api/schema";
+import type { Edit, ExportInfo, IncarnationRecord, Mark } from "../api/schema";
 import { type Cause } from "./causes";
 import { opText } from "./edits";
 import { count, duration, holderText, plural } from "./format";
@@ -216,44 +216,6 @@ export function linesOf(
     line.name = "";
   }
   return lines;
-}
-
-/** Rules over values: only their findings can come from an edit. */
-const VALUE_RULES: ReadonlySet<string> = new Set(["non-finite", "norm-jump", "gradient-jump", "logged-number"]);
-/** A few samples of values, in seconds. */
-const SUSPECT_S = 120;
-
-export interface Suspect {
-  edit: Edit;
-  /** Steps between the edit and the finding. */
-  stepsBefore: number;
-}
-
-/** The edit that a finding may come from: applied in the same run, of what the finding is about, a few samples before it. Null for none. */
-export function suspectOf(edits: readonly Edit[], alert: Alert): Suspect | null {
-  if (!VALUE_RULES.has(alert.rule)) return null;
-  const found = edits
-    .filter(
-      (edit) =>
-        edit.state === "APPLIED" &&
-        !edit.dry_run &&
-        !edit.undone_by &&
-        edit.incarnation === alert.incarnation &&
-        edit.step >= 0 &&
-        edit.step <= alert.step &&
-        edit.created_s <= alert.first_seen_s &&
-        edit.created_s >= alert.first_seen_s - SUSPECT_S &&
-        touches(edit, alert.name),
-    )
-    .sort((one, other) => other.step - one.step)[0];
-  return found ? { edit: found, stepsBefore: alert.step - found.step } : null;
-}
-
-/** Learning rates and rollbacks concern all parameters, and a logged number depends on all of them. */
-function touches(edit: Edit, name: string): boolean {
-  if (name === "" || edit.hyperparameters || edit.rollback) return true;
-  // The list of an edit of many tensors is cut short.
-  return edit.ops.some((op) => op.names.includes(name) || op.names.length < op.name_count);
 }
 
 const MAX_DRAWN = 12;

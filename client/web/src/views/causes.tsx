@@ -3,9 +3,9 @@
 import { type ReactNode, useMemo, useState } from "react";
 
 import { get } from "../api/client";
-import type { Alert, LogTail } from "../api/schema";
+import type { Alert, LogTail, Suspect } from "../api/schema";
 import { type Cause, ruleText } from "../lib/causes";
-import { clock, count, duration } from "../lib/format";
+import { clock, count, duration, plural } from "../lib/format";
 import { lineText, tracebackOf } from "../lib/logs";
 import { placeHash } from "../lib/route";
 import { Badge, Name } from "../ui/bits";
@@ -14,8 +14,8 @@ import { useNow, usePoll } from "../ui/hooks";
 
 const MEMBERS_SHOWN = 100;
 
-export function CauseItem(props: { cause: Cause; open?: boolean; children?: ReactNode }): ReactNode {
-  const { cause, children } = props;
+export function CauseItem(props: { cause: Cause; open?: boolean }): ReactNode {
+  const { cause } = props;
   const { first } = cause;
   const now = useNow();
   const [open, setOpen] = useState(props.open ?? false);
@@ -42,9 +42,26 @@ export function CauseItem(props: { cause: Cause; open?: boolean; children?: Reac
         )}
       </p>
       {first.rule === "stale-rank" && cause.firing > 0 && <Lost alert={first} />}
-      {children}
+      {first.suspect && <Suspected suspect={first.suspect} />}
       {open && <Members alerts={cause.alerts} />}
     </li>
+  );
+}
+
+/** The change that the control plane suspects. Its undo is tried before it can be made. */
+function Suspected(props: { suspect: Suspect }): ReactNode {
+  const { suspect } = props;
+  const { job } = useShared();
+  const mayEdit = useMay("edit");
+  return (
+    <p className="suspect">
+      Applied {plural(suspect.steps_before, "step")} before: <a href={placeHash({ job, view: "edits", query: { edit: suspect.edit } })}>edit</a> {suspect.what}, by <Name>{suspect.actor}</Name>
+      {mayEdit && (
+        <a className="spaced" href={placeHash({ job, view: "edits", query: { undo: suspect.edit } })}>
+          Try its undo …
+        </a>
+      )}
+    </p>
   );
 }
 

@@ -1,6 +1,6 @@
 /** Edits: the log, a form with dry run, undo; and pausing training. */
 
-import { type ReactNode, useMemo, useState } from "react";
+import { type ReactNode, useEffect, useMemo, useState } from "react";
 
 import { get, post } from "../api/client";
 import type { Edit } from "../api/schema";
@@ -11,6 +11,7 @@ import { Badge, Dialog, Empty, Facts, Name, Panel, Source, Trouble } from "../ui
 import { useShared, useWhyNot } from "../ui/context";
 import { Question, useSending } from "../ui/form";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
+import { textOf } from "../ui/problems";
 import { BeforeAfter, EditForm } from "./edit_form";
 import { Marks } from "./marks";
 import { Rates } from "./rates";
@@ -126,6 +127,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
           </table>
         </div>
       )}
+      {undone && !undone.undo.possible && <Empty>The edit {undone.id.slice(0, 8)} cannot be undone: {undone.undo.reason}</Empty>}
       {picked && edits.data && !chosen && (
         <Empty>
           The edit {picked.slice(0, 8)} is not among the last {count(edits.data.edits.length)} of this job.
@@ -193,21 +195,51 @@ function laterThan(edit: Edit, all: readonly Edit[]): Edit[] {
   );
 }
 
-/** The question before an undo: what is restored, and what is lost by it. */
+type Tried = { edit: Edit } | { problem: string } | null;
+
+/** The undo of an edit of parameters on trial, begun as the question opens; null while it runs, or for other edits. */
+function useTried(edit: Edit): Tried {
+  const { job } = useShared();
+  const [tried, setTried] = useState<Tried>(null);
+  const wanted = edit.ops.length > 0;
+  useEffect(() => {
+    if (!wanted) return;
+    const controller = new AbortController();
+    const body = { id: newId(), force: false, dry_run: true, wait_s: 30 };
+    const told = (next: Tried): void => (controller.signal.aborted ? undefined : setTried(next));
+    post("/api/v1/jobs/{job}/edits/{edit}/undo", { path: { job, edit: edit.id }, body })
+      .then((found) => told(found.after ? { edit: found } : { problem: found.reason }))
+      .catch((error: unknown) => told({ problem: textOf(error) }));
+    return () => controller.abort();
+  }, [job, edit.id, wanted]);
+  return tried;
+}
+
+/** The question before an undo: what a dry run of it shows, what is restored, and what is lost by it. */
 function Undo(props: { edit: Edit; later: readonly Edit[]; onClose: () => void; onChanged: () => void }): ReactNode {
   const { edit, later, onClose, onChanged } = props;
   const { job, live } = useShared();
   const sending = useSending();
+  const tried = useTried(edit);
+  const waits = edit.ops.length > 0 && tried === null;
   const steps = live.incarnation === edit.incarnation ? Math.max(0, live.step - edit.step) : -1;
   const undo = (): void =>
-    sending.send(post("/api/v1/jobs/{job}/edits/{edit}/undo", { path: { job, edit: edit.id }, body: { id: newId(), force: false, wait_s: 30 } }), () => {
+    sending.send(post("/api/v1/jobs/{job}/edits/{edit}/undo", { path: { job, edit: edit.id }, body: { id: newId(), force: false, dry_run: false, wait_s: 30 } }), () => {
       onChanged();
       onClose();
     });
   const action = edit.rollback ? `Undo: go forward to step ${count(edit.step)}` : edit.hyperparameters ? "Undo: restore the values" : `Undo: restore ${plural(sizeOf(edit).elements, "element")}`;
   return (
-    <Question title={`Undo edit ${edit.id.slice(0, 8)} by ${edit.actor}?`} action={action} danger sending={sending} onGo={undo} onClose={onClose}>
+    <Question title={`Undo edit ${edit.id.slice(0, 8)} by ${edit.actor}?`} action={action} danger disabled={waits} sending={sending} onGo={undo} onClose={onClose}>
       <Names edit={edit} />
+      {waits && <p className="faint" role="status">Tries it on all ranks, without changing anything …</p>}
+      {tried && "edit" in tried && (
+        <>
+          <p role="status">DRY RUN: nothing has changed yet. The undo would do this:</p>
+          <BeforeAfter before={tried.edit.before} after={tried.edit.after} />
+        </>
+      )}
+      {tried && "problem" in tried && <Trouble>No dry run of it: {tried.problem}</Trouble>}
       {edit.rollback ? (
         <p>
           Training goes forward again to step {count(edit.step)}, which was left. <strong>All updates made since the rollback are lost.</strong>

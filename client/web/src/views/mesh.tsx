@@ -9,7 +9,7 @@ import { type Axis, axesOf, countBy, median, stragglers } from "../lib/mesh";
 import { Badge, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared, whyDead } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
-import { phaseText, Tiles, type TileData } from "./mesh_tiles";
+import { phaseText, Tiles, type TileData, toneOfRank, wordOf } from "./mesh_tiles";
 import { FieldMap } from "./mesh_field";
 import { RankTable } from "./mesh_table";
 import { ChartSpace } from "../ui/series";
@@ -35,7 +35,7 @@ export default function Mesh(): ReactNode {
     <>
       <div className="head">
         <h1>Mesh</h1>
-        <Badge state={summary.state} />
+        <Badge state={summary.verdict.word} tone="mute" />
         <span>
           run {summary.incarnation} of {plural(summary.world_size, "rank")}
           {summary.step >= 0 ? `, ended after step ${count(summary.step)}` : ""}
@@ -48,7 +48,7 @@ export default function Mesh(): ReactNode {
 }
 
 function Live(): ReactNode {
-  const { job, live, summary } = useShared();
+  const { job, live, summary, health } = useShared();
   const world = summary?.world_size ?? 0;
   const ranks = usePoll(
     world ? `${job}/ranks` : null,
@@ -69,22 +69,27 @@ function Live(): ReactNode {
   const [picked] = useQuery("rank");
   const axes = useMemo(() => axesOf(facts.data?.params ?? [], world), [facts.data, world]);
   const all = ranks.data?.ranks ?? NO_RANKS;
-  const late = useMemo(() => stragglers(alerts.data?.alerts ?? []), [alerts.data]);
+  const namedText = (summary?.verdict.ranks ?? []).join(" ");
+  const named = useMemo<ReadonlySet<number>>(() => new Set(namedText ? namedText.split(" ").map(Number) : []), [namedText]);
+  const old = health.word === "unknown";
+  const late = useMemo(() => stragglers(alerts.data?.alerts ?? [], named), [alerts.data, named]);
   const alertsOf = useMemo(() => {
     const found = new Map<number, string[]>();
     for (const alert of alerts.data?.alerts ?? []) {
-      for (const rank of alert.ranks) found.set(rank, [...(found.get(rank) ?? []), alert.reason]);
+      for (const rank of alert.ranks.filter((one) => named.has(one))) found.set(rank, [...(found.get(rank) ?? []), alert.reason]);
     }
     return found;
-  }, [alerts.data]);
+  }, [alerts.data, named]);
   const tiles = useMemo<TileData[]>(
     () =>
       all.map((rank) => ({
         ...rank,
         late: late.has(rank.rank),
-        alertCount: (alertsOf.get(rank.rank) ?? []).length + rank.alerts.length,
+        alertCount: (alertsOf.get(rank.rank) ?? []).length,
+        named: named.has(rank.rank),
+        old,
       })),
-    [all, late, alertsOf],
+    [all, late, alertsOf, named, old],
   );
   const pick = (rank: number): void => patchQuery({ rank: String(rank) === picked ? "" : String(rank) });
   const chosen = picked === "" ? undefined : tiles.find((rank) => String(rank.rank) === picked);
@@ -94,7 +99,7 @@ function Live(): ReactNode {
     <>
       <div className="head">
         <h1>Mesh</h1>
-        {summary && <Badge state={summary.state} />}
+        {summary && <Badge state={health.word} tone={health.tone} />}
         {summary && (
           <span>
             {count(summary.joined_count)} of {count(world)} ranks · step{" "}
@@ -103,7 +108,7 @@ function Live(): ReactNode {
         )}
         <Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />
       </div>
-      {summary?.reason && <Trouble>{summary.reason}</Trouble>}
+      {health.tone !== "ok" && health.tone !== "info" && !old && health.why && <Trouble>{health.why}</Trouble>}
       {ranks.error && <Trouble>{ranks.error}</Trouble>}
       <Totals ranks={tiles} />
       <Panel
@@ -142,7 +147,7 @@ function Totals(props: { ranks: readonly TileData[] }): ReactNode {
           ["phases", loading ? "…" : phases.map(([phase, n]) => `${count(n)} ${phaseText(phase)}`).join(", ") || "–"],
           ["median step time", duration(middle / 1e9)],
           ["stragglers", count(ranks.filter((rank) => rank.late).length)],
-          ["not ok", count(ranks.filter((rank) => rank.state !== "ok").length)],
+          ["not ok", count(ranks.filter((rank) => wordOf(rank) !== "ok").length)],
           ["shared parameter memory", bytes(sum("arena_bytes"))],
           ["snapshot memory", bytes(sum("snapshot_bytes"))],
           ["trainers' memory", bytes(sum("trainer_rss_bytes"))],
@@ -179,7 +184,7 @@ function RankPanel(props: {
       {!rank.agreement_works && rank.agreement_reason && <Trouble>{rank.agreement_reason}</Trouble>}
       <Facts
         rows={[
-          ["state", <Badge key="s" state={rank.state} />],
+          ["state", <Badge key="s" state={wordOf(rank)} tone={toneOfRank(rank)} />],
           ["membership", rank.membership],
           ["phase", phaseText(rank.phase)],
           ["step", count(rank.step)],

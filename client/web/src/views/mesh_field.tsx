@@ -7,7 +7,7 @@ import { type Axis, coordinates } from "../lib/mesh";
 import { inkOf } from "../ui/chart";
 import { useShared } from "../ui/context";
 import { useSize } from "../ui/hooks";
-import { phaseText, type TileData, toneOfRank } from "./mesh_tiles";
+import { phaseText, type TileData, toneOfRank, wordOf } from "./mesh_tiles";
 
 const GAP = 1;
 
@@ -68,14 +68,14 @@ export function FieldMap(props: {
       />
       <p className="readout">
         {over
-          ? `rank ${over.rank} (${axes.map((axis, i) => `${axis.name} ${place[i]}`).join(", ")}) · ${over.state} ${phaseText(over.phase)} · step ${count(over.step)} · ${duration(over.step_time_ns / 1e9)}${over.late ? " · straggler" : ""}${over.reason ? ` · ${over.reason}` : ""}`
+          ? `rank ${over.rank} (${axes.map((axis, i) => `${axis.name} ${place[i]}`).join(", ")}) · ${wordOf(over)} ${phaseText(over.phase)} · step ${count(over.step)} · ${duration(over.step_time_ns / 1e9)}${over.late ? " · straggler" : ""}${over.reason ? ` · ${over.reason}` : ""}`
           : "point at a rank"}
       </p>
       <div className="legend">
         {(["ok", "warn", "bad", "info", "mute"] as const).map((tone) => (
           <span key={tone}>
             <i style={{ background: `var(--${tone === "mute" ? "faint" : tone})` }} />
-            {{ ok: "ok", warn: "straggler, alert, degraded", bad: "down", info: "starting", mute: "ended" }[tone]}
+            {{ ok: "ok", warn: "alert, degraded", bad: "down", info: "starting", mute: "ended, unknown" }[tone]}
           </span>
         ))}
       </div>

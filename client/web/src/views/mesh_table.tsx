@@ -7,11 +7,11 @@ import { nextSort } from "../lib/sort";
 import { Badge, Panel } from "../ui/bits";
 import { patchQuery, useQuery } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
-import { phaseText, type TileData, toneOfRank } from "./mesh_tiles";
+import { phaseText, type TileData, toneOfRank, wordOf } from "./mesh_tiles";
 
 const COLUMNS: readonly Column<TileData>[] = [
   { key: "rank", title: "rank", width: "4rem", numeric: true, render: (r) => r.rank },
-  { key: "state", title: "state", width: "5.4rem", render: (r) => <Badge state={r.state} /> },
+  { key: "state", title: "state", width: "5.4rem", render: (r) => <Badge state={wordOf(r)} tone={toneOfRank(r)} /> },
   { key: "phase", title: "phase", width: "9rem", wide: true, render: (r) => phaseText(r.phase) },
   { key: "step", title: "step", width: "5rem", numeric: true, render: (r) => count(r.step) },
   { key: "step_time_ns", title: "step time", width: "5.4rem", numeric: true, render: (r) => duration(r.step_time_ns / 1e9) },
@@ -73,7 +73,7 @@ export function RankTable(props: {
 function chosen(ranks: readonly TileData[], filter: string, key: string, down: boolean): TileData[] {
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
   const found = ranks.filter((rank) => {
-    const text = `${rank.rank} ${rank.state} ${phaseText(rank.phase)} ${rank.membership} ${rank.reason} ${rank.late ? "straggler" : ""}`.toLowerCase();
+    const text = `${rank.rank} ${wordOf(rank)} ${phaseText(rank.phase)} ${rank.membership} ${rank.reason} ${rank.late ? "straggler" : ""}`.toLowerCase();
     return words.every((word) => (/^\d+$/.test(word) ? String(rank.rank) === word : text.includes(word)));
   });
   const read = (rank: TileData): string | number => rank[key as keyof TileData] as string | number;

@@ -11,12 +11,22 @@ import { useNow } from "../ui/hooks";
 export interface TileData extends RankDocument {
   late: boolean;
   alertCount: number;
+  /** Whether the verdict on the job names it. */
+  named: boolean;
+  /** Whether the control plane no longer answers: what is known of it is old. */
+  old: boolean;
 }
 
-/** Tone of a rank: by its state, or a warning when it is late or has alerts. */
+/** Tone of a rank: by its state, and a warning when the verdict names it; the page has no rule of its own. */
 export function toneOfRank(rank: TileData): Tone {
-  if (rank.state === "ok" && (rank.late || rank.alertCount > 0)) return "warn";
-  return toneOf(rank.state);
+  if (rank.old) return "mute";
+  return rank.state === "ok" && rank.named ? "warn" : toneOf(rank.state);
+}
+
+/** What is said of a rank's state: "ok" never stands beside an alert of it. */
+export function wordOf(rank: TileData): string {
+  if (rank.old) return "unknown";
+  return rank.state === "ok" && rank.named ? "warning" : rank.state;
 }
 
 /** A phase as shown to users. */

@@ -12,9 +12,9 @@ import type { Frame } from "../lib/grads";
 import { median, stragglers } from "../lib/mesh";
 import { placeHash } from "../lib/route";
 import { badCount } from "../lib/stats";
-import { drawnOf, editText, type Happening, suspectOf } from "../lib/timeline";
+import { drawnOf, type Happening } from "../lib/timeline";
 import { Badge, Facts, Panel, Source, Trouble } from "../ui/bits";
-import { useMay, useShared, whyDead } from "../ui/context";
+import { useShared, whyDead } from "../ui/context";
 import { useNow, usePoll } from "../ui/hooks";
 import { ModeControls, SeriesChart } from "../ui/series";
 import { CauseItem } from "./causes";
@@ -49,7 +49,7 @@ export default function Overview(): ReactNode {
       </div>
       <section className={`panel verdict ${health.tone}`} aria-label="Health" role="status">
         <Badge state={health.word} tone={health.tone} />
-        <p className="wrap">{health.why || "Every rank reports, no alert fires, no NaN or Inf found."}</p>
+        <p className="wrap">{health.why || WAITING}</p>
       </section>
       <Ended history={history} />
       <Firing history={history} />
@@ -90,7 +90,6 @@ function Ended(props: { history: History }): ReactNode {
 function Firing(props: { history: History }): ReactNode {
   const { history } = props;
   const { job, summary } = useShared();
-  const mayEdit = useMay("edit");
   const paused = summary?.pause !== undefined && summary.pause !== "running" && summary.pause !== "";
   const firing = history.causes.filter((cause) => cause.firing > 0);
   if (firing.length === 0) return null;
@@ -105,25 +104,9 @@ function Firing(props: { history: History }): ReactNode {
         </p>
       )}
       <ul className="bare" aria-label="Causes">
-        {firing.slice(0, CAUSES_SHOWN).map((cause) => {
-          const suspect = suspectOf(history.edits, cause.first);
-          const edit = suspect?.edit;
-          return (
-            <CauseItem key={cause.id} cause={cause}>
-              {suspect && edit && (
-                <p>
-                  Applied {plural(suspect.stepsBefore, "step")} before:{" "}
-                  <a href={placeHash({ job, view: "edits", query: { edit: edit.id } })}>edit</a> {editText(edit)}, by {edit.actor}
-                  {mayEdit && edit.undo.possible && (
-                    <a className="spaced" href={placeHash({ job, view: "edits", query: { undo: edit.id } })}>
-                      Undo …
-                    </a>
-                  )}
-                </p>
-              )}
-            </CauseItem>
-          );
-        })}
+        {firing.slice(0, CAUSES_SHOWN).map((cause) => (
+          <CauseItem key={cause.id} cause={cause} />
+        ))}
       </ul>
     </Panel>
   );
@@ -166,7 +149,8 @@ function Numbers(props: { total: Total; logged: Logged; causes: readonly Cause[]
     pollMs(world),
   );
   const all = ranks.data?.ranks ?? [];
-  const late = useMemo(() => [...stragglers(causes.flatMap((cause) => cause.alerts))], [causes]);
+  const named = summary?.verdict.ranks;
+  const late = useMemo(() => [...stragglers(causes.flatMap((cause) => cause.alerts), new Set(named))], [causes, named]);
   const middle = median(all.filter((rank) => rank.step_time_ns > 0).map((rank) => rank.step_time_ns)) / 1e9;
   const loading = !ranks.data && !ranks.error;
   const [dead, over] = [whyDead(summary) !== "", summary?.state === "ended"];

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import xxhash
 
-from paramd.mesh.insight.reports import Alert
+from paramd.mesh.insight.reports import Alert, Suspect
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.store.alerts import MAX_FIRING, State
 from paramd_service.control.store.history import SeriesKey
@@ -49,6 +49,10 @@ class Finding:
     """Tensor it concerns; empty for none."""
     step: int = -1
     """Step it was found at; -1 for none."""
+    others: tuple[str, ...] = ()
+    """Tensors that it concerns beside `fqn`."""
+    onset: tuple[int, int] | None = None
+    """Steps between which its cause lies, see `onset_of`; None: no edit can be its cause."""
 
 
 Covered = Callable[[Alert], bool]
@@ -61,7 +65,15 @@ Observe = Callable[[Sequence[Finding], Covered], None]
 class Book:
     """The alerts of one job in one incarnation."""
 
-    def __init__(self, *, job: str, incarnation: int) -> None:
+    def __init__(
+        self,
+        *,
+        job: str,
+        incarnation: int,
+        suspect: Callable[[Finding, float], Suspect | None] = lambda finding, now_s: None,
+    ) -> None:
+        """`suspect` tells which change may have caused a finding, asked once as its alert fires."""
+        self._suspect = suspect
         self._job = job
         self._incarnation = incarnation
         self._firing: dict[tuple[str, str], Alert] = {}
@@ -125,6 +137,7 @@ class Book:
             first_seen_s=since_s,
             last_seen_s=now_s,
             resolved_s=None,
+            suspect=known.suspect if known is not None else self._suspect(finding, now_s),
         )
         return self._firing[key] if known is None else None
 

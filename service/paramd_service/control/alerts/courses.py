@@ -17,6 +17,7 @@ from statistics import median
 
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import Rule
+from paramd_service.control.alerts.suspects import onset_of
 
 KEPT = 40
 """Samples remembered of each layer and of the total."""
@@ -89,6 +90,8 @@ class Course:
     ever_absent: bool = False
     odd: int = 0
     """Samples in a row that were far above, or far below (negative)."""
+    odd_step: int = -1
+    """Step of the first in the last row of samples that were odd, zero, absent or rising."""
     rising: int = 0
     """Samples of the present rise that were the highest so far."""
     rise_from: float = 0.0
@@ -265,6 +268,7 @@ class Courses:
         below = low - value + min(total_far, 0.0) > max(VANISHED, SPREADS * spread)
         if above or (below and self._contributed(course)):
             course.odd = max(course.odd, 0) + 1 if above else min(course.odd, 0) - 1
+            course.odd_step = step if abs(course.odd) == 1 else course.odd_step
             self.suspicious = True
             if abs(course.odd) < CONFIRMED:
                 return []
@@ -290,7 +294,7 @@ class Courses:
         """By which logarithm a norm has grown in a rise that goes on; 0 while it is none."""
         if value > course.highest:
             if course.rising == 0:
-                course.rise_from = course.highest
+                course.rise_from, course.odd_step = course.highest, self._step
             course.rising += 1
         elif value < course.highest - HALVED:
             course.rising = 0
@@ -299,6 +303,7 @@ class Courses:
 
     def _absent(self, one: Sampled, course: Course) -> list[Told]:
         course.absent += 1
+        course.odd_step = self._step if course.absent == 1 else course.odd_step
         if not course.is_warm or course.ever_absent:
             course.ever_absent = True
             return []
@@ -310,6 +315,7 @@ class Courses:
 
     def _dead(self, one: Sampled, course: Course, total_square: float) -> list[Told]:
         course.zeros += 1
+        course.odd_step = self._step if course.zeros == 1 else course.odd_step
         if not course.is_warm or course.ever_zero:
             # Experts without a token and rows without a sample have such updates.
             course.ever_zero = True
@@ -331,6 +337,7 @@ class Courses:
             total.odd = 0
             return []
         total.odd -= 1
+        total.odd_step = self._step if total.odd == -1 else total.odd_step
         self.suspicious = True
         if -total.odd < CONFIRMED:
             return []
@@ -345,11 +352,12 @@ class Courses:
                 self._since.pop(kind, None)
                 continue
             since = self._since.setdefault(kind, step)
-            found.append(_finding(kind, some, since))
+            course = self._course(some[0].fqn) if some[0].fqn else self._total
+            found.append(_finding(kind, some, since, onset_of(course.steps, course.odd_step)))
         return found
 
 
-def _finding(kind: str, some: Sequence[Told], step: int) -> Finding:
+def _finding(kind: str, some: Sequence[Told], step: int, onset: tuple[int, int]) -> Finding:
     worst = some[0]
     whose = worst.fqn if worst.fqn else "the whole model"
     # "It has no gradient" is said of the tensor.
@@ -362,6 +370,8 @@ def _finding(kind: str, some: Sequence[Told], step: int) -> Finding:
         reason=f"{subject} {worst.why}, since step {step}{listing(others)}",
         fqn=worst.fqn,
         step=step,
+        others=tuple(others),
+        onset=onset,
     )
 
 

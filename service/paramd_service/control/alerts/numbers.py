@@ -28,6 +28,7 @@ from paramd.bounds import (
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import LOGGED, NumberRule, Rule, parse_number
+from paramd_service.control.alerts.suspects import onset_of
 from paramd_service.control.mesh.registry import MeshView, Report
 from paramd_service.control.store.history import Sample
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from paramd_service.control.alerts.watcher import Watcher
 
 WINDOW = 20
+"""Values that a jump is judged by, and within which a change is suspected of it: a script may log
+at every step, and a change takes some steps to show."""
 LEAST = 5
 """Values needed before a jump can be detected."""
 LOSS = re.compile(r"(.*[/_.])?loss", re.ASCII)
@@ -65,6 +68,10 @@ class _Known:
 
     def __init__(self, most: int) -> None:
         self._values: deque[tuple[int, float]] = deque(maxlen=most)
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, _ in self._values]
 
     def before(self, step: int) -> list[float]:
         """The values before one of this step, oldest first. After a rollback steps come again:
@@ -99,7 +106,8 @@ class NumberHistory:
         found: dict[str, Finding] = {}
         for step, value in values:
             for text, why in self._problems(name, value, known.before(step)):
-                found[text] = _finding(rank, name, text, why, step)
+                onset = onset_of(known.steps, step, few=WINDOW)
+                found[text] = _finding(rank, name, text, why, onset)
             if math.isfinite(value):
                 known.add(step, value)
         return list(found.values())
@@ -121,7 +129,7 @@ class NumberHistory:
                     f"jumped to {highest:.4g} at step {step}; the largest of its last values "
                     f"before was {usual:.4g}"
                 )
-                found = _finding(rank, name, SPIKE, why, step)
+                found = _finding(rank, name, SPIKE, why, onset_of(known.steps, step, few=WINDOW))
             known.add(step, value)
         return found
 
@@ -177,7 +185,7 @@ def _violated(rule: NumberRule, value: float, known: Sequence[float]) -> str:
     return ""
 
 
-def _finding(rank: int, name: str, text: str, why: str, step: int) -> Finding:
+def _finding(rank: int, name: str, text: str, why: str, onset: tuple[int, int]) -> Finding:
     bad = text == "nonfinite"
     return Finding(
         rule=Rule.LOGGED_NUMBER,
@@ -185,7 +193,8 @@ def _finding(rank: int, name: str, text: str, why: str, step: int) -> Finding:
         severity=Severity.CRITICAL if bad else Severity.WARNING,
         reason=f"{name}, as rank {rank} logs it, {why}",
         ranks=(rank,),
-        step=step,
+        step=onset[1],
+        onset=onset,
     )
 
 

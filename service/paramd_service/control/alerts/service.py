@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paramd.errors import ParamdError, UsageError
+from paramd.layout.edits.ops import EditState
 from paramd.mesh.edits.calls import Mark, PauseWord
 from paramd.mesh.insight.reports import Alert
 from paramd_service.aio import kept
@@ -19,6 +20,7 @@ from paramd_service.control.alerts.health import Verdict, verdict_of
 from paramd_service.control.alerts.looks import Look
 from paramd_service.control.alerts.numbers import ASK_TIMEOUT_S
 from paramd_service.control.alerts.sampling import MeshSampler
+from paramd_service.control.alerts.suspects import KEPT
 from paramd_service.control.alerts.watcher import Offer, Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import settings_of, table_of_file, table_of_text
@@ -29,6 +31,7 @@ from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.registry import State as MeshState
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.store.alerts import AlertStore, State
+from paramd_service.control.store.edits import EditRow, EditStore
 from paramd_service.control.store.exports import ExportRow
 
 Pause = Callable[[str, str], Awaitable[None]]
@@ -67,6 +70,8 @@ class Watchers:
 
     failed: Callable[[str], ExportRow | None] | None = None
     """Tells the newest export of a job that has ended, if it failed; None: there are none."""
+    edits: EditStore | None = None
+    """Where edits are kept that an earlier control plane applied; None: nowhere."""
 
     def __post_init__(self) -> None:
         self.webhooks = Webhooks(self.config.webhooks)
@@ -94,6 +99,12 @@ class Watchers:
         """Every job's watcher, sorted by job name."""
         return sorted(self._watchers.items())
 
+    def applied(self, row: EditRow) -> None:
+        """Note an edit that was applied: a finding may come from it."""
+        watcher = self._watchers.get(row.job)
+        if watcher is not None:
+            watcher.changes.add([row])
+
     def _begin(self, mesh: Incarnation) -> None:
         watcher = Watcher(
             config=self.config,
@@ -112,6 +123,9 @@ class Watchers:
             offer=self.offer,
             tell=self._tell,
             failed=partial(self.failed, mesh.job) if self.failed else lambda: None,
+            applied=partial(self.edits.page, mesh.job, limit=KEPT, state=EditState.APPLIED)
+            if self.edits is not None
+            else None,
             expires_s=self.expires_s,
             trouble=self.trouble,
         )

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.courses import listing
+from paramd_service.control.alerts.suspects import FEW, onset_of
 
 if TYPE_CHECKING:
     from paramd_service.control.alerts.sampling import TensorInput
@@ -45,6 +46,7 @@ class _Trouble:
     why: str
     step: int
     ranks: tuple[int, ...] = ()
+    onset: tuple[int, int] = (-1, -1)
 
 
 @dataclass(slots=True)
@@ -53,7 +55,8 @@ class _Past:
     """Steps and norms."""
     moved: int = 0
     still: int = 0
-    steps: deque[int] = field(default_factory=lambda: deque(maxlen=STILL + 1))
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=STILL + 1 + FEW))
+    """Of the last rounds, the present one last."""
 
 
 class Values:
@@ -87,10 +90,13 @@ class Values:
         self._step = step
         for one in tensors:
             past = self._past.setdefault(one.fqn, _Past(deque(maxlen=self._config.norm_window)))
-            self._put(NOT_FINITE, one.fqn, self._not_finite(one, step))
+            last_step = past.steps[-1] if past.steps else -1
+            past.steps.append(step)
+            self._put(NOT_FINITE, one.fqn, self._not_finite(one, step), past)
             norms = [norm for _, norm in past.norms]
-            self._put(NORMS, one.fqn, self._jumped(one, norms, step))
-            self._put(FROZEN, one.fqn, self._frozen(one, past, step, has_gradient(one.fqn)))
+            self._put(NORMS, one.fqn, self._jumped(one, norms, step), past)
+            frozen = self._frozen(one, past, last_step, has_gradient(one.fqn))
+            self._put(FROZEN, one.fqn, frozen, past, shown=STILL)
             if not math.isnan(one.norm):
                 past.norms.append((step, one.norm))
         return self._findings()
@@ -120,18 +126,23 @@ class Values:
             ranks=ranks[:64],
             fqn=worst.fqn,
             step=step,
+            others=tuple(one.fqn for one in bad[1:]),
+            onset=(-1, step),
         )
 
-    def _put(self, kind: str, fqn: str, found: _Trouble | None) -> None:
+    def _put(
+        self, kind: str, fqn: str, found: _Trouble | None, past: _Past, *, shown: int = 1
+    ) -> None:
+        """Note or end a trouble, which the last `shown` rounds show when it is new."""
         standing = self._standing[kind]
         if found is None:
             standing.pop(fqn, None)
             return
         known = standing.get(fqn)
-        step = known.step if known is not None else found.step
-        standing[fqn] = _Trouble(
-            fqn=fqn, weight=found.weight, why=found.why, step=step, ranks=found.ranks
-        )
+        first = known if known is not None else found
+        shown_since = past.steps[max(len(past.steps) - shown, 0)]
+        onset = known.onset if known is not None else onset_of(past.steps, shown_since)
+        standing[fqn] = replace(found, step=first.step, onset=onset)
 
     @staticmethod
     def _not_finite(one: TensorInput, step: int) -> _Trouble | None:
@@ -149,14 +160,12 @@ class Values:
         return _Trouble(fqn=one.fqn, weight=found[0], why=found[1], step=step) if found else None
 
     def _frozen(
-        self, one: TensorInput, past: _Past, step: int, has_gradient: bool
+        self, one: TensorInput, past: _Past, last_step: int, has_gradient: bool
     ) -> _Trouble | None:
         """Values that no longer change although they did, and although updates bring a gradient."""
-        before = past.norms[-1][1] if past.norms else None
-        if before is None or (past.steps and step <= past.steps[-1]):
-            past.steps.append(step)
+        before, step = past.norms[-1][1] if past.norms else None, past.steps[-1]
+        if before is None or step <= last_step:
             return None
-        past.steps.append(step)
         if one.norm != before:
             past.moved, past.still = past.moved + 1, 0
             self._changed_step = max(self._changed_step, step)
@@ -165,13 +174,14 @@ class Values:
         enough = past.moved >= MOVED and past.still >= STILL and has_gradient
         # Where nothing changes at all, as with a rate of zero at the end of a schedule, no layer
         # is left behind.
-        if not enough or self._changed_step <= past.steps[0]:
+        since = past.steps[max(len(past.steps) - STILL - 1, 0)]
+        if not enough or self._changed_step <= since:
             return None
         why = (
-            f"has not changed since step {past.steps[0]}, though it has a gradient and others "
+            f"has not changed since step {since}, though it has a gradient and others "
             "change: no optimizer updates it"
         )
-        return _Trouble(fqn=one.fqn, weight=one.norm, why=why, step=past.steps[0])
+        return _Trouble(fqn=one.fqn, weight=one.norm, why=why, step=since)
 
     def _findings(self) -> list[Finding]:
         found: list[Finding] = []
@@ -201,6 +211,8 @@ def _finding(kind: str, rule: Rule, severity: Severity, some: Sequence[_Trouble]
         ranks=ranks[:64],
         fqn=worst.fqn,
         step=worst.step,
+        others=tuple(one.fqn for one in some[1:]),
+        onset=worst.onset,
     )
 
 

@@ -46,11 +46,13 @@ from paramd_service.control.alerts.rules import (
     unrecorded,
 )
 from paramd_service.control.alerts.sampling import TENSOR_RULES, MeshSampler
+from paramd_service.control.alerts.suspects import Changes
 from paramd_service.control.alerts.values import GRADIENTS_NOT_FINITE, Values
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.insight.host import why_slow
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.alerts import AlertStore, State
+from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.exports import ExportRow
 from paramd_service.control.store.history import Sample as Measured
 from paramd_service.control.store.history import SeriesKey
@@ -262,12 +264,17 @@ class Watcher:
     """Why the store cannot be written now; empty while it can."""
     failed: Callable[[], ExportRow | None] = lambda: None
     """The newest export that has ended, if it failed."""
+    applied: Callable[[], Awaitable[Sequence[EditRow]]] | None = None
+    """Tells the last applied edits of the job, newest first; None: none are suspected that were
+    applied before a restart."""
     clock: Callable[[], float] = now_s
     """Seconds since the Unix epoch."""
 
     def __post_init__(self) -> None:
         config, view = self.config, self.view
-        self.book = Book(job=self.job, incarnation=self.incarnation)
+        self.changes = Changes(self.incarnation)
+        """The edits that were applied lately, which alerts may come from."""
+        self.book = Book(job=self.job, incarnation=self.incarnation, suspect=self.changes.suspect)
         self._began_s = self.clock()
         self._window: deque[tuple[float, Ranks]] = deque()
         self._ends = Ends()
@@ -589,6 +596,8 @@ class Watcher:
             try:
                 if not self._restored:
                     self.book.restore(await self.store.load_firing(self.job, self.incarnation))
+                    if self.applied is not None:
+                        self.changes.add(reversed(await self.applied()))
                     self._restored = True
                 await self._save()
             except ParamdError as error:

@@ -119,6 +119,7 @@ class UndoRequest(WaitRequest):
 
     id: str | None = Field(None, pattern=EDIT_ID, description="Id of the new edit; as in create")
     force: bool = Field(False, description="Undo even if later edits changed the same elements")
+    dry_run: bool = Field(False, description="Change nothing; compute `before` and `after`")
 
 
 class HyperparametersRequest(WaitRequest):

@@ -42,7 +42,7 @@ from paramd_service.control.store.engine import StoreError
 
 LOAD_AGAIN_S = 1.0
 FORGOTTEN_S = 10.0
-"""How long a rollback waits until ranks have forgotten the one staged before it."""
+"""How long a rollback or an undo waits until ranks have forgotten the one staged before it."""
 OPEN_STATES = (EditState.STAGING, EditState.STAGED, EditState.COMMITTED)
 _NS = 1e9
 
@@ -102,9 +102,7 @@ class IncarnationEdits:
     ) -> None:
         """Stage an edit without data on all ranks, then commit it; a dry run stops at preview."""
         try:
-            if planned.manifest.HasField("rollback") and self._ending:
-                # A rank has room for one rollback, until it has forgotten the last one.
-                await asyncio.wait(self._ending, timeout=FORGOTTEN_S)
+            await self._room_for(driver, planned.manifest)
             view = self.mesh.coordinator.joined()
             manifest = planned.manifest
             staged = await on_all(view, lambda rank, at: stage(self.mesh.calls, rank, at, manifest))
@@ -124,6 +122,26 @@ class IncarnationEdits:
             await self._commit_held(driver, by, index)
         else:
             await self.commit(driver, by, index, planned.ops)
+
+    async def _room_for(self, driver: EditRun, manifest: pb.EditManifest) -> None:
+        """Wait for ranks to forget what they have room for only once: the last rollback, and dry
+        runs of the same undo, which claim the old values as this one does."""
+        if not (manifest.HasField("rollback") or manifest.undo_of):
+            return
+        tried = [
+            one
+            for one in self.open.values()
+            # Only earlier ones: two must not wait for each other.
+            if manifest.undo_of
+            and one.row.undo_of == manifest.undo_of
+            and one.row.detail.get("dry_run")
+            and one.row.number < driver.row.number
+        ]
+        for one in tried:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(one.until(), FORGOTTEN_S)
+        if self._ending:
+            await asyncio.wait(set(self._ending), timeout=FORGOTTEN_S)
 
     async def _commit_held(self, driver: EditRun, by: Principal, index: NameIndex) -> None:
         """Commit a rollback, which trainers promise only while they are paused."""

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -193,12 +193,18 @@ class EditService:
         return row
 
     async def undo(
-        self, by: Principal, edit_id: str | None, done: EditRow, *, force: bool
+        self,
+        by: Principal,
+        edit_id: str | None,
+        done: EditRow,
+        *,
+        force: bool,
+        dry_run: bool = False,
     ) -> EditRow:
-        """Create an edit that undoes an applied one. Raises DeniedError: it would restore NaN or
-        infinities, and the caller is not an admin. ConflictError: `done` was not applied in this
-        incarnation, is already undone, or a later edit changed some of the same elements and
-        `force` is not set."""
+        """Create an edit that undoes an applied one; with `dry_run`, only compute what it would
+        change. Raises DeniedError: it would restore NaN or infinities, and the caller is not an
+        admin. ConflictError: `done` was not applied in this incarnation, is already undone, or a
+        later edit changed some of the same elements and `force` is not set."""
         self.mesh.check()
         if reason := self.why_no_undo(done):
             raise ConflictError(f"edit {done.id} cannot be undone: {reason}")
@@ -219,7 +225,11 @@ class EditService:
                 f"edit {other.id} by {other.actor} later changed some of the same elements; undo "
                 "that one first, or pass force=true to discard its changes to them"
             )
-        detail: dict[str, object] = {"force": force, "allow_nonfinite": nonfinite}
+        detail: dict[str, object] = {
+            "force": force,
+            "allow_nonfinite": nonfinite,
+            "dry_run": dry_run,
+        }
         detail |= {n: done.detail[n] for n in ("hyperparameters", "rollback") if n in done.detail}
         zeroed = bool(done.detail.get("reset_moments"))
         note = f"optimizer state that edit {done.id[:8]} zeroed stays zero" if zeroed else ""
@@ -332,6 +342,8 @@ class EditRegistry:
         """Edits that ended in this process, by (job, state)."""
         self.seconds: dict[str, float] = defaultdict(float)
         """Total seconds from creation to APPLIED, by job."""
+        self.on_applied: list[Callable[[EditRow], object]] = []
+        """Called with each edit that was applied."""
 
     def began(self, mesh: Incarnation) -> None:
         """Start the edits and the pause of an incarnation; of one that is over, only show them."""
@@ -442,6 +454,8 @@ class EditRegistry:
             self.ended[row.job, row.state] += 1
             if row.state == EditState.APPLIED:
                 self.seconds[row.job] += row.ended_s - row.created_s
+                for callback in self.on_applied:
+                    callback(row)
         log.info("job %s: edit %s is %s %s", row.job, row.id, row.state, row.reason)
         data = {
             "id": row.id,

@@ -72,4 +72,8 @@ class AlertStore:
             firing = row.resolved_s.is_(None)
             chosen = chosen.where(firing if state is State.FIRING else ~firing)
         found = await self._store.all(chosen)
-        return [(number, read_document(Alert, json.loads(body))) for number, body in found]
+        # Alerts that were stored before suspects were looked for name none.
+        return [
+            (number, read_document(Alert, {"suspect": None} | json.loads(body)))
+            for number, body in found
+        ]

@@ -80,7 +80,9 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         """Create an edit that undoes an applied one. Optimizer state that was zeroed stays zero;
         the note says so. Idempotent by id."""
         row, service = await row_of(job, edit), edits.service(job)
-        made = await service.undo(principal_of(request), wanted.id, row, force=wanted.force)
+        made = await service.undo(
+            principal_of(request), wanted.id, row, force=wanted.force, dry_run=wanted.dry_run
+        )
         return stored_document(edits, await edits.wait(made, wanted.wait_s))
 
     @routes.delete("/jobs/{job}/edits/{edit}")

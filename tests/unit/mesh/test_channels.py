@@ -78,3 +78,22 @@ async def test_a_peer_that_is_back_at_its_address_is_called_without_a_pause() ->
         await server.stop(None)
     with pytest.raises(UnreachableError):
         await calling
+
+
+async def test_a_method_is_opened_once_for_each_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    stub = sidecar_pb2_grpc.SidecarServiceStub
+
+    def counted(channel: Any) -> Any:
+        opened.append(channel)
+        return stub(channel)
+
+    monkeypatch.setattr(sidecar_pb2_grpc, "SidecarServiceStub", counted)
+    async with serving() as (_, channels, asked):
+        for name in ("GetState", "GetEdit", "GetState"):
+            assert channels.method(asked.address, name) is channels.method(asked.address, name)
+        first = channels.channel(asked.address)
+        await channels.keep_only(frozenset())
+        channels.method(asked.address, "GetState")
+        assert opened == [first, first, channels.channel(asked.address)]
+        assert first is not channels.channel(asked.address)

@@ -299,6 +299,8 @@ class Channels:
         self._ticket = ticket
         self._tls = tls if tls is not None else ClientTls.from_environment()
         self._stamps: dict[str, tuple[int, ...]] = {}
+        self._methods: dict[str, tuple[grpc.aio.Channel, dict[str, Any]]] = {}
+        """Methods that were called, by address, of the channel that is open there."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._retired: list[grpc.aio.Channel] = []
         self._stream_tls: tuple[tuple[int, ...], ssl.SSLContext] | None = None
@@ -326,6 +328,17 @@ class Channels:
             self._stamps[address] = stamp
         return self._channels[address]
 
+    def method(self, address: str, name: str) -> Any:
+        """A method of the sidecar at `address`. Raises as `channel`."""
+        channel = self.channel(address)
+        kept = self._methods.get(address)
+        if kept is None or kept[0] is not channel:
+            kept = self._methods[address] = channel, {}
+        if name not in kept[1]:
+            # A stub opens all methods, which takes longer than a call does, and keeps them.
+            kept[1][name] = vars(sidecar_pb2_grpc.SidecarServiceStub(channel))[name]
+        return kept[1][name]
+
     def stream_tls(self, address: str) -> ssl.SSLContext | None:
         """TLS of bulk streams beside `address`; None without. Raises UsageError as `channel`."""
         if not is_secure(address):
@@ -350,6 +363,7 @@ class Channels:
 
     async def keep_only(self, addresses: frozenset[str]) -> None:
         gone = [self._channels.pop(a) for a in list(self._channels) if a not in addresses]
+        self._methods = {a: kept for a, kept in self._methods.items() if a in addresses}
         await asyncio.gather(*(channel.close() for channel in gone))
 
     async def close(self) -> None:
@@ -390,8 +404,7 @@ class Channels:
 
     def open(self, asked: Asked, method: str, request: Any, *, timeout_s: float) -> Any:
         """Start a call of a sidecar's method. Raises gRPC's errors; responses are unchecked."""
-        stub = sidecar_pb2_grpc.SidecarServiceStub(self.channel(asked.address))
-        return getattr(stub, method)(request, **self._terms(asked, timeout_s))
+        return self.method(asked.address, method)(request, **self._terms(asked, timeout_s))
 
     async def stage(
         self, asked: Asked, requests: AsyncIterator[bytes], *, timeout_s: float

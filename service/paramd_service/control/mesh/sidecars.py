@@ -40,7 +40,7 @@ from paramd.mesh.peers.grpc import (
 )
 from paramd.security.tickets import ORDER_BITS, Role, Told, handed
 from paramd.security.tls import is_of_job
-from paramd.v1 import layout_pb2, sidecar_pb2, sidecar_pb2_grpc
+from paramd.v1 import layout_pb2, sidecar_pb2
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.coordinator import BoundaryRequest, RankAnswer, worst
 from paramd_service.control.mesh.registry import MeshView, Registry
@@ -199,9 +199,7 @@ class OwnChannels(Channels):
         metadata = [("authorization", f"Bearer {order}"), *asked.metadata()]
         if reads:
             metadata.append((READS_KEY, reads))
-        stub = sidecar_pb2_grpc.SidecarServiceStub(self.channel(asked.address))
-        call = getattr(stub, method)
-        return call(
+        return self.method(asked.address, method)(
             iter(request) if isinstance(request, list) else request,
             timeout=call_timeout_s(timeout_s),
             metadata=metadata,

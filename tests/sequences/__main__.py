@@ -69,6 +69,8 @@ class Row:
     loop: str
     seed: int
     seconds: float = 0.0
+    cpu_s: float = 0.0
+    """Of this process and of all that it has started and seen end."""
     counts: Counts = field(default_factory=Counts)
     beside: Beside = field(default_factory=Beside)
     failure: Failure | None = None
@@ -87,7 +89,7 @@ def _take_turns(given: argparse.Namespace, rows: list[Row]) -> None:
         items = _chosen(given.only) if given.only else drawn(here, given.steps, loop)
         left_out, kept = given.without.split(","), given.of.split(",") if given.of else NAMES
         items = [item for item in items if item.name in kept and item.name not in left_out]
-        began_s = time.monotonic()
+        began_s, began_cpu_s = time.monotonic(), _cpu_s()
         share_s = (until_s - began_s) / max(1, len(turns) - turn)
         print(f"--- {kind}{', ' * bool(loop)}{loop}, seed {here}", flush=True)
         rows.append(row := Row(kind, loop, here))
@@ -97,7 +99,7 @@ def _take_turns(given: argparse.Namespace, rows: list[Row]) -> None:
                 until_s=began_s + share_s, counts=row.counts, beside=row.beside, tell=_say,
             )  # fmt: skip
         finally:
-            row.seconds = time.monotonic() - began_s
+            row.seconds, row.cpu_s = time.monotonic() - began_s, _cpu_s() - began_cpu_s
         if row.failure is not None:
             # What runs beside the operations is not in a shorter sequence.
             whole = given.whole or given.readers or given.verify
@@ -108,13 +110,18 @@ def _take_turns(given: argparse.Namespace, rows: list[Row]) -> None:
         turn += 1
 
 
+def _cpu_s() -> float:
+    return sum(os.times()[:4])
+
+
 def table(rows: Sequence[Row]) -> str:
     """What each sequence did, and all of them."""
-    lines = [f"{'loop':16} {'kind':9} {'s':>5} {'answers':>8} {'/s':>5} {'refused':>8} "
-             f"{'verified':>8} {'kills':>5}  finding"]  # fmt: skip
+    lines = [f"{'loop':16} {'kind':9} {'s':>5} {'CPU s':>6} {'answers':>8} {'/CPU s':>6} "
+             f"{'refused':>8} {'verified':>8} {'kills':>5}  finding"]  # fmt: skip
     everything = Row("", "all", 0)
     for row in rows:
         everything.seconds += row.seconds
+        everything.cpu_s += row.cpu_s
         everything.counts += row.counts
         everything.beside.answers += row.beside.answers
         everything.beside.refused += row.beside.refused
@@ -123,8 +130,8 @@ def table(rows: Sequence[Row]) -> str:
         answers = row.counts.answers + row.beside.answers.total()
         finding = str(row.failure.error).splitlines()[0][:160] if row.failure is not None else ""
         lines.append(
-            f"{row.loop:16} {row.kind:9} {row.seconds:5.0f} {answers:8} "
-            f"{answers / max(1.0, row.seconds):5.0f} {row.beside.refused.total():8} "
+            f"{row.loop:16} {row.kind:9} {row.seconds:5.0f} {row.cpu_s:6.0f} {answers:8} "
+            f"{answers / max(1.0, row.cpu_s):6.0f} {row.beside.refused.total():8} "
             f"{row.beside.verified['verified']:8} {row.counts.kills:5}  {finding}"
         )
     for name, found in (("answers", everything.beside.answers),

@@ -14,10 +14,8 @@ from tests.longer import busy
 from tests.sequences.model import COUNT, SHAPES, TIED, TRACE
 from tests.sequences.reading import sliced
 from tests.sequences.reference import Event, Incarnation, Index, Op, same, touches, undone, value
-from tests.sequences.session import CALL_S, DefectError, NotNowError, Session, wait_for
+from tests.sequences.session import CALL_S, STARVED, DefectError, NotNowError, Session, wait_for
 
-STARVED = 4.0
-"""Runnable processes for each core."""
 MOST_MARKS = 3
 OLDEST_MARK = 150
 """Steps after which a mark is forgotten: what follows a rollback is waited for."""

@@ -38,7 +38,9 @@ from paramd.errors import (
 from paramd.layout.edits.ops import EditState
 from paramd.mesh.edits.calls import Edit
 from paramd.mesh.mesh import Mesh
+from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.results import Summoned
+from tests import longer
 from tests.gpu.driver import environment
 from tests.launch import Ranks, start_ranks
 from tests.multiprocess.striking import allowed_s
@@ -66,6 +68,11 @@ SHORT = {
     "PARAMD_LINGER_S": "120",
 }
 """Every time that can be set, so that each way to release or expire is walked again and again."""
+
+STARVED = 4.0
+"""Runnable processes for each core."""
+LEASES = ("PARAMD_DEFAULT_LEASE_S", "PARAMD_EDIT_EXPIRY_S")
+LONGEST_LEASE_S = 60.0
 
 Result = TypeVar("Result")
 
@@ -169,11 +176,15 @@ class Session:
 
     def launch(self) -> None:
         """Starts all ranks."""
-        env = SHORT | {
-            "PARAMD_DESTINATIONS": json.dumps({"disk": str(self.folder / "exports")}),
-            "PARAMD_ARENA": self.kind if self.kind in ("mirror", "device") else "auto",
-            **self.settings(),
-        }
+        env = (
+            SHORT
+            | leases()
+            | {
+                "PARAMD_DESTINATIONS": json.dumps({"disk": str(self.folder / "exports")}),
+                "PARAMD_ARENA": self.kind if self.kind in ("mirror", "device") else "auto",
+                **self.settings(),
+            }
+        )
         if self.kind == "device":
             env |= environment(self.folder / "device", late_us=100) | {"PARAMD_GPU_TESTS_ON": "cpu"}
         for told in ("again", "end"):
@@ -379,7 +390,7 @@ class Session:
             disturbed = self.disturbed
             try:
                 found = call()
-            except fit as error:
+            except (*fit, *late_ones()) as error:
                 raise NotNowError(f"{type(error).__name__}: {str(error)[:90]}") from error
             except RETRYABLE as error:
                 self.check_alive()
@@ -555,6 +566,17 @@ class Session:
         if self.held_at is not None or perhaps:
             self.held_at = None
             self.ask("resume", lambda: self.mesh.resume(timeout=CALL_S))
+
+
+def late_ones() -> tuple[type[Exception], ...]:
+    """Errors that say that something came too late, where everything does; a hang is still one."""
+    return (DeadlineError, LeaseEndedError) if longer.busy() > STARVED else ()
+
+
+def leases() -> dict[str, str]:
+    """As in `SHORT` on a calm machine. On a busy one nothing that is alive renews them in time."""
+    slower = longer.busy()
+    return {name: f"{min(LONGEST_LEASE_S, float(SHORT[name]) * slower):g}" for name in LEASES}
 
 
 def patience_s(seconds: float) -> float:

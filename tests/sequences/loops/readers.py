@@ -22,6 +22,7 @@ import paramd
 from paramd.errors import ConflictError, ParamdError
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.results import OptimizerState, Summoned
+from tests.sequences.loops.streams import Streams
 from tests.sequences.model import COUNT, SHAPES, TIED, TRACE, State
 from tests.sequences.reading import LANES, SLICED, sliced, summary_differs
 from tests.sequences.reference import value
@@ -35,6 +36,8 @@ CALL_S = 4.0
 AFTER_REFUSAL_S = 0.1
 ENDS_S = 3.0
 """How long the end waits for a call that has begun. Its thread ends with it, and holds nothing."""
+READERS_OF_A_STREAM = 2
+"""So many threads that read stand beside one subscription."""
 HELD_SHARE = 0.2
 """Of reads that wait for a boundary, how many are made while the training is held."""
 
@@ -53,12 +56,22 @@ class Reader(threading.Thread):
         self.refused: Counter[str] = Counter()
 
     def run(self) -> None:
-        try:
-            with paramd.connect(job=JOB, timeout=15) as mesh:
+        while not self.ends.is_set() and self.failed is None:
+            try:
+                mesh = paramd.connect(job=JOB, timeout=15)
+            except RETRYABLE as error:
+                self._refuse(error)
+                continue
+            except Exception as error:
+                self._fail("connect", error)
+                return
+            with mesh:
                 while not self.ends.is_set() and self.failed is None:
                     self._read(mesh, self._rng.choices(list(READS), list(READS.values()))[0])
-        except Exception as error:
-            self._fail("connect", error)
+
+    def end(self) -> None:
+        """Has it end."""
+        self.ends.set()
 
     def _read(self, mesh: Mesh, read: Read) -> None:
         disturbed = self._session.disturbed
@@ -205,35 +218,37 @@ READS: dict[Read, int] = {
 
 
 class Readers:
-    """All of one session."""
+    """All of one session: threads with a client each, and subscriptions of one more."""
 
     def __init__(self, session: LoopSession, count: int) -> None:
         self._readers = [Reader(session, number) for number in range(count)]
+        streams = Streams(session, -(-count // READERS_OF_A_STREAM))
+        self._all: list[Reader | Streams] = [*self._readers, streams]
 
     def start(self) -> None:
         """Starts them."""
-        for one in self._readers:
+        for one in self._all:
             one.start()
 
     @property
     def failed(self) -> Exception | None:
         """The first finding."""
-        return next((one.failed for one in self._readers if one.failed is not None), None)
+        return next((one.failed for one in self._all if one.failed is not None), None)
 
     @property
     def answers(self) -> Counter[str]:
         """Answers that were compared and right, by the kind of read."""
-        return sum((one.answers for one in self._readers), Counter())
+        return sum((one.answers for one in self._all), Counter())
 
     @property
     def refused(self) -> Counter[str]:
         """Refusals, by the kind of error."""
-        return sum((one.refused for one in self._readers), Counter())
+        return sum((one.refused for one in self._all), Counter())
 
     def end(self) -> None:
         """Ends them."""
-        for one in self._readers:
-            one.ends.set()
-        for one in self._readers:
+        for one in self._all:
+            one.end()
+        for one in self._all:
             if one.is_alive():
                 one.join(ENDS_S)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from paramd.memory.control_page import Word
 from paramd.memory.gate import TrainerGate
+from tests.sequences.loops.packing import Packed, packed
 from tests.sequences.model import COUNT, TIED, TRACE
 
 MOST_BYTES = 8 << 20
@@ -31,9 +32,8 @@ CONSUMERS = (torch.optim.SGD, torch.optim.AdamW)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, copied."""
-    mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return mine.detach().clone()
+    """This rank's part."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class Recorder:
@@ -83,7 +83,7 @@ class Recorder:
             self._consumed = None
             raise
         self.step += 1
-        self._put("gradients", *before, self.step, found)
+        self._put("gradients", *before, self.step, packed(found or {}))
 
     def check(self, step: int) -> None:
         """After an update: the attachment has counted what the loop has."""
@@ -146,13 +146,14 @@ class Recorder:
     def gradients(self, parameters: Iterable[torch.Tensor]) -> Gradients:
         """Of these parameters, as they are now."""
         return {
-            self._names[id(p)]: local(p.grad) if p.grad is not None else None
+            self._names[id(p)]: local(p.grad).detach().clone() if p.grad is not None else None
             for p in parameters
             if id(p) in self._names
         }
 
-    def _values(self) -> tuple[Any, ...]:
-        moments = {}
+    def _values(self) -> tuple[Packed, Packed, Packed, int | None, dict[str, float]]:
+        """Parameters, momentum, the buffer that remembers, the one that counts, and rates."""
+        moments: dict[str, torch.Tensor | None] = {}
         for optimizer in self.optimizers:
             for value, state in list(optimizer.state.items()):
                 moment = state.get("momentum_buffer")
@@ -161,9 +162,9 @@ class Recorder:
         buffers = dict(self._net.named_buffers())
         group = self.optimizers[0].param_groups[0]
         return (
-            {name: local(value) for name, value in self.named.items()},
-            moments,
-            local(buffers[TRACE]) if TRACE in buffers else None,
+            packed({name: local(value) for name, value in self.named.items()}),
+            packed(moments),
+            packed({TRACE: local(buffers[TRACE])} if TRACE in buffers else {}),
             int(buffers[COUNT]) if COUNT in buffers else None,
             {name: float(group[name]) for name in ("lr", "momentum")},
         )

@@ -14,6 +14,8 @@ import torch
 
 import paramd
 from paramd.errors import ConflictError, ParamdError
+from paramd.mesh.frames.frames import ParamFrame
+from paramd.mesh.mesh import Mesh
 from paramd.mesh.results import OptimizerState, StatsTable, Summoned
 from tests.sequences import changing, reading, striking
 from tests.sequences.loops.loops import LOOPS, RESTS_S
@@ -33,6 +35,8 @@ from tests.sequences.session import (
 )
 
 VERIFY_EVERY_S = 0.2
+REST_BESIDE_READERS_S = 0.06
+"""After each update: twice as long as else, so that readers have the processor meanwhile."""
 HOW = {"fsdp2": "dim 0", "pipeline": "other tensors"}
 """What the ranks of a kind have of a tensor; the others have all of it."""
 
@@ -72,7 +76,8 @@ class LoopSession(Session):
         super().launch()
 
     def program(self) -> tuple[str, list[str]]:
-        return "tests.sequences.loops.training", ["--loop", self.loop]
+        more = ["--rest-s", str(REST_BESIDE_READERS_S)] if self.reader_count else []
+        return "tests.sequences.loops.training", ["--loop", self.loop, *more]
 
     def settings(self) -> dict[str, str]:
         return dict(self.way.settings)
@@ -143,20 +148,22 @@ class LoopSession(Session):
             edits: The edits that it may be after, as far as it does not say; None: any.
         """
         named, told = isinstance(found, Summoned), isinstance(found, OptimizerState)
-        history = found.history if isinstance(found, Summoned | StatsTable) else None
+        says_history = isinstance(found, Summoned | StatsTable | ParamFrame)
+        history: int | None = found.history if says_history else None
         # What does not say it is of a settled state.
         resting = isinstance(found, SaysResting) and found.unsettled
 
         def fits(name: Name) -> bool:
-            if (name.incarnation, name.step) != (found.incarnation, found.step):
-                return False
             if history is not None and name.history != history:
                 return False
             if (named or told) and name.edits != found.edits:
                 return False
             return edits is None or name.edits in edits
 
-        variants = self.truth.wait(lambda: self.truth.variants(fits, resting=resting))
+        def look() -> list[tuple[Name, State]]:
+            return self.truth.variants(found.incarnation, found.step, fits, resting=resting)
+
+        variants = self.truth.wait(look)
         where = f"{what}, step {found.step}"
         if not variants:
             near = [n for n in self.truth.names() if abs(n.step - found.step) < 2]
@@ -207,26 +214,38 @@ class Verifier(threading.Thread):
 
     def run(self) -> None:
         rng = Random(self._session.loop)
-        mesh = paramd.connect(job=JOB, timeout=CALL_S)
-        with mesh:
-            while not self._ends.is_set() and self.failed is None:
-                try:
-                    found = mesh.verify(rank=rng.randrange(self._session.world_size), timeout=8)
-                except RETRYABLE as error:
-                    self.told[type(error).__name__] += 1
-                except ConflictError as error:
-                    # Without the rank's name.
-                    self.told[str(error).partition("): ")[2][:100]] += 1
-                except ParamdError as error:
-                    if not self._session.disturbed:
-                        self.failed = DefectError(f"verify: {error!r}")
-                else:
-                    self.told["verified" if found.clean else "nothing to verify"] += 1
-                    if found.differing:
-                        self.failed = DefectError(
-                            f"verify: a false alarm: {found.summary()}; {found.differing[:3]}"
-                        )
-                self._ends.wait(VERIFY_EVERY_S)
+        while not self._ends.is_set() and self.failed is None:
+            try:
+                mesh = paramd.connect(job=JOB, timeout=CALL_S)
+            except ParamdError as error:
+                self._refused(error)
+            else:
+                with mesh:
+                    self._verify(mesh, rng)
+            self._ends.wait(VERIFY_EVERY_S)
+
+    def _verify(self, mesh: Mesh, rng: Random) -> None:
+        while not self._ends.is_set() and self.failed is None:
+            try:
+                found = mesh.verify(rank=rng.randrange(self._session.world_size), timeout=8)
+            except ParamdError as error:
+                self._refused(error)
+            else:
+                self.told["verified" if found.clean else "nothing to verify"] += 1
+                if found.differing:
+                    self.failed = DefectError(
+                        f"verify: a false alarm: {found.summary()}; {found.differing[:3]}"
+                    )
+            self._ends.wait(VERIFY_EVERY_S)
+
+    def _refused(self, error: ParamdError) -> None:
+        if isinstance(error, RETRYABLE):
+            self.told[type(error).__name__] += 1
+        elif isinstance(error, ConflictError):
+            # Without the rank's name.
+            self.told[str(error).partition("): ")[2][:100]] += 1
+        elif not self._session.disturbed and not self._ends.is_set():
+            self.failed = DefectError(f"verify: {error!r}")
 
     def end(self) -> None:
         """Ends it."""

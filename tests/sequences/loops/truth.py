@@ -6,13 +6,15 @@ import pickle
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from tests.sequences.model import State
+from tests.sequences.loops.packing import Packed, unpacked
+from tests.sequences.model import TRACE, State
 from tests.sequences.reference import Event, _edited, differing
 from tests.sequences.session import DefectError, patience_s
 
@@ -41,8 +43,19 @@ class Update(NamedTuple):
 
 
 Found = TypeVar("Found")
+Kind = Literal["settled", "resting"]
 Rows = dict[int, list[Any]]
 """By rank, in the order of recording."""
+Gradients = dict[str, torch.Tensor | None]
+
+
+@dataclass(eq=False)
+class Kept:
+    """What was recorded under the name of a state."""
+
+    rows: dict[Kind, Rows] = field(default_factory=lambda: {"settled": {}, "resting": {}})
+    joined: dict[tuple[Kind, int], State] = field(default_factory=dict)
+    """Those that were asked for. What ranks record later comes behind, and changes none of them."""
 
 
 class Truth:
@@ -52,8 +65,12 @@ class Truth:
         """`how`: what ranks have of a tensor: "whole", "dim 0" or "other tensors"."""
         self._folder, self._world_size, self._how = folder, world_size, how
         self._at = dict.fromkeys(range(world_size), (0, 0))
-        self.states: OrderedDict[Name, dict[str, Rows]] = OrderedDict()
+        self.states: OrderedDict[Name, Kept] = OrderedDict()
+        self._of_step: dict[tuple[int, int], list[Name]] = {}
+        """By incarnation and step, in the order of recording."""
         self._updates: OrderedDict[Update, Rows] = OrderedDict()
+        self.count = 0
+        """States that were recorded so far, under other names each."""
         self._lock = threading.RLock()
 
     def read(self) -> None:
@@ -62,9 +79,17 @@ class Truth:
             for rank in range(self._world_size):
                 for row in self._rows(rank):
                     self._take(rank, row)
-            for known, most in ((self.states, KEPT_STATES), (self._updates, KEPT_UPDATES)):
-                while len(known) > most:
-                    known.popitem(last=False)
+            while len(self._updates) > KEPT_UPDATES:
+                self._updates.popitem(last=False)
+            while len(self.states) > KEPT_STATES:
+                name, _ = self.states.popitem(last=False)
+                self._names(name).remove(name)
+                if not self._names(name):
+                    del self._of_step[name.incarnation, name.step]
+
+    def _names(self, like: Name) -> list[Name]:
+        """Those of its incarnation and step."""
+        return self._of_step.setdefault((like.incarnation, like.step), [])
 
     def _rows(self, rank: int) -> Iterator[tuple[Any, ...]]:
         while True:
@@ -101,24 +126,30 @@ class Truth:
             self._updates.move_to_end(update)
             return
         name = Name(*rest[:4])
-        kinds = self.states.setdefault(name, {"settled": {}, "resting": {}})
-        rows = kinds[kind].setdefault(rank, [])
+        self.count += name not in self.states
+        kept = self.states.setdefault(name, Kept())
+        rows = kept.rows["settled" if kind == "settled" else "resting"].setdefault(rank, [])
         # Once for equal ones, so that those of all ranks belong together by their order.
-        if not rows or not _equal(rows[-1], rest[4:]):
+        if not rows or rows[-1] != rest[4:]:
             rows.append(rest[4:])
         self.states.move_to_end(name)
+        names = self._names(name)
+        if name in names:
+            names.remove(name)
+        names.append(name)
 
-    def variants(self, fits: Callable[[Name], bool], *, resting: bool) -> list[tuple[Name, State]]:
+    def variants(
+        self, incarnation: int, step: int, fits: Callable[[Name], bool], *, resting: bool
+    ) -> list[tuple[Name, State]]:
         """States of such names that were published as settled; `resting`: or as resting."""
         with self._lock:
             found = []
-            for name in reversed(self.states):
+            for name in reversed(self._of_step.get((incarnation, step), [])):
                 if fits(name):
-                    kinds = self.states[name]
-                    rows = kinds["settled"]
-                    found += [(name, one) for one in self._joined(rows)]
+                    kept = self.states[name]
+                    found += [(name, one) for one in self._joined(kept, "settled")]
                     if resting:
-                        found += [(name, one) for one in self._joined(kinds["resting"])]
+                        found += [(name, one) for one in self._joined(kept, "resting")]
             return found
 
     def names(self) -> list[Name]:
@@ -129,18 +160,24 @@ class Truth:
     def state(self, incarnation: int, edits: int, step: int) -> State:
         """The one that was published last under this name. Raises KeyError: there was none."""
 
-        def fits(name: Name) -> bool:
-            return (name.incarnation, name.edits, name.step) == (incarnation, edits, step)
+        def look() -> list[tuple[Name, State]]:
+            return self.variants(incarnation, step, lambda n: n.edits == edits, resting=False)
 
-        found = self.wait(lambda: self.variants(fits, resting=False))
+        found = self.wait(look)
         if not found:
             raise KeyError(f"no state of incarnation {incarnation}, step {step}, edits {edits}")
         return found[-1][1]
 
-    def gradients(self, update: Update) -> list[dict[str, torch.Tensor | None]]:
+    def had(self, incarnation: int, edits: int, step: int) -> bool:
+        """Whether any rank has recorded such a state."""
+        with self._lock:
+            names = self._of_step.get((incarnation, step), [])
+            return any(name.edits == edits for name in names)
+
+    def gradients(self, update: Update) -> list[Gradients]:
         """What optimizers consumed in that update, whose own they were; empty: not recorded."""
 
-        def look() -> list[dict[str, torch.Tensor | None]]:
+        def look() -> list[Gradients]:
             with self._lock:
                 rows = self._updates.get(update, {})
                 return [self._tensors(parts) for parts in self._parts(rows)]
@@ -163,24 +200,31 @@ class Truth:
             for index in range(min(len(rows[rank]) for rank in ranks)):
                 yield [rows[rank][index] for rank in ranks]
 
-    def _joined(self, rows: Rows) -> Iterable[State]:
-        for parts in self._parts(rows):
-            parameters, moments = (
-                self._tensors([part[place] for part in parts]) for place in (0, 1)
-            )
-            traces = [part[2] for part in parts if part[2] is not None]
-            counts = [part[3] for part in parts if part[3] is not None]
-            yield State(
-                _whole(parameters), _whole(moments), traces[0] if traces else torch.zeros(0),
-                counts[0] if counts else 0, parts[0][4],
-            )  # fmt: skip
+    def _joined(self, kept: Kept, kind: Kind) -> Iterator[State]:
+        for index, parts in enumerate(self._parts(kept.rows[kind])):
+            if (kind, index) not in kept.joined:
+                kept.joined[kind, index] = self._state(parts)
+            yield kept.joined[kind, index]
 
-    def _tensors(self, parts: list[Mapping[str, Any]]) -> dict[str, torch.Tensor | None]:
+    def _state(self, parts: list[Any]) -> State:
+        parameters, moments = (
+            _whole(self._tensors([part[place] for part in parts])) for place in (0, 1)
+        )
+        traces = [dict(unpacked(part[2]))[TRACE] for part in parts if part[2].specs]
+        counts = [part[3] for part in parts if part[3] is not None]
+        trace = traces[0] if traces else None
+        return State(
+            parameters, moments, trace if trace is not None else torch.zeros(0),
+            counts[0] if counts else 0, parts[0][4],
+        )  # fmt: skip
+
+    def _tensors(self, parts: list[Packed]) -> Gradients:
+        given = [dict(unpacked(part)) for part in parts]
         if self._how == "dim 0":
-            names = {name for part in parts for name in part}
-            return {name: _concatenated([part.get(name) for part in parts]) for name in names}
-        found: dict[str, torch.Tensor | None] = {}
-        for part in parts:
+            names = {name for part in given for name in part}
+            return {name: _concatenated([part.get(name) for part in given]) for name in names}
+        found: Gradients = {}
+        for part in given:
             found |= part
         return found
 
@@ -191,17 +235,7 @@ def _concatenated(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.cat(there) if there else None
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
-    if isinstance(one, list | tuple):
-        return all(map(_equal, one, other))
-    return bool(one == other)
-
-
-def _whole(found: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+def _whole(found: Gradients) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
@@ -224,10 +258,7 @@ class Recorded:
     def had(self, edits: int, step: int) -> bool:
         """Whether the training was at that step in that segment."""
         self._truth.read()
-        return any(
-            (name.incarnation, name.edits, name.step) == (self._number, edits, step)
-            for name in self._truth.names()
-        )
+        return self._truth.had(self._number, edits, step)
 
     def add(self, event: Event, step: int) -> None:
         """An event that was applied at the boundary after update `step`.

@@ -156,11 +156,6 @@ BUGS = (
         "if found is not None and offset is None:",
     ),
     WATCH(
-        "a parameter may change its shape in its own memory",
-        "        if glance is not None and not all(_has(*one) for one in self._glanced_forms):\n",
-        "        if False:\n",
-    ),
-    WATCH(
         "a parameter in another's place and memory is not watched",
         "if glance is not None and all(map(is_, map(getitem, owners, keys), glance.tensors)):",
         "if glance is not None:",

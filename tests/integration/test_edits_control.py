@@ -66,7 +66,7 @@ async def test_an_edit_is_applied_undone_listed_and_audited(control: Control) ->
 
     tried = (await call(control, "POST", f"/edits/{ID}/undo", {"dry_run": True})).json()
     assert (tried["state"], tried["dry_run"], tried["undo_of"]) == ("ABORTED", True, ID)
-    assert tried["reason"].startswith("dry run:")
+    assert tried["reason"].startswith("DRY RUN:")
     assert tried["after"] is not None
     assert (await call(control, "GET", f"/edits/{ID}")).json()["undone_by"] is None
 

@@ -129,7 +129,7 @@ def undo(
         found = mesh.undo(edit_id, force=force, dry_run=dry_run, wait=wait)
     show_edit(target, found)
     if dry_run:
-        say("dry run: nothing was changed")
+        say("DRY RUN: nothing was changed")
 
 
 @contextmanager

@@ -44,7 +44,7 @@ if not TYPE_CHECKING:
         return gone.attribute(__name__, sys.modules[__name__], name)
 
 
-TRIED: Final = "dry run:"
+TRIED: Final = "DRY RUN:"
 """How the reason of a dry run begins that came to its end."""
 
 _RANGES = ("before", "after")

@@ -212,14 +212,20 @@ def variables(environment: Mapping[str, str]) -> list[str]:
 
 def operation(method: str, path: str) -> Gone | None:
     """The row of a request to REST."""
-    asked = f"{method} {path.removeprefix(API)}"
     if not path.startswith(API):
         return None
-    for row in GONE:
-        shape = re.escape(row.name).replace(r"\{\}", "[^/]+")
-        if row.door == "rest" and re.fullmatch(shape, asked):
-            return row
-    return None
+    asked = f"{method} {path.removeprefix(API)}"
+    return next((row for shape, row in _operations() if shape.fullmatch(asked)), None)
+
+
+@functools.cache
+def _operations() -> tuple[tuple[re.Pattern[str], Gone], ...]:
+    """The shape of each removed operation of REST."""
+    return tuple(
+        (re.compile(re.escape(row.name).replace(r"\{\}", "[^/]+")), row)
+        for row in GONE
+        if row.door == "rest"
+    )
 
 
 def renamed(of: str, named: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,24 @@
 """Each listener under each flood, beside a plain server of its kind in the same run.
 
 The servers and their owner are this user, the floods of two others (65534 and 65533), each at half
-of the strength. A row says how many of the owner's requests were answered in a second, each over a
-connection of its own, and how many of the plain server's, which has no doors of its own: uvicorn
-with a route of FastAPI that checks a token, or gRPC's server. All have 256 descriptors.
+of the strength; those of Unix sockets are of this user too, as nobody else may enter their folder.
+A row says how many of the owner's requests were answered in a second, each over a connection of its
+own, and how many of the plain server's, which has no doors of its own:
+
+    REST        uvicorn, as paramd's dependencies install it (h11, asyncio), with a route of FastAPI
+                that checks a token
+    gRPC        gRPC's own server, with its health service
+    MCP         uvicorn, as for REST, beside `paramd mcp --http`
+    tunnel      a relay of asyncio's to gRPC's server, beside a tunnel to the control plane's gRPC
+
+All have 256 descriptors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import math
 import os
 import resource
@@ -21,27 +30,39 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 DESCRIPTORS = 256
 FLOODS = ("none", "dropped at once", "opened and closed", "silent", "half a request", "slow")
+WITH_TOKEN = "with a token"
+"""Whole requests with another's token, over connections that are kept."""
 USERS = (65534, 65533)
 HALF = 200
 """Connections that each of the two users holds."""
 PATIENCE_S = 60.0
+JOB = "doors"
+TURNS = 3
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 FLOOD = r"""
 import socket, sys, time
-kind, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-there = ("127.0.0.1", port)
-begin = b"GET /api/v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
+kind, there, count, token = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+family = socket.AF_UNIX if there.startswith("/") else socket.AF_INET
+if family == socket.AF_INET:
+    there = ("127.0.0.1", int(there))
+begin = b"GET /api/v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+begin += b"Authorization: Bearer %s\r\n\r\n" % token.encode() if token else b"X-Slow: "
 print("UP", flush=True)
 def opened():
-    return socket.create_connection(there, timeout=2)
+    one = socket.socket(family)
+    one.settimeout(2)
+    one.connect(there)
+    return one
 while kind == "dropped at once":
-    one = socket.socket()
+    one = socket.socket(family)
     one.setblocking(False)
     try:
         one.connect(there)
@@ -72,6 +93,7 @@ while True:
                 one.send(b"x")
             if one.recv(1 << 16) == b"":
                 raise OSError
+            kept.append(one)
         except BlockingIOError:
             kept.append(one)
         except OSError:
@@ -83,14 +105,19 @@ PLAIN_HTTP = """
 import hmac, os, sys, uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
 app = FastAPI()
+tokens = ["Bearer " + one for one in os.environ["PLAIN_TOKENS"].split()]
 async def known(request: Request) -> None:
-    wanted = "Bearer " + os.environ["PLAIN_TOKEN"]
-    if not hmac.compare_digest(request.headers.get("authorization", ""), wanted):
+    given = request.headers.get("authorization", "")
+    if not any([hmac.compare_digest(given, one) for one in tokens]):
         raise HTTPException(401)
 @app.get("/api/v1/jobs", dependencies=[Depends(known)])
 async def jobs() -> dict[str, list[str]]:
     return {"jobs": []}
-uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="critical")
+@app.get("/mcp", dependencies=[Depends(known)])
+async def mcp() -> dict[str, list[str]]:
+    return {"jobs": []}
+there = {"uds": sys.argv[1]} if sys.argv[1].startswith("/") else {"port": int(sys.argv[1])}
+uvicorn.run(app, log_level="critical", http="h11", loop="asyncio", **there)
 """
 
 PLAIN_GRPC = """
@@ -99,19 +126,45 @@ from grpc_health.v1 import health, health_pb2_grpc
 async def run():
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
-    server.add_insecure_port(f"127.0.0.1:{sys.argv[1]}")
+    there = sys.argv[1]
+    server.add_insecure_port(f"unix:{there}" if there.startswith("/") else f"127.0.0.1:{there}")
     await server.start()
     await server.wait_for_termination()
+asyncio.run(run())
+"""
+
+PLAIN_RELAY = """
+import asyncio, sys
+async def pour(reader, writer):
+    while part := await reader.read(65536):
+        writer.write(part)
+        await writer.drain()
+async def one(reader, writer):
+    far = None
+    try:
+        far = await asyncio.open_connection("127.0.0.1", int(sys.argv[2]))
+        both = [asyncio.ensure_future(p) for p in (pour(reader, far[1]), pour(far[0], writer))]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        for task in both:
+            task.cancel()
+    except OSError:
+        pass
+    finally:
+        writer.close()
+        if far is not None:
+            far[1].close()
+async def run():
+    await (await asyncio.start_server(one, "127.0.0.1", int(sys.argv[1]))).serve_forever()
 asyncio.run(run())
 """
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server at a port, and one request to it, which tells whether it was answered."""
+    """A server at a port or path, and one request to it, which tells whether it was answered."""
 
     process: subprocess.Popen[bytes]
-    port: int
+    there: str
     ask: Callable[[], bool]
 
 
@@ -123,22 +176,37 @@ def free_ports() -> tuple[int, int]:
         return one.getsockname()[1], other.getsockname()[1]
 
 
-def asked_http(port: int, token: str) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+def connected(there: str) -> socket.socket:
+    """A connection to a port or a path."""
+    found = socket.socket(socket.AF_UNIX if there.startswith("/") else socket.AF_INET)
     try:
-        connection.request("GET", "/api/v1/jobs", headers={"authorization": f"Bearer {token}"})
+        found.settimeout(5)
+        found.connect(there if there.startswith("/") else ("127.0.0.1", int(there)))
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+def asked_http(there: str, token: str, path: str = "/api/v1/jobs") -> bool:
+    """Whether a request that shows the token is answered, whatever with."""
+    connection = http.client.HTTPConnection("127.0.0.1", timeout=5)
+    try:
+        connection.sock = connected(there)
+        connection.request("GET", path, headers={"authorization": f"Bearer {token}"})
         answer = connection.getresponse()
         answer.read()
-        return answer.status == 200
-    except OSError:
+        return answer.status < 500 and answer.status not in (401, 403, 404, 429)
+    except (OSError, http.client.HTTPException):
         return False
     finally:
         connection.close()
 
 
-def asked_grpc(port: int) -> bool:
+def asked_grpc(there: str) -> bool:
     options = [("grpc.use_local_subchannel_pool", 1)]
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+    target = f"unix:{there}" if there.startswith("/") else f"127.0.0.1:{there}"
+    with grpc.insecure_channel(target, options) as channel:
         try:
             health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True
@@ -148,8 +216,28 @@ def asked_grpc(port: int) -> bool:
             return False
 
 
+def asked_through(there: str, head: bytes = b"") -> bool:
+    """Whether gRPC's server at the other end begins; a tunnel is asked for with `head`."""
+    try:
+        with connected(there) as connection:
+            if head:
+                connection.sendall(head)
+                taken = b""
+                while not taken.endswith(b"\r\n\r\n"):
+                    if not (part := connection.recv(1)):
+                        return False
+                    taken += part
+                if b" 101 " not in taken:
+                    return False
+            connection.sendall(PREFACE)
+            # Its settings: a frame of type 4.
+            return connection.recv(9)[3:4] == b"\x04"
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
-def ended(command: list[str], **more: str) -> Iterator[subprocess.Popen[bytes]]:
+def ended(command: Sequence[str], **more: str) -> Iterator[subprocess.Popen[bytes]]:
     """A program with few descriptors, which ends with the block."""
     limited = ["bash", "-c", f'ulimit -n {DESCRIPTORS} && exec "$@"', "bash", *command]
     process = subprocess.Popen(
@@ -166,56 +254,151 @@ def until_asked(server: Server) -> Server:
     deadline_s = time.monotonic() + PATIENCE_S
     while not server.ask():
         if server.process.poll() is not None or time.monotonic() > deadline_s:
-            raise SystemExit(f"the server at port {server.port} did not begin")
+            raise SystemExit(f"the server at {server.there} did not begin")
         time.sleep(0.1)
     return server
 
 
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A control plane with a registered job that has no ranks."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    rest: str
+    grpc: str
+    token: str
+    others: str
+    """A reader's token."""
+
+    def beside(self, port: str) -> str:
+        """Path of the Unix socket beside a port."""
+        (found,) = Path(self.folder, "_sockets").glob(f"*-{port}")
+        return str(found)
+
+
 @contextlib.contextmanager
-def site() -> Iterator[tuple[int, int, str, subprocess.Popen[bytes]]]:
-    """A control plane: its ports for REST and gRPC, and its token."""
+def site() -> Iterator[Site]:
     rest, grpc_port = free_ports()
-    with tempfile.TemporaryDirectory() as folder:
+    # Not below a folder of pytest's: a socket's path is short.
+    with tempfile.TemporaryDirectory(prefix="pd-", dir="/tmp") as folder:
         command = [sys.executable, "-m", "paramd_service.control"]
         command += ["--listen", f"127.0.0.1:{rest}", "--grpc-listen", f"127.0.0.1:{grpc_port}"]
         with ended(command, PARAMD_STATE_DIR=folder) as process:
-            token = Path(folder, "_site", "token")
+            path = Path(folder, "_site", "token")
             deadline_s = time.monotonic() + PATIENCE_S
-            while not token.exists() and time.monotonic() < deadline_s:
+            while not path.exists() and time.monotonic() < deadline_s:
                 time.sleep(0.1)
-            yield rest, grpc_port, token.read_text().strip(), process
+            token = path.read_text().strip()
+            until_asked(Server(process, str(rest), lambda: asked_http(str(rest), token)))
+            begun = {"job": JOB, "world_size": 1, "incarnation_floor": 0}
+            posted(rest, token, "/api/v1/jobs", begun)
+            made = posted(rest, token, "/api/v1/tokens", {"role": "reader"})
+            yield Site(
+                process=process,
+                folder=Path(folder),
+                rest=str(rest),
+                grpc=str(grpc_port),
+                token=token,
+                others=str(made["token"]),
+            )
+
+
+def posted(port: int, token: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The document that a request of the owner's is answered with."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps(body), headers)
+        answer = connection.getresponse()
+        found = json.loads(answer.read())
+        if answer.status != 201:
+            raise SystemExit(f"{path}: {found}")
+        return dict(found)
+
+
+Pair = tuple[Server, Server]
 
 
 @contextlib.contextmanager
-def pair(listener: str) -> Iterator[tuple[Server, Server]]:
-    """Our server and the plain one."""
-    port, _ = free_ports()
-    code = PLAIN_HTTP if listener == "REST" else PLAIN_GRPC
+def rest_pair(ours: Site, *, is_unix: bool) -> Iterator[Pair]:
+    there = str(ours.folder / "plain") if is_unix else str(free_ports()[0])
+    command = [sys.executable, "-c", PLAIN_HTTP, there]
+    with ended(command, PLAIN_TOKENS=f"{ours.token} {ours.others}") as plain:
+        mine = ours.beside(ours.rest) if is_unix else ours.rest
+        yield (
+            Server(ours.process, mine, lambda: asked_http(mine, ours.token)),
+            Server(plain, there, lambda: asked_http(there, ours.token)),
+        )
+
+
+@contextlib.contextmanager
+def grpc_pair(ours: Site, *, is_unix: bool) -> Iterator[Pair]:
+    there = str(ours.folder / "plain") if is_unix else str(free_ports()[0])
+    with ended([sys.executable, "-c", PLAIN_GRPC, there]) as plain:
+        mine = ours.beside(ours.grpc) if is_unix else ours.grpc
+        yield (
+            Server(ours.process, mine, lambda: asked_grpc(mine)),
+            Server(plain, there, lambda: asked_grpc(there)),
+        )
+
+
+@contextlib.contextmanager
+def mcp_pair(ours: Site) -> Iterator[Pair]:
+    port, plain_port = map(str, free_ports())
+    command = [sys.executable, "-m", "paramd.cli", "mcp", "--http", port]
+    command += ["--url", f"http://127.0.0.1:{ours.rest}", "--job", JOB]
     with (
-        site() as (rest, grpc_port, token, ours),
-        ended([sys.executable, "-c", code, str(port)], PLAIN_TOKEN=token) as plain,
+        ended(command, PARAMD_STATE_DIR=str(ours.folder), PARAMD_TOKEN=ours.others) as process,
+        ended([sys.executable, "-c", PLAIN_HTTP, plain_port], PLAIN_TOKENS=ours.others) as plain,
     ):
-        if listener == "REST":
-            yield (
-                until_asked(Server(ours, rest, lambda: asked_http(rest, token))),
-                until_asked(Server(plain, port, lambda: asked_http(port, token))),
-            )
-        else:
-            yield (
-                until_asked(Server(ours, grpc_port, lambda: asked_grpc(grpc_port))),
-                until_asked(Server(plain, port, lambda: asked_grpc(port))),
-            )
+        yield (
+            Server(process, port, lambda: asked_http(port, ours.others, "/mcp")),
+            Server(plain, plain_port, lambda: asked_http(plain_port, ours.others, "/mcp")),
+        )
 
 
 @contextlib.contextmanager
-def flooded(kind: str, port: int) -> Iterator[None]:
-    """The flood, of two other users where this one is root."""
+def tunnel_pair(ours: Site) -> Iterator[Pair]:
+    behind, port = map(str, free_ports())
+    head = (
+        f"GET /api/v1/jobs/{JOB}/tunnel HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+        f"authorization: Bearer {ours.token}\r\nconnection: upgrade\r\n"
+        "upgrade: paramd-tunnel\r\n\r\n"
+    ).encode()
+    with (
+        ended([sys.executable, "-c", PLAIN_GRPC, behind]),
+        ended([sys.executable, "-c", PLAIN_RELAY, port, behind]) as plain,
+    ):
+        yield (
+            Server(ours.process, ours.rest, lambda: asked_through(ours.rest, head)),
+            Server(plain, port, lambda: asked_through(port)),
+        )
+
+
+LISTENERS: dict[str, Callable[[Site], contextlib.AbstractContextManager[Pair]]] = {
+    "REST": lambda ours: rest_pair(ours, is_unix=False),
+    "REST, Unix": lambda ours: rest_pair(ours, is_unix=True),
+    "gRPC": lambda ours: grpc_pair(ours, is_unix=False),
+    "gRPC, Unix": lambda ours: grpc_pair(ours, is_unix=True),
+    "MCP": mcp_pair,
+    "tunnel": tunnel_pair,
+}
+WITH_TOKENS = ("REST", "REST, Unix", "tunnel")
+"""Listeners that are also flooded with another's token."""
+
+
+@contextlib.contextmanager
+def flooded(kind: str, there: str, token: str) -> Iterator[None]:
+    """The flood, of two other users where this one is root and there is a port."""
     running: list[subprocess.Popen[str]] = []
     try:
         for uid in USERS if kind != "none" else ():
-            who = {"user": uid, "group": uid, "extra_groups": []} if os.geteuid() == 0 else {}
+            others = os.geteuid() == 0 and not there.startswith("/")
+            who = {"user": uid, "group": uid, "extra_groups": []} if others else {}
+            given = token if kind == WITH_TOKEN else ""
             process = subprocess.Popen(
-                ["/usr/bin/python3", "-c", FLOOD, kind, str(port), str(HALF)],
+                ["/usr/bin/python3", "-c", FLOOD, kind, there, str(HALF), given],
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd="/",
@@ -251,10 +434,13 @@ class Row:
     flood: str
     ours_per_s: float
     plain_per_s: float
-    ratio: float
-    """What is left of our rate without a flood, over what is left of the plain server's."""
     lives: bool
     """Whether both servers still ran."""
+
+    @property
+    def ratio(self) -> float:
+        """Our rate over the plain server's."""
+        return self.ours_per_s / self.plain_per_s if self.plain_per_s else math.inf
 
     def problem(self, *, strict: bool) -> str:
         """What is wrong; empty if the doors held. The ratio needs a calm machine (`strict`)."""
@@ -267,26 +453,24 @@ class Row:
         return ""
 
 
-def rows(listener: str, kinds: Sequence[str], seconds: float) -> Iterator[Row]:
-    """Measure one listener; the first of `kinds` is without a flood."""
+def rows(listener: str, kinds: Sequence[str], seconds: float, ours: Site) -> Iterator[Row]:
+    """Measure one listener, both servers in turns: the machine is not calm for long."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 4096), hard))
-    with pair(listener) as (ours, plain):
-        alone: tuple[float, float] | None = None
-        for kind in kinds:
-            found = []
-            for server in (ours, plain):
-                with flooded(kind, server.port):
-                    found.append(answered(server, seconds))
-                time.sleep(0.2)
-            mine, theirs = found
-            alone = alone if alone is not None else (mine, theirs)
-            kept, plain_kept = mine / max(alone[0], 1e-9), theirs / max(alone[1], 1e-9)
+    with LISTENERS[listener](ours) as servers:
+        for server in servers:
+            until_asked(server)
+        for kind in (*kinds, *([WITH_TOKEN] if listener in WITH_TOKENS else [])):
+            found: dict[str, list[float]] = {server.there: [] for server in servers}
+            turns = TURNS if seconds > 1 else 1
+            for server in servers * turns:
+                with flooded(kind, server.there, ours.others):
+                    found[server.there].append(answered(server, seconds / turns))
+            mine, theirs = (sum(found[one.there]) / len(found[one.there]) for one in servers)
             yield Row(
                 listener=listener,
                 flood=kind,
                 ours_per_s=mine,
                 plain_per_s=theirs,
-                ratio=kept / plain_kept if plain_kept else math.inf,
-                lives=ours.process.poll() is None and plain.process.poll() is None,
+                lives=all(one.process.poll() is None for one in servers),
             )

@@ -60,6 +60,54 @@ class _Http(H11Protocol):
         self.transport.close()
 
 
+PIECE_BYTES: Final = 64 << 10
+"""Writes from this size on are sent at once."""
+
+
+class _Together(asyncio.Transport):
+    """Sends in one piece what is written in one turn of the event loop: uvicorn writes the head and
+    the body of an answer separately, and a system call and a packet for each cost more than all
+    that is done for a short request."""
+
+    def __init__(self, inner: asyncio.Transport) -> None:
+        super().__init__()
+        self._inner = inner
+        self._written: list[bytes] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if len(data) >= PIECE_BYTES:
+            self._send()
+            self._inner.write(data)
+            return
+        if not self._written:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._written.append(bytes(data))
+
+    def _send(self) -> None:
+        written, self._written = self._written, []
+        if written and not self._inner.is_closing():
+            self._inner.write(b"".join(written))
+
+    def close(self) -> None:
+        self._send()
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def is_closing(self) -> bool:
+        return self._inner.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._inner.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        self._inner.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._inner.resume_reading()
+
+
 UNIX: Final = "unix"
 """The host of peers at a Unix socket."""
 
@@ -127,7 +175,7 @@ class Connection(asyncio.Protocol):
 
     def _begin(self) -> None:
         early, self._early = self._early, None
-        self._http.connection_made(self._transport)
+        self._http.connection_made(_Together(self._transport))
         if early:
             self.data_received(early)
 
@@ -186,6 +234,7 @@ class Connection(asyncio.Protocol):
     async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the app for a request whose head has arrived."""
         self._stop_timer()
+        self._doorway.works(self)
         self._request_count += 1
         ends_s: float | None = asyncio.get_running_loop().time() + BODY_S
 
@@ -207,6 +256,7 @@ class Connection(asyncio.Protocol):
             self._request_count -= 1
             # The next request may have begun while this one is cleaned up.
             if not self._request_count:
+                self._doorway.waits(self)
                 self._await_head()
 
 

@@ -59,6 +59,24 @@ def test_strangers_never_push_out_who_has_shown_a_token() -> None:
     assert len(shut(first)) == 46
 
 
+def test_idle_connections_of_the_token_with_the_most_make_room_and_the_owners_last() -> None:
+    doorway = Doorway(places=16)
+    found = {who: doors(doorway, count, who) for who, count in (("", 3), ("few", 1), ("many", 2))}
+    for who, of in found.items():
+        for door in of:
+            doorway.shown(door, who or None)
+            doorway.waits(door)
+    doorway.works(found["many"][0])
+    for _ in range(5):
+        assert doorway.make_room()
+    assert {who: shut(of) for who, of in found.items()} == {"": [0, 1, 2], "few": [0], "many": [1]}
+    # The one that has a request stays.
+    assert not doorway.make_room()
+    doorway.waits(found["many"][0])
+    assert doorway.make_room()
+    assert shut(found["many"]) == [0, 1]
+
+
 @pytest.mark.parametrize("capacity", range(1, 40))
 def test_one_token_never_takes_all_unless_there_is_one_only(capacity: int) -> None:
     shares = Shares(capacity, "calls")

@@ -3,7 +3,9 @@
 A stranger is a connection that has not shown a good token. Strangers have separate slots; when
 those are full, the oldest of the address with the most is evicted. A client that sends its request
 at once therefore gets through however many others stall, and no stranger ever displaces a
-connection with a good token. A request is authenticated before any of its body is read.
+connection with a good token. When no descriptor is left and there is no stranger, an idle
+connection of the token with the most makes room, the owner's last. A request is authenticated
+before any of its body is read.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ GRACE_S = 1.0
 
 
 class Doorway:
-    """All connections of one server that have shown no good token. Event loop only."""
+    """All connections of one server that could make room for others. Event loop only."""
 
     def __init__(self, *, places: int = MAX_STRANGERS) -> None:
         # A quarter of all descriptors: those with a token need some, and so do store and sidecars.
@@ -87,6 +89,10 @@ class Doorway:
         self._strangers: dict[str, dict[Connection, None]] = {}
         """By address; an address without any is absent."""
         self._count = 0
+        self._tokens: dict[Connection, str] = {}
+        """Id of the token that a connection has shown; empty for the owner's."""
+        self._idle: dict[str, dict[Connection, None]] = {}
+        """Those of a token that wait for a request, the longest first; none is absent."""
         self.tunnels: set[Connection] = set()
         """Connections upgraded from HTTP."""
 
@@ -98,21 +104,43 @@ class Doorway:
             self.make_room()
 
     def make_room(self) -> bool:
-        """Shut the oldest stranger; return whether there was one."""
-        if not self._strangers:
+        """Shut the oldest stranger, or else an idle connection; return whether there was one."""
+        # From the address or token with the most, so that one cannot push out the rest.
+        if self._strangers:
+            crowd: dict[Connection, None] = max(self._strangers.values(), key=len)
+        elif self._idle:
+            most = max(self._idle, key=lambda who: (bool(who), len(self._idle[who])))
+            crowd = self._idle[most]
+        else:
             return False
-        # From the address with the most, so that one address cannot push out the rest.
-        crowd: dict[Connection, None] = max(self._strangers.values(), key=len)
         next(iter(crowd)).shut()
         return True
 
-    def shown(self, door: Connection) -> None:
+    def shown(self, door: Connection, token_id: str | None = None) -> None:
         """Record that the connection has shown a good token: no stranger takes its place now."""
+        # It may have ended while its token was looked up.
+        if door in self._tokens or door in self._strangers.get(door.host, {}):
+            self._tokens[door] = token_id if token_id is not None else ""
         self._forget(door)
+
+    def waits(self, door: Connection) -> None:
+        """Record that the connection has no request now."""
+        if door in self._tokens:
+            self._idle.setdefault(self._tokens[door], {})[door] = None
+
+    def works(self, door: Connection) -> None:
+        """Record that the connection has a request."""
+        who = self._tokens.get(door, "")
+        idle = self._idle.get(who, {})
+        idle.pop(door, None)
+        if not idle:
+            self._idle.pop(who, None)
 
     def closed(self, door: Connection) -> None:
         """Forget a connection that has ended. Idempotent."""
         self._forget(door)
+        self.works(door)
+        self._tokens.pop(door, None)
         self.tunnels.discard(door)
 
     def _forget(self, door: Connection) -> None:
@@ -181,7 +209,9 @@ class TokenGate:
     denied: Denied
 
     def __post_init__(self) -> None:
-        self._requests = Shares(MAX_REQUESTS, "concurrent requests")
+        # With few descriptors, streams and tunnels (two each) leave some for the rest.
+        places = min(MAX_REQUESTS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._requests = Shares(places, "concurrent requests")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -198,7 +228,7 @@ class TokenGate:
             return
         scope.setdefault("state", {})[_STATE] = principal
         if door := scope["state"].get(DOOR):
-            self.doorway.shown(door)
+            self.doorway.shown(door, principal.token_id)
         try:
             self._requests.take(principal.token_id)
         except ExhaustedError as error:

@@ -296,9 +296,10 @@ class Guard:
         finally:
             level = logging.DEBUG if status < 400 else logging.INFO
             took_ms = (time.monotonic() - began_s) * 1000
-            # No query; %r keeps control characters out of the log.
-            path = "(hidden)" if self._is_token(scope["path"]) else scope["path"][:200]
-            log.log(level, "%s %r %d %.1f ms", scope["method"], path, status, took_ms)
+            if log.isEnabledFor(level):
+                # No query; %r keeps control characters out of the log.
+                path = "(hidden)" if self._is_token(scope["path"]) else scope["path"][:200]
+                log.log(level, "%s %r %d %.1f ms", scope["method"], path, status, took_ms)
 
 
 def refused(
@@ -318,10 +319,12 @@ def _refused_url(scope: Scope, is_token: Callable[[str], bool]) -> tuple[int, st
     query = scope["query_string"]
     if len(query) > MAX_QUERY_BYTES:
         return 400, f"the query is longer than {MAX_QUERY_BYTES} bytes"
-    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True) if query else []
     named = any(name.lower() in _SECRET_NAMES for name, _ in pairs)
     parts = [*(text for pair in pairs for text in pair), *scope["path"].split("/")]
-    if named or any(map(is_token, parts)) or is_token(unquote(query.decode("latin-1"))):
+    if query:
+        parts.append(unquote(query.decode("latin-1")))
+    if named or any(map(is_token, parts)):
         return 400, (
             "credentials must not be in a URL, which ends up in logs; send "
             "'Authorization: Bearer <token>' instead, and replace this token"

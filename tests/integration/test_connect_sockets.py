@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ def connected(folder: Path, *, refuses: bool) -> Iterator[places.Endpoint]:
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_connection_uses_ports_on_neither_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
+    monkeypatch: pytest.MonkeyPatch, refuses: bool
 ) -> None:
     async def ask(mine: str, theirs: str) -> tuple[int, int]:
         """Connections at both ports while a client asks."""
@@ -91,9 +92,13 @@ def test_a_connection_uses_ports_on_neither_host(
         finally:
             await client.close()
 
-    folder = tmp_path / "laptop"
-    folder.mkdir(mode=0o700)
-    with control_plane() as control, connected(folder, refuses=refuses) as mine:
+    # A socket's path has at most 107 bytes, and pytest's folders are long.
+    with (
+        tempfile.TemporaryDirectory(prefix="laptop-") as name,
+        control_plane() as control,
+        connected(Path(name), refuses=refuses) as mine,
+    ):
+        folder = Path(name)
         assert mine.socket.startswith(str(folder))
         monkeypatch.setenv("PARAMD_STATE_DIR", str(folder))
         # Where SSH may not forward to sockets, the port there is used, as before.

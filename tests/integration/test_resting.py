@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-import httpx
+import httpx2
 import pytest
 
 import paramd
@@ -88,7 +88,7 @@ def _told(mesh: Mesh, folder: Path, name: str) -> tuple[bool, set[str]]:
     if find_spec("mcp") is not None:
         said["mcp"] = _told_agent()
     for path, asked in DOCUMENTS.items():
-        answer = httpx.get(
+        answer = httpx2.get(
             f"{endpoint.url}/api/v1/jobs/{JOB}/{path}",
             params=asked,
             headers={"Authorization": f"Bearer {endpoint.token}"},

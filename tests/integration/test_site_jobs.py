@@ -243,7 +243,7 @@ def test_a_token_for_some_jobs_sees_and_registers_no_other(control: Control) -> 
                 answer = client.request(method, path.replace("{job}", "b-one"))
                 # Whatever the role, and before anything of the request is looked at.
                 assert answer.status_code in (404, 422), (role, method, path)
-                assert "your token is for (a-*,shared)" in answer.text, (role, method, path)
+                assert "your token is for jobs a-*,shared" in answer.text, (role, method, path)
     for other in ("b-one", "b-nowhere"):
         answer = control.get(f"/api/v1/jobs/a-one/diff?a=now&b=job:{other}", tokens["reader"])
         assert answer.status_code == 404

@@ -46,7 +46,6 @@ def test_every_reader_is_told_which_rank_and_why_and_is_served_once_it_is_over(
                     "both": lambda: mesh.summon("*", optimizer=True),
                     "export": lambda: mesh.export("here/a").wait(),
                     "checkpoint": lambda: mesh.export("here/b", format="dcp").wait(),
-                    "grads": lambda: next(iter(mesh.grads("*"))),
                 }
                 with ThreadPoolExecutor(len(reads)) as threads:
                     asked = {name: threads.submit(_refused, read) for name, read in reads.items()}
@@ -56,6 +55,10 @@ def test_every_reader_is_told_which_rank_and_why_and_is_served_once_it_is_over(
                     assert "'0.weight' was float32" in str(error), f"{name}: {error!r}"
                     # They look for 2 s; their whole patience is 60 s.
                     assert took_s < 20, f"{name}: {error!r}"
+                # Gradients are where their parameters are: only this one has no place any more.
+                frame = next(iter(mesh.grads("*")))
+                assert list(frame.none) == ["0.weight"]
+                assert "attachment.refresh()" in frame.none["0.weight"]
                 process.stdin.write(b"\n")
                 process.stdin.flush()
                 mesh.export("here/c").wait(timeout=PATIENCE_S)

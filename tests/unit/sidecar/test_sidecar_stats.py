@@ -6,17 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from google.protobuf.message import Message
 
 from paramd.errors import UsageError
-from paramd.layout.stats import COLUMNS, by_dtype, merge_all
-from paramd.mesh.reading.reductions import compute_columns
-from paramd.v1 import sidecar_pb2 as pb
+from paramd.layout.stats import COLUMNS, by_dtype
 from paramd_service.sidecar.statistics import reduce
 from paramd_service.sidecar.statistics.reduce import EXPONENT_BEGIN, EXPONENT_BINS
 
@@ -145,24 +141,6 @@ def test_small_items_reduced_together_are_as_each_by_itself(
     for begin, numel in ((-1, 1), (0, -1), (len(data), 1), (0, len(data) + 1), (1, 1 << 62)):
         with pytest.raises(UsageError, match="leave the snapshot"):
             reduce.reduce_runs(data, by_dtype([(dtype, 0, begin, numel)]), with_exponents=False)
-
-
-async def test_a_sidecar_that_knows_no_runs_is_asked_for_items() -> None:
-    data = bytes_of(torch.randn(100))
-    runs = {0: by_dtype([("float32", 1, 4, 40), ("int32", 0, 8, 3), ("float32", 1, 200, 8)])}
-    found: list[pb.Stats] = []
-
-    class Older:
-        async def ask(self, _: int, request: pb.ComputeStatsRequest, __: type) -> Message:
-            items = ((of.dtype, n, of.begin_bytes, of.numel) for n, of in enumerate(request.items))
-            answers = reduce.reduce_runs(data, by_dtype(items), with_exponents=False).messages()
-            found.extend(answers)
-            return pb.ComputeStatsResponse(stats=answers)
-
-    columns = await compute_columns(cast("Any", Older()), runs, 2)
-    whole = merge_all(found[:2])
-    assert [one.count for one in found] == [40, 8, 3]
-    assert list(columns) == [merge_all(found[2:]), whole]
 
 
 def _numbers(reduced: reduce.Reduced) -> dict[str, object]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from paramd import gone
 from paramd.documents import Document, Finite, Record, Text, read_document
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
-from paramd.inside import ELSEWHERE, own_wait
+from paramd.inside import ELSEWHERE
 from paramd.layout.edits.kinds import BY_WORD, KINDS
 from paramd.layout.edits.ops import EDIT_ENDS, EditState, EditTerms, OpSpec
 from paramd.mesh.peers.control import REST_TIMEOUT_S
@@ -463,8 +463,7 @@ class EditCalls:
 
     def check_outside(self, what: str, instead: str = EDIT_INSTEAD) -> None:
         """Raise ConflictError if the caller is the thread that trains, for which `what` waits."""
-        if self.rest.waits_for_itself():
-            raise own_wait(what, instead)
+        self.rest.check_outside(what, instead)
 
     async def ended(self, edit: Edit, deadline_s: float) -> Edit:
         """Poll an edit until it has ended or the deadline has passed. Raises ConflictError if it

@@ -80,7 +80,7 @@ class ExportsPart(EditsPart):
             names: Names and patterns of the tensors to write, each in full, with their optimizer
                 state if that is included; None means all.
             replica: A rank; everything is of its replica, as in `summon`. The manifest names it,
-                and in `replicas_differ` what others hold otherwise.
+                and lists in `replicas_differ` the tensors that differ on other ranks.
             overwrite: Replace an existing export at the key.
             name_map: Names in the model to names in the files; each may hold one "*".
             adapter: The adapter that format "peft" or `merge` is about; None means the only one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from paramd.inside import ELSEWHERE, own_wait
 from paramd.mesh.loop import Timeout, deadline
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import JobRest, SidecarFinder
@@ -33,11 +32,6 @@ class MeshHost:
     def deadline(self, timeout: Timeout) -> float:
         """On the monotonic clock, in seconds. Raises UsageError for a bad timeout."""
         return deadline(timeout, self.timeout_s)
-
-    def check_outside(self, what: str, instead: str = ELSEWHERE) -> None:
-        """Raise ConflictError if the caller is the thread that trains, for which `what` waits."""
-        if self.job_rest.waits_for_itself():
-            raise own_wait(what, instead)
 
 
 class MeshPart:

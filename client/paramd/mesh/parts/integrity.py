@@ -36,7 +36,7 @@ class IntegrityPart(MeshPart):
             DeadlineError: training is too quick or has stopped, so no update was captured.
             ParamdError: as `summon`.
         """
-        self._host.check_outside("verify")
+        self._host.job_rest.check_outside("verify")
         return await compute_replay(
             self._host.reach, rank, patterns or ("*",), self._host.deadline(timeout)
         )

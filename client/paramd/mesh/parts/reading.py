@@ -112,10 +112,11 @@ class ReadingPart(MeshPart):
                 see `AsyncMesh.optimizer`. Not with `unsettled`.
             replica: A rank, where ranks hold the same tensors (or should: buffers and local SGD
                 need not be equal): everything is read from its replica. None: rank 0's, or the
-                first whose ranks all respond; the result's `replica` tells, and its
-                `replicas_differ` what others hold otherwise at that step.
+                first whose ranks all respond; the result's `replica` is that rank, and
+                its `replicas_differ` lists tensors that differ on other ranks at that step.
             transport: "same-host" for shared memory, "stream" for bulk streams over TCP, "grpc"
-                for gRPC alone, "auto" for the first of these that a rank has. `lanes` tells.
+                for gRPC alone. "auto" takes the first of these that works for each rank; `lanes`
+                shows which.
             progress: Called with bytes read and total bytes of the tensors, by a thread that
                 copies, after each part. A read that an update overtakes starts again.
 

@@ -70,7 +70,7 @@ class StreamsPart(MeshPart):
             UnreachableError: a rank did not respond for 20 s.
         """
         check_transport(transport)
-        self._host.check_outside("grads")
+        self._host.job_rest.check_outside("grads")
         wanted = GradRequest(
             patterns=patterns,
             every=every,
@@ -110,7 +110,7 @@ class StreamsPart(MeshPart):
         """
         check_transport(transport)
         cast = await self._host.transfer.dtype(dtype)
-        self._host.check_outside("follow")
+        self._host.job_rest.check_outside("follow")
         wanted = FollowRequest(
             patterns=patterns,
             every=every,

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import quote
 
 from paramd.errors import ConflictError, DeniedError, ParamdError, UnreachableError, UsageError
+from paramd.inside import ELSEWHERE, own_wait
 from paramd.layout.codec import join_batches
 from paramd.layout.select import NameIndex
 from paramd.mesh.peers.control import JobDocument, PeerAddress, RestClient, behind, readable
@@ -346,6 +347,11 @@ class JobRest:
     def waits_for_itself(self) -> bool:
         """Whether the caller is the thread that trains this job, so that no boundary comes."""
         return self._reach.waits_for_itself()
+
+    def check_outside(self, what: str, instead: str = ELSEWHERE) -> None:
+        """Raise ConflictError if the caller is the thread that trains, for which `what` waits."""
+        if self.waits_for_itself():
+            raise own_wait(what, instead)
 
     def path(self, path: str) -> str:
         """The path below /api/v1."""

@@ -393,7 +393,8 @@ class Tokens:
         return row
 
     def _is_own(self, offered: str) -> bool:
-        # Each part of each request's URL is looked at. The length is no secret, a hash costs more.
+        # Every part of every request's URL is checked, and a hash costs more than a comparison. The
+        # length of a token is no secret.
         if len(offered) != self._own_chars:
             return False
         return hmac.compare_digest(loopback.token_digest(offered), self._own_digest)

@@ -120,6 +120,10 @@ class Book:
                 return None
             self.fired_count += 1
         since_s = known.first_seen_s if known is not None else now_s
+        # Since when it is so: what is found later is in the reason.
+        step = finding.step
+        if known is not None and known.step >= 0:
+            step = known.step
         number = f"{self._job}-{self._incarnation}-{self.fired_count}-{int(1e3 * now_s):x}"
         self._firing[key] = Alert(
             id=known.id if known is not None else number,
@@ -132,8 +136,7 @@ class Book:
             reason=finding.reason,
             ranks=finding.ranks,
             name=finding.fqn,
-            # Since when it is so: what is found later is in the reason.
-            step=known.step if known is not None and known.step >= 0 else finding.step,
+            step=step,
             first_seen_s=since_s,
             last_seen_s=now_s,
             resolved_s=None,

@@ -10,13 +10,13 @@ Logarithms are compared: a norm that doubles is as far from its past at 1e-6 as 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import Rule
+from paramd_service.control.alerts.known import Known
 from paramd_service.control.alerts.suspects import onset_of
 
 KEPT = 40
@@ -76,10 +76,8 @@ class Sampled:
 class Course:
     """The last logarithms of one norm; zeros are counted apart."""
 
-    logs: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """Of samples in which nothing was wrong, oldest first."""
-    steps: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """Of the same samples."""
+    logs: Known = field(default_factory=lambda: Known(KEPT))
+    """Logarithms of samples in which nothing was wrong."""
     highest: float = -math.inf
     """Highest logarithm that was ever usual."""
     zeros: int = 0
@@ -104,7 +102,7 @@ class Course:
     def expected(self) -> tuple[float, float, float, float]:
         """(lowest and highest logarithm that the recent course leads one to expect, its median,
         its spread). The trend is carried on for one sample: what has grown steadily may grow on."""
-        recent = list(self.logs)[-RECENT:]
+        recent = self.logs.values[-RECENT:]
         middle = median(recent)
         slope = _slope(recent)
         rest = [value - slope * place for place, value in enumerate(recent)]
@@ -114,22 +112,19 @@ class Course:
 
     def take(self, value: float, step: int) -> None:
         """Add a sample in which nothing was wrong."""
-        self.logs.append(value)
-        self.steps.append(step)
+        self.logs.add(step, value)
         self.highest = max(self.highest, value)
 
     def rewind(self, step: int) -> None:
         """Drop what came after a step that training has returned to: gradients of an earlier time
         may be far from it."""
-        while self.steps and self.steps[-1] > step:
-            self.steps.pop()
-            self.logs.pop()
-        self.highest = max(self.logs, default=-math.inf)
+        self.logs.rewind(step)
+        self.highest = max(self.logs.values, default=-math.inf)
         self.zeros = self.absent = self.odd = self.rising = 0
 
     def usual(self) -> float:
         """Median of the recent course; -inf before the first sample."""
-        return median(list(self.logs)[-RECENT:]) if self.logs else -math.inf
+        return median(self.logs.values[-RECENT:]) if self.logs else -math.inf
 
 
 def _slope(values: Sequence[float]) -> float:
@@ -353,7 +348,7 @@ class Courses:
                 continue
             since = self._since.setdefault(kind, step)
             course = self._course(some[0].fqn) if some[0].fqn else self._total
-            found.append(_finding(kind, some, since, onset_of(course.steps, course.odd_step)))
+            found.append(_finding(kind, some, since, onset_of(course.logs.steps, course.odd_step)))
         return found
 
 

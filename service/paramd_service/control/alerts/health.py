@@ -172,9 +172,9 @@ def verdict_of(
     is_late: bool = False,
 ) -> Verdict:
     """The verdict on a job. `reason` is why its `state` is not ok; `watches` is all that could be
-    watched, in the order in which it is told of; `is_late`: the reason
-    is that reports or boundaries are late, as on a busy machine or in an evaluation. It is told,
-    and is no trouble before the alert of a rank that is lost, or hangs, fires."""
+    watched, in the order of its lines. `is_late`: the reason is only that reports or boundaries are
+    late, as on a busy machine or in an evaluation. The verdict says so, and stays "running" until
+    an alert fires about a rank that is lost or hangs."""
     if state is State.ENDED:
         return _verdict("ended", reason if reason else "the training has ended", watches)
     # The alert of a rank that hangs or lost its trainer says more than the rank's state.

@@ -121,6 +121,7 @@ class Waits:
         if any(one.kind in WILFUL for one in ranks):
             return
         alone = lone(ranks)
+        usual = tuple(one.what for one in ranks) if alone is None else ()
         reading = bool(ranks) and all(one.kind == "dataloader" for one in ranks)
         self._seen.append(
             Seen(
@@ -128,7 +129,7 @@ class Waits:
                 step=step,
                 alone=alone.rank if alone is not None else -1,
                 what=alone.what if alone is not None else "",
-                usual=tuple(one.what for one in ranks) if alone is None else (),
+                usual=usual,
                 reading=reading,
             )
         )

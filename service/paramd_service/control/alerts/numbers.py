@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from statistics import median
@@ -28,6 +28,7 @@ from paramd.bounds import (
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import LOGGED, NumberRule, Rule, parse_number
+from paramd_service.control.alerts.known import Known
 from paramd_service.control.alerts.suspects import onset_of
 from paramd_service.control.mesh.registry import MeshView, Report
 from paramd_service.control.store.history import Sample
@@ -63,35 +64,14 @@ ASK_TIMEOUT_S = 3.0
 Ask = Callable[[Report, pb.GetLoggedRequest], Awaitable[pb.GetLoggedResponse]]
 
 
-class _Known:
-    """The last values of one number."""
-
-    def __init__(self, most: int) -> None:
-        self._values: deque[tuple[int, float]] = deque(maxlen=most)
-
-    @property
-    def steps(self) -> list[int]:
-        return [step for step, _ in self._values]
-
-    def before(self, step: int) -> list[float]:
-        """The values before one of this step, oldest first. After a rollback steps come again:
-        what came after this one is not its past."""
-        while self._values and self._values[-1][0] > step:
-            self._values.pop()
-        return [value for _, value in self._values]
-
-    def add(self, step: int, value: float) -> None:
-        self._values.append((step, value))
-
-
 class NumberHistory:
     """The last finite values of each (rank, name), and what is wrong with the latest ones."""
 
     def __init__(self, rules: Sequence[str]) -> None:
         """Raises UsageError for a rule that cannot be parsed."""
         self._rules = [parse_number(text) for text in rules]
-        self._values: dict[tuple[int, str], _Known] = {}
-        self._losses: dict[tuple[int, str], _Known] = {}
+        self._values: dict[tuple[int, str], Known] = {}
+        self._losses: dict[tuple[int, str], Known] = {}
         """More values of those that are losses."""
         self._name_counts: Counter[int] = Counter()
         """Names known of each rank."""
@@ -100,12 +80,13 @@ class NumberHistory:
         """Problems among new (step, value) pairs, oldest first, which are then remembered. One
         finding per rule, for the last value that violates it."""
         if (rank, name) not in self._values:
-            self._values[rank, name] = _Known(WINDOW)
+            self._values[rank, name] = Known(WINDOW)
             self._name_counts[rank] += 1
         known = self._values[rank, name]
         found: dict[str, Finding] = {}
         for step, value in values:
-            for text, why in self._problems(name, value, known.before(step)):
+            known.rewind(step)
+            for text, why in self._problems(name, value, known.values):
                 onset = onset_of(known.steps, step, few=WINDOW)
                 found[text] = _finding(rank, name, text, why, onset)
             if math.isfinite(value):
@@ -116,13 +97,13 @@ class NumberHistory:
         """The highest spike among new values of a loss, which are then remembered."""
         if LOSS.fullmatch(name) is None:
             return None
-        known = self._losses.setdefault((rank, name), _Known(SPIKE_WINDOW))
+        known = self._losses.setdefault((rank, name), Known(SPIKE_WINDOW))
         found, highest = None, -math.inf
         for step, value in values:
             if not math.isfinite(value):
                 continue
-            before = known.before(step)
-            spike = spike_of(value, before)
+            known.rewind(step)
+            spike = spike_of(value, known.values)
             if spike is not None and spike[0] > highest:
                 highest, usual = spike
                 why = (

@@ -130,8 +130,8 @@ def _what(row: EditRow) -> str:
     if row.undo_of:
         return f"undo of edit {row.undo_of[:8]}"
     if rollback := detail.get("rollback"):
-        mark = f"mark {rollback['mark']}, " if rollback["mark"] else ""
-        return f"rollback to {mark}step {rollback['step']}"
+        point = f"restore point {rollback['mark']}, " if rollback["mark"] else ""
+        return f"rollback to {point}step {rollback['step']}"
     if change := detail.get("hyperparameters"):
         values = ", ".join(f"{name}={value}" for name, value in change["values"].items())
         return f"optimizer {change['optimizer']} group {change['group']}: {values}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.courses import listing
+from paramd_service.control.alerts.known import Known
 from paramd_service.control.alerts.suspects import FEW, onset_of
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ class _Trouble:
 
 @dataclass(slots=True)
 class _Past:
-    norms: deque[tuple[int, float]]
-    """Steps and norms."""
+    norms: Known
     moved: int = 0
     still: int = 0
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=STILL + 1 + FEW))
@@ -89,25 +89,26 @@ class Values:
             self._rewind(step)
         self._step = step
         for one in tensors:
-            past = self._past.setdefault(one.fqn, _Past(deque(maxlen=self._config.norm_window)))
+            past = self._past.setdefault(one.fqn, _Past(Known(self._config.norm_window)))
             last_step = past.steps[-1] if past.steps else -1
             past.steps.append(step)
             self._put(NOT_FINITE, one.fqn, self._not_finite(one, step), past)
-            norms = [norm for _, norm in past.norms]
-            self._put(NORMS, one.fqn, self._jumped(one, norms, step), past)
+            self._put(NORMS, one.fqn, self._jumped(one, past.norms.values, step), past)
             frozen = self._frozen(one, past, last_step, has_gradient(one.fqn))
             self._put(FROZEN, one.fqn, frozen, past, shown=STILL)
             if not math.isnan(one.norm):
-                past.norms.append((step, one.norm))
+                past.norms.add(step, one.norm)
         return self._findings()
 
     def _rewind(self, step: int) -> None:
-        """After a rollback steps come again: norms that came after this one are not their past,
-        and nothing has changed yet."""
+        """After a rollback steps come again: rounds that came after this one are not their past,
+        and nothing has changed or stood still yet."""
         self._changed_step = -1
         for past in self._past.values():
-            while past.norms and past.norms[-1][0] > step:
-                past.norms.pop()
+            past.norms.rewind(step)
+            while past.steps and past.steps[-1] > step:
+                past.steps.pop()
+            past.still = 0
 
     def gradients_not_finite(self, bad: Sequence[TensorInput], step: int) -> Finding | None:
         """One finding of gradients that are not finite and go into an update."""
@@ -163,10 +164,10 @@ class Values:
         self, one: TensorInput, past: _Past, last_step: int, has_gradient: bool
     ) -> _Trouble | None:
         """Values that no longer change although they did, and although updates bring a gradient."""
-        before, step = past.norms[-1][1] if past.norms else None, past.steps[-1]
-        if before is None or step <= last_step:
+        step = past.steps[-1]
+        if not past.norms or step <= last_step:
             return None
-        if one.norm != before:
+        if one.norm != past.norms.values[-1]:
             past.moved, past.still = past.moved + 1, 0
             self._changed_step = max(self._changed_step, step)
             return None

@@ -350,6 +350,11 @@ def _mesh_state(ranks: Sequence[RankView], digest_count: int) -> tuple[State, st
     return State.OK, ""
 
 
+def _by_cause(rank: RankView) -> tuple[bool, bool, float]:
+    """Sorts ranks in trouble by what comes first: killed by a signal, then ended first."""
+    return rank.state is State.OK, not rank.reason.startswith(KILLED), -ended_s_of(rank)
+
+
 def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:
     absent = [rank.rank for rank in ranks if not rank.connected]
     if absent:
@@ -364,10 +369,8 @@ def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:
     # of before it. A rank that is well may have a reason, too, such as the rank that it waits for.
     troubled = sorted(
         (rank for rank in ranks if rank.reason),
-        key=lambda rank: (
-            rank.state is State.OK, not rank.reason.startswith(KILLED), -ended_s_of(rank)
-        ),
-    )  # fmt: skip
+        key=_by_cause,
+    )
     if troubled:
         also = f" (and {len(troubled) - 1} more)" if len(troubled) > 1 else ""
         return f"rank {troubled[0].rank}: {troubled[0].reason}{also}"

@@ -133,7 +133,8 @@ def test_an_adapter_is_written_and_merged_as_peft_does_it(name: str, tmp_path: P
     same(load_file(root / "adapter" / "adapter_model.safetensors"),
          load_file(folder / "adapter_model.safetensors"))  # fmt: skip
     config, their_config = (
-        json.loads((where / "adapter_config.json").read_text()) for where in (root / "adapter", folder)
+        json.loads((where / "adapter_config.json").read_text())
+        for where in (root / "adapter", folder)
     )
     # PEFT keeps these names in a set, whose order differs from process to process.
     for document in (config, their_config):

@@ -214,7 +214,8 @@ def abandoned(script: Script) -> None:
     if script.number == EACH and len(script.optimizers) == 2:
         script.train()
         broken = script.more["broken"] = script.optimizers.pop()
-        found = broken.param_groups[0]["params"]
+        # One that has a gradient, without which the step would pass it over.
+        found = [p for p in broken.param_groups[0]["params"] if p.grad is not None]
         state = broken.state[found[len(found) // 2]]
         state["momentum_buffer"] = torch.zeros(3, 1, 1, 1)
         with suppress(RuntimeError):

@@ -112,9 +112,22 @@ class IncarnationRecord(Document):
     ended_s: float | None = None
     """Seconds since the Unix epoch; None while it is open."""
     reason: str = ""
-    """Why it ended."""
+    """Why it ended: how its first rank died, if one did, then what ended it."""
     step: int = -1
-    """Last known step when it ended; -1 when unknown."""
+    """Last known step when it ended, or when its first rank died; -1 when unknown."""
+
+    def then(self, later: IncarnationRecord) -> IncarnationRecord:
+        """A later note of the same incarnation. The first reason is kept for ever: what ends a run
+        whose rank has died (cleanup, the next run) is no cause of that."""
+        reason = later.reason if later.reason else self.reason
+        if self.reason and not reason.startswith(self.reason):
+            reason = f"{self.reason}; then {reason}"
+        return changed(
+            later,
+            began_s=min(self.began_s, later.began_s),
+            reason=reason,
+            step=max(self.step, later.step),
+        )
 
 
 class StartingError(UnreachableError):
@@ -345,10 +358,10 @@ def incarnations(job: str) -> list[IncarnationRecord]:
             _take_in(found, line)
     ordered = [found[incarnation] for incarnation in sorted(found)]
     for place, later in enumerate(ordered[1:]):
-        if ordered[place].ended_s is None:
-            ordered[place] = changed(
-                ordered[place], ended_s=later.began_s, reason=f"run {later.incarnation} has begun"
-            )
+        open_one = ordered[place]
+        if open_one.ended_s is None:
+            begun = f"run {later.incarnation} has begun"
+            ordered[place] = open_one.then(changed(open_one, ended_s=later.began_s, reason=begun))
     return ordered
 
 
@@ -358,9 +371,9 @@ def _take_in(found: dict[int, IncarnationRecord], line: bytes) -> None:
         record = read_document(IncarnationRecord, absent | json.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return
-    # A restarted control plane notes the beginning again: the earliest time counts.
-    first = found.get(record.incarnation, record)
-    found[record.incarnation] = changed(record, began_s=min(first.began_s, record.began_s))
+    # A restarted control plane notes the beginning again.
+    first = found.get(record.incarnation)
+    found[record.incarnation] = first.then(record) if first is not None else record
 
 
 def _counted(path: Path) -> int:

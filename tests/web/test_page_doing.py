@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -120,6 +120,25 @@ def test_training_is_marked_and_put_back_after_a_question(tab: Tab, door: Door) 
     row.get_by_role("button", name="Delete …").click()
     tab.page.get_by_role("dialog").get_by_role("button", name="Delete it").click()
     wait_for("the mark is gone", lambda: not any(m["name"] for m in door.get("marks")["marks"]))
+
+
+def test_where_watching_is_off_the_verdict_has_a_button_for_it(tab: Tab, door: Door) -> None:
+    door.post(f"/jobs/{door.job}/watch", {"on": False})
+    tab.open("overview")
+    verdict = tab.page.get_by_label("Health")
+    verdict.get_by_text("values are not watched").wait_for()
+    assert "paramd watch on" in verdict.inner_text()
+    assert "ok" not in (verdict.get_attribute("class") or "").split()
+    verdict.get_by_role("button", name="Turn on", exact=True).click()
+    wait_for("values are watched", lambda: all(not one["turn_on"] for one in watches(door)))
+    verdict.get_by_role("button", name="Turn").wait_for(state="detached")
+    tab.open("alerts")
+    tab.see("values checked every")
+    assert tab.page.get_by_text("paramd watch on").count() == 0
+
+
+def watches(door: Door) -> list[dict[str, Any]]:
+    return list(door.get("")["verdict"]["watches"])
 
 
 def test_exports_are_scheduled_and_a_schedule_removed(tab: Tab, door: Door) -> None:

@@ -280,7 +280,7 @@ class ControlPlane:
             has_ended=self._revocations.has_ended,
         )
         if self._past is None:
-            for noted in (jobs.on_begin, jobs.on_end):
+            for noted in (jobs.on_begin, jobs.on_death, jobs.on_end):
                 noted.append(lambda mesh: self._incarnations.note(mesh.job, mesh.record()))
         if mine is not None:
             jobs.on_begin.append(self._goes_on)

@@ -47,6 +47,7 @@ def test_ok_says_what_was_looked_at_and_when() -> None:
     ("watches", "said"),
     [
         ((OFF,), "values are not watched: paramd watch on turns it on"),
+        ((replace(OFF, detail="look = false"),), "values are not watched (look = false)"),
         ((), "nothing is watched yet"),
         ((Watch(what="values", state=WatchState.FAILING, detail="gone"),), "could not be checked"),
         ((Watch(what="values", state=WatchState.ON, every_s=40.0),), "not yet"),
@@ -57,6 +58,8 @@ def test_where_nobody_looked_it_is_not_ok(watches: tuple[Watch, ...], said: str)
     found = verdict(watches=watches)
     assert (found.word, found.level) == ("running", "info")
     assert said in found.line
+    # What a setting keeps off is not turned on by a command.
+    assert ("paramd watch on" in found.line) == (watches == (OFF,))
 
 
 def test_the_worst_is_the_first_line_and_not_the_oldest() -> None:

@@ -18,12 +18,13 @@ from paramd.errors import (
 )
 from paramd.places import HISTORY_FILE, IncarnationRecord
 from paramd.security.tickets import GENERATION_STEP, Role, Signer
+from paramd.v1 import common_pb2
 from paramd_service.control.base.site import IncarnationNotes, Site, next_generation, open_site
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.origin import Origin
 from tests.orders import bound
-from tests.unit.control.reports import join_request
+from tests.unit.control.reports import join_request, report, view
 
 TERMS = ControlIdentity(generation=5)
 SITE = Site(bytes(32), "t" * 32)
@@ -135,6 +136,57 @@ def test_a_sites_secrets_are_made_once_and_are_ours_alone() -> None:
     (places.state_dir() / "_site" / "key").write_text("short")
     with pytest.raises(ConflictError, match="does not contain a key"):
         open_site(None)
+
+
+DEAD = {
+    "phase": common_pb2.PHASE_ORPHANED,
+    "phase_reason": "killed by SIGKILL; its last step is still served",
+}
+
+
+async def test_how_its_first_rank_died_is_kept_whatever_ends_the_run_afterwards() -> None:
+    jobs = Jobs(TERMS, site=SITE)
+    mesh = await jobs.register("run", world_size=2)
+    late = report(0, phase=common_pb2.PHASE_TORN, trainer_ended_ms=900)
+    # The report of the rank that was killed comes second, and is believed to be the cause.
+    assert mesh.note_death(view(late, report(1)), 101.0)
+    assert mesh.note_death(view(late, report(1, trainer_ended_ms=800, **DEAD)), 101.0)
+    assert not mesh.note_death(view(late, report(1, trainer_ended_ms=800, **DEAD)), 102.0)
+    # Rank 1 has left on request: that makes nobody else the first.
+    assert not mesh.note_death(view(late, report(1, leaving=True)), 103.0)
+    jobs.end("run", "owner")
+    first = "rank 1: killed by SIGKILL, after step 7"
+    assert mesh.record().reason == f"{first}; then owner ended it; attach again"
+    await jobs.close()
+
+
+async def test_a_restarted_control_plane_and_the_next_run_keep_the_first_reason() -> None:
+    notes = IncarnationNotes()
+    notes.start()
+    died = IncarnationRecord(
+        incarnation=1, world_size=2, began_s=10.0, reason="rank 1: killed", step=7
+    )
+    notes.note("run", died)
+    notes.note("run", IncarnationRecord(incarnation=1, world_size=2, began_s=15.0))
+    assert await noted(notes, 2) == [died]
+    over = IncarnationRecord(
+        incarnation=1, world_size=2, began_s=15.0, ended_s=30.0, reason="owner ended it", step=-1
+    )
+    notes.note("run", over)
+    (first,) = await noted(notes, 3)
+    assert (first.reason, first.step) == ("rank 1: killed; then owner ended it", 7)
+    other = IncarnationRecord(incarnation=1, world_size=2, began_s=1.0, reason="rank 0: killed")
+    notes.note("other", other)
+    notes.note("other", IncarnationRecord(incarnation=2, world_size=2, began_s=20.0))
+    await notes.close()
+    assert places.incarnations("other")[0].reason == "rank 0: killed; then run 2 has begun"
+
+
+async def noted(notes: IncarnationNotes, lines: int) -> list[IncarnationRecord]:
+    path = places.state_dir() / "run" / HISTORY_FILE
+    while not path.exists() or len(path.read_text().splitlines()) < lines:
+        await asyncio.sleep(0.01)
+    return places.incarnations("run")
 
 
 async def test_the_list_of_incarnations_survives_and_passes_over_what_is_cut() -> None:

@@ -13,6 +13,7 @@ import { usePoll, useQuery } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
 import { ChartSpace } from "../ui/series";
 import { CauseItem } from "./causes";
+import { Watching } from "./watching";
 
 type Wanted = "firing" | "resolved" | "all";
 
@@ -90,11 +91,7 @@ function AlertList(): ReactNode {
       source={<Source what={`/jobs/${job}/alerts`} at={alerts.at} incarnation={alerts.data?.incarnation} error={alerts.error} busy={alerts.busy} refresh={alerts.refresh} />}
     >
       {alerts.error && <Trouble>{alerts.error}</Trouble>}
-      {alerts.data && !alerts.data.watch && (
-        <p className="faint">
-          paramd does not check for NaN and Inf, or no check has succeeded lately. To turn sampling on, set <code>watch = true</code> in <code>[alerts]</code>.
-        </p>
-      )}
+      {!run && <Watching />}
       {!alerts.data && !alerts.error && <ChartSpace height={160}>Loading …</ChartSpace>}
       {alerts.data && causes.length === 0 && <Empty>{filter ? "No alert matches the filter." : `No ${state === "all" ? "" : `${state} `}alerts in run ${alerts.data.incarnation}.`}</Empty>}
       <ul className="bare" aria-label="Causes">

@@ -23,6 +23,7 @@ import { pollMs } from "./mesh";
 import { StepTimes } from "./mesh_times";
 import { Remains } from "./remains";
 import { type History, Timeline, useHistory } from "./timeline";
+import { TurnOn } from "./watching";
 
 const CAUSES_SHOWN = 5;
 /** Norms of more gradients are not followed without being asked for. */
@@ -50,6 +51,7 @@ export default function Overview(): ReactNode {
       <section className={`panel verdict ${health.tone}`} aria-label="Health" role="status">
         <Badge state={health.word} tone={health.tone} />
         <p className="wrap">{health.why || WAITING}</p>
+        {health.word !== "unknown" && <TurnOn />}
       </section>
       <Ended history={history} />
       <Firing history={history} />

@@ -74,7 +74,7 @@ class Watch:
     age_s: float | None = None
     """Seconds since the last look that succeeded; None before the first."""
     detail: str = ""
-    """Why it fails, or what it still needs."""
+    """Why it fails, what it still needs, or which setting keeps it off."""
 
     @property
     def is_blind(self) -> bool:
@@ -90,7 +90,7 @@ class Watch:
     def text(self) -> str:
         """One clause in words: "values checked every 40 s, last 12 s ago"."""
         if self.state is WatchState.OFF:
-            return f"{self.what} are not watched"
+            return f"{self.what} are not watched{f' ({self.detail})' if self.detail else ''}"
         if self.state is WatchState.FAILING:
             return f"{self.what} could not be checked ({self.detail})"
         if self._is_old:
@@ -101,8 +101,8 @@ class Watch:
 
     @property
     def turn_on(self) -> str:
-        """The command that turns it on; empty when it is on."""
-        return TURN_ON if self.state is WatchState.OFF else ""
+        """The command that turns it on; empty when it is on, or when a setting keeps it off."""
+        return TURN_ON if self.state is WatchState.OFF and not self.detail else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,8 +201,8 @@ def _blind_line(blind: Sequence[Watch]) -> str:
     if not blind:
         return "every rank reports, but nothing is watched yet"
     said = "; ".join(one.text for one in blind)
-    off = any(one.state is WatchState.OFF for one in blind)
-    return f"every rank reports, but {said}{f': {TURN_ON} turns it on' if off else ''}"
+    turn_on = next((one.turn_on for one in blind if one.turn_on), "")
+    return f"every rank reports, but {said}{f': {turn_on} turns it on' if turn_on else ''}"
 
 
 def _of_alerts(alerts: Sequence[Alert], state: State, watches: Sequence[Watch]) -> Verdict:

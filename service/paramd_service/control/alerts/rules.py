@@ -11,7 +11,7 @@ from paramd.v1 import common_pb2
 from paramd_service.control.alerts.book import Finding, Severity, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.insight.host import clock_jump_s
-from paramd_service.control.mesh.registry import KILLED, MeshView, RankView, ended_s_of
+from paramd_service.control.mesh.registry import KILLED, TOGETHER_S, MeshView, RankView, ended_s_of
 from paramd_service.control.store.exports import ExportRow
 from paramd_service.control.store.history import Sample
 
@@ -30,9 +30,6 @@ CLOCK_JUMP_S = 5.0
 
 FAILED_EXPORT_S = 600.0
 """Seconds for which a failed export is told of, unless another succeeds before."""
-
-TOGETHER_S = 5.0
-"""Ends of trainers within so many seconds may have one cause."""
 
 DAY_S = 86_400
 

@@ -7,6 +7,7 @@ Nothing here can fail the control plane: a failed round is logged once, and the 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -392,23 +393,31 @@ class Watcher:
         found = [self._watch("values", "stats", (Rule.NON_FINITE, Rule.NORM_JUMP), now_s)]
         found.append(self._watch("gradients", "gradients", (Rule.GRADIENT_JUMP,), now_s))
         if self._look_rounds is not None and len(self.view().ranks) > 1:
-            on = self.config.look and self.config.looks_for(Rule.SLOW_RANK)
-            found.append(
-                self._state("slow ranks", "looks", on, self._look_rounds.every_s, "", now_s)
-            )
+            found.append(self._slow_ranks(self._look_rounds.every_s, now_s))
         return tuple(found)
 
+    def _slow_ranks(self, every_s: float, now_s: float) -> Watch:
+        what = "slow ranks"
+        by = "[alerts] look = false" if not self.config.look else self._disabled(Rule.SLOW_RANK)
+        if by:
+            return Watch(what=what, state=WatchState.OFF, detail=by)
+        return self._state(what, "looks", every_s, "", now_s)
+
+    def _disabled(self, *rules: Rule) -> str:
+        """The setting that disables all of the rules; empty if it leaves one."""
+        if any(self.config.looks_for(rule) for rule in rules):
+            return ""
+        return f"[alerts] disabled = {json.dumps([str(rule) for rule in rules])}"
+
     def _watch(self, what: str, kind: str, rules: Sequence[Rule], now_s: float) -> Watch:
-        on = self._on.is_set() and any(self.config.looks_for(rule) for rule in rules)
+        by = self._disabled(*rules)
+        if by or not self._on.is_set():
+            return Watch(what=what, state=WatchState.OFF, detail=by)
         warm = self.rounds.courses.warm_count if kind == "gradients" else LEAST_SAMPLES
         needs = f"{warm} of {LEAST_SAMPLES} samples" if warm < LEAST_SAMPLES else ""
-        return self._state(what, kind, on, self._paces[kind].usual_s(now_s), needs, now_s)
+        return self._state(what, kind, self._paces[kind].usual_s(now_s), needs, now_s)
 
-    def _state(
-        self, what: str, kind: str, on: bool, every_s: float, needs: str, now_s: float
-    ) -> Watch:
-        if not on:
-            return Watch(what=what, state=WatchState.OFF)
+    def _state(self, what: str, kind: str, every_s: float, needs: str, now_s: float) -> Watch:
         last_s = self._last_s.get(kind)
         age_s = max(now_s - last_s, 0.0) if last_s is not None else None
         state, detail = WatchState.WARMING_UP if needs else WatchState.ON, needs

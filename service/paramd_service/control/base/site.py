@@ -55,7 +55,7 @@ class IncarnationNotes:
         self._task = asyncio.create_task(self._run(), name="paramd-incarnations")
 
     def note(self, job: str, record: IncarnationRecord) -> None:
-        """Queue a line for an incarnation that has begun or ended."""
+        """Queue a line for an incarnation that has begun or ended, or whose first rank died."""
         line: dict[str, Any] = {
             "incarnation": record.incarnation,
             "world_size": record.world_size,
@@ -63,6 +63,8 @@ class IncarnationNotes:
         }
         if record.ended_s is not None:
             line |= {"ended_s": record.ended_s, "reason": record.reason, "step": record.step}
+        elif record.reason:
+            line |= {"reason": record.reason, "step": record.step}
         self._lines.put_nowait((job, line))
 
     async def close(self) -> None:

@@ -15,7 +15,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -39,8 +39,10 @@ from paramd_service.control.base.site import Site
 from paramd_service.control.mesh.coordinator import Coordinator
 from paramd_service.control.mesh.origin import Networks
 from paramd_service.control.mesh.registry import (
+    Death,
     MeshView,
     Registry,
+    death_of,
     listed,
     report_interval,
     trains,
@@ -67,6 +69,9 @@ RETURN_S = 20.0
 rather than unknown; longer than a sidecar's longest back-off between attempts to join."""
 
 MAX_VERIFIERS = 1024
+
+SETTLES_S = 10.0
+"""Seconds after the first death in which a report may tell of an earlier one."""
 
 log = logging.getLogger("paramd.control")
 
@@ -130,6 +135,8 @@ class Incarnation:
         self.ended_s: float | None = None
         self.last_step = -1
         """Lowest step the ranks last reported when the incarnation ended; -1 when none reported."""
+        self.death: Death | None = None
+        """How its first rank died; None: none has. Kept for ever, whatever ends it afterwards."""
         self.over: ParamdError | None = None
         """Why joins and boundary requests are refused; None while they are accepted."""
         self._streams: set[asyncio.Task[None]] = set()
@@ -164,6 +171,28 @@ class Incarnation:
             self.last_step = self.registry.last_step
         for stream in self._streams:
             stream.cancel()
+
+    def note_death(self, view: MeshView, now_s: float) -> bool:
+        """Note how the first rank died; return whether that is news. A report that arrives later
+        may tell of an earlier death, for as long as reports may be late."""
+        found = death_of(view, now_s)
+        if found is None or self.over is not None:
+            return False
+        known = self.death
+        if known is not None:
+            late = now_s - known.at_s > SETTLES_S
+            if late or not found.is_before(known):
+                return False
+        self.death = found
+        return True
+
+    @property
+    def reason(self) -> str:
+        """How its first rank died, then why it is over; empty while neither is so."""
+        over = str(self.over) if self.over is not None else ""
+        if self.death is None or over.startswith(self.death.reason):
+            return over
+        return f"{self.death.reason}; then {over}" if over else self.death.reason
 
     def recall(self, record: IncarnationRecord) -> None:
         """Be an incarnation that ended in an earlier process, as it was noted then."""
@@ -210,9 +239,14 @@ class Incarnation:
             world_size=self.bootstrap.world_size,
             began_s=self.began_s,
             ended_s=self.ended_s,
-            reason=str(self.over) if self.over is not None else "",
-            step=self.last_step if self.ended_s is not None else -1,
+            reason=self.reason,
+            step=self._record_step(),
         )
+
+    def _record_step(self) -> int:
+        if self.ended_s is not None:
+            return self.last_step
+        return self.death.step if self.death is not None else -1
 
     async def close(self) -> None:
         """Release everything that was opened. Call after `end`."""
@@ -260,6 +294,8 @@ class Jobs:
         self._closing: set[asyncio.Task[None]] = set()
         self.on_begin: list[OnChange] = []
         """Called with each incarnation when it begins."""
+        self.on_death: list[OnChange] = []
+        """Called with each incarnation whose first rank has died."""
         self.on_end: list[OnChange] = []
         """Called with each incarnation when it ends."""
         self.on_evict: list[Callable[[str], object]] = []
@@ -329,7 +365,9 @@ class Jobs:
             mesh.recall(past)
         if older is not None:
             # What ended it is not that this one begins, when no tick came between.
-            self._end_if_over(older, older.registry.view(), time.monotonic())
+            view, now_s = older.registry.view(), time.monotonic()
+            self._note_death(older, view, now_s)
+            self._end_if_over(older, view, now_s)
             begun = f"run {bootstrap.incarnation} has begun{f': {why}' if why else ''}"
             self._end(older, ConflictError(f"{begun}; attach again"))
         self._current[bootstrap.job] = mesh
@@ -392,6 +430,7 @@ class Jobs:
         mesh = self.get(job)
         if mesh.ended_s is None:
             self._check_free(job)
+            self._note_death(mesh, mesh.registry.view(), time.monotonic())
             self._end(mesh, ConflictError(f"{by} ended it; attach again"))
         return mesh
 
@@ -461,8 +500,8 @@ class Jobs:
         present = self.get(job)
         known = {r.incarnation: r for r in await asyncio.to_thread(places.incarnations, job)}
         mine = present.record()
-        began_s = known.get(mine.incarnation, mine).began_s  # as an earlier control plane saw it
-        known[mine.incarnation] = replace(mine, began_s=min(began_s, mine.began_s))
+        first = known.get(mine.incarnation, mine)  # as an earlier control plane saw it
+        known[mine.incarnation] = first.then(mine)
         return [
             known[incarnation] for incarnation in sorted(known) if incarnation <= present.number
         ]
@@ -475,9 +514,16 @@ class Jobs:
             mesh.look_due_s = now_s + mesh.bootstrap.world_size // LOOKED_PER_S
             view = mesh.registry.view()
             mesh.watch.tick(view)
+            self._note_death(mesh, view, now_s)
             for callback in self.on_view:
                 callback(mesh, view)
             self._end_if_over(mesh, view, now_s)
+
+    def _note_death(self, mesh: Incarnation, view: MeshView, now_s: float) -> None:
+        if mesh.note_death(view, now_s):
+            log.warning("job %s, run %d: %s", mesh.job, mesh.number, mesh.reason)
+            for callback in self.on_death:
+                callback(mesh)
 
     def _end_if_over(self, mesh: Incarnation, view: MeshView, now_s: float) -> None:
         reason = why_end(
@@ -577,8 +623,8 @@ class Jobs:
         if mesh.ended_s is not None:
             return
         mesh.end(reason)
-        log.info("job %s: run %d is over: %s", mesh.job, mesh.number, reason)
-        data = {"incarnation": mesh.number, "over": True, "reason": str(reason)}
+        log.info("job %s: run %d is over: %s", mesh.job, mesh.number, mesh.reason)
+        data = {"incarnation": mesh.number, "over": True, "reason": mesh.reason}
         self._publish("incarnation", data, job=mesh.job)
         for callback in self.on_end:
             callback(mesh)

@@ -43,6 +43,11 @@ MAX_DEVICE_CHARS = 64
 KILLED = "killed by "
 """How the reason of a rank begins whose trainer a signal has killed."""
 
+TOGETHER_S = 5.0
+"""Ends of trainers within so many seconds may have one cause."""
+SAME_S = 0.05
+"""Seconds between two ends below which no report can tell which came first."""
+
 
 class Membership(Enum):
     """A rank's sidecar as seen by this control plane."""
@@ -295,6 +300,51 @@ def ended_s_of(rank: RankView) -> float:
     """Seconds since the process of the rank's trainer ended; 0 while it lives or is unknown."""
     ended_ms = rank.report.state.trainer_ended_ms if rank.report is not None else 0
     return ended_ms / 1e3 + rank.age_s if ended_ms else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Death:
+    """How the first rank of an incarnation died."""
+
+    reason: str
+    step: int
+    killed: bool
+    """A signal has killed it."""
+    at_s: float
+    """When its process ended; on the monotonic clock."""
+
+    def is_before(self, other: Death) -> bool:
+        """Whether it is the cause of the other one. A rank that a signal has killed comes before
+        others that ended in the same seconds: they may be heard of before it."""
+        if self.killed != other.killed and abs(self.at_s - other.at_s) < TOGETHER_S:
+            return self.killed
+        return self.at_s < other.at_s - SAME_S
+
+
+def death_of(view: MeshView, now_s: float) -> Death | None:
+    """The death of the trainer that ended first, without having detached; None while all live."""
+    first: Death | None = None
+    for rank in view.ranks:
+        found = _death(rank, now_s) if rank.connected else None
+        if found is not None and (first is None or found.is_before(first)):
+            first = found
+    return first
+
+
+def _death(rank: RankView, now_s: float) -> Death | None:
+    report = rank.report
+    if report is None or report.state.phase not in _DIED:
+        return None
+    reason = f"rank {rank.rank}: {rank.reason.partition(';')[0]}"
+    return Death(
+        reason=f"{reason}, after step {report.step:,}" if report.step >= 0 else reason,
+        step=report.step,
+        killed=rank.reason.startswith(KILLED),
+        at_s=now_s - ended_s_of(rank),
+    )
+
+
+_DIED = (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN)
 
 
 def _rank_view(

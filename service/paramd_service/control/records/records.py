@@ -104,7 +104,7 @@ class Records:
 
     def incarnation_ended(self, mesh: Incarnation) -> None:
         """Record that a job's incarnation ended, and why."""
-        self.note(mesh, "run.end", {"reason": str(mesh.over)})
+        self.note(mesh, "run.end", {"reason": mesh.reason})
 
     def tick(self, mesh: Incarnation, view: MeshView, now_s: float | None = None) -> None:
         """Record refusals reported by sidecars, batched; called once a second."""

@@ -170,7 +170,7 @@ async def _registered(
 
 def reason_of(mesh: Incarnation, view: MeshView) -> str:
     """Why the job's state is not ok."""
-    return str(mesh.over) if mesh.over is not None else view.reason
+    return mesh.reason if mesh.over is not None else view.reason
 
 
 def verdict_of_job(services: Services, mesh: Incarnation) -> VerdictDocument:

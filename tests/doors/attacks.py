@@ -12,6 +12,7 @@ REVOKED = "a revoked token"
 
 _OTHERS = "unit/exports/test_others_exports.py::"
 _LOOPBACK = "integration/test_loopback.py::"
+_CONNECT = "integration/test_connect_sockets.py::"
 _SETTINGS = "unit/cli/test_settings.py::"
 _ANSWERS = "unit/test_answers.py::"
 _LYING = "unit/control/test_lying_sidecars.py"
@@ -82,6 +83,12 @@ ATTACKS: Final = (
             f"{_LOOPBACK}test_a_training_registers_nowhere_else",
             f"{_LOOPBACK}test_a_tunnel_and_a_completion_show_it_to_nobody_else",
         ),
+    ),
+    Attack(
+        what="keep connections at the port of `paramd connect`",
+        who=STRANGER,
+        expected="the owner is answered",
+        tests=(f"{_CONNECT}test_a_crowd_at_the_port_does_not_keep_the_owner_out",),
     ),
     Attack(
         what="leave a paramd.toml where the owner works",

@@ -6,12 +6,13 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,10 +20,11 @@ import pytest
 
 from paramd import places
 from paramd.mesh.peers.control import RestClient
-from paramd.security import loopback
+from paramd.security import loopback, near
 from tests.integration.control_process import JOB, TOKEN, control_plane
 
 PATIENCE_S = 60.0
+DESCRIPTORS = 256
 
 SSH = """
 import asyncio, subprocess, sys
@@ -58,15 +60,22 @@ asyncio.run(main())
 
 
 @contextmanager
-def connected(folder: Path, *, refuses: bool) -> Iterator[places.Endpoint]:
-    """`paramd connect` of another machine, whose state dir is `folder`; the endpoint it writes."""
+def connected(
+    folder: Path, *, refuses: bool, descriptors: int | None = None
+) -> Iterator[places.Endpoint]:
+    """`paramd connect` of another machine, whose state dir is `folder`; the endpoint it writes.
+
+    `descriptors`: the most that it and its SSH may have.
+    """
     script = folder / "ssh.py"
     script.write_text(SSH.replace("{refuses}", str(refuses)))
     ssh, paramd = f"{sys.executable} {script}", f"{sys.executable} -m paramd.cli"
     remote = f"env PARAMD_STATE_DIR={os.environ['PARAMD_STATE_DIR']} {paramd}"
     command = [*paramd.split(), "connect", "far", "--job", JOB, "--ssh", ssh, "--remote", remote]
-    near = os.environ | {"PARAMD_STATE_DIR": str(folder)}
-    process = subprocess.Popen(command, env=near, stderr=subprocess.PIPE, text=True)
+    there = os.environ | {"PARAMD_STATE_DIR": str(folder)}
+    if descriptors is not None:
+        command = ["prlimit", f"--nofile={descriptors}", *command]
+    process = subprocess.Popen(command, env=there, stderr=subprocess.PIPE, text=True)
     try:
         file, deadline_s = folder / JOB / places.ENDPOINT_FILE, time.monotonic() + PATIENCE_S
         while not file.exists():
@@ -109,3 +118,32 @@ def seen_at(url: str) -> int:
     """Connections at a loopback port."""
     at = (loopback.plain_ip("127.0.0.1"), urlsplit(url).port)
     return sum(here == at and state == "01" for here, _, state, _ in loopback._sockets())
+
+
+def test_a_crowd_at_the_port_does_not_keep_the_owner_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever lives on this host may open connections, and keep them."""
+
+    async def ask(url: str) -> list[str]:
+        client = RestClient(url, TOKEN)
+        try:
+            return await client.jobs()
+        finally:
+            await client.close()
+
+    with (
+        tempfile.TemporaryDirectory(prefix="laptop-") as name,
+        control_plane(),
+        connected(Path(name), refuses=False, descriptors=DESCRIPTORS) as mine,
+        ExitStack() as crowd,
+    ):
+        at = ("127.0.0.1", urlsplit(mine.url).port)
+        for number in range(2 * DESCRIPTORS):
+            one = crowd.enter_context(socket.create_connection(at, PATIENCE_S))
+            if number % 2:
+                with suppress(ConnectionError):
+                    one.sendall(b"GET / HT")
+        monkeypatch.setenv("PARAMD_STATE_DIR", name)
+        for _ in range(3):
+            assert asyncio.run(ask(mine.url)) == [JOB], "at the socket"
+        monkeypatch.setattr(near, "socket_beside", lambda *_: "")
+        assert asyncio.run(ask(mine.url)) == [JOB], "at the port"

@@ -14,13 +14,14 @@ import asyncio
 import json
 import os
 import re
+import resource
 import select
 import shlex
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from urllib.parse import urlsplit
 from typer import Argument, Option
 
 from paramd import helpers
+from paramd.accepting import AT_ONCE, Listener
 from paramd.answers import parsed_json, said
 from paramd.bounds import REMOTE_ENDPOINT, OverBoundError
 from paramd.cli import completion
@@ -42,6 +44,9 @@ START_S = 30.0
 
 POLL_S = 0.1
 END_S = 5.0
+HEAD_S = 10.0
+"""Seconds for a connection to send its first bytes, as the control plane has it."""
+
 ANSWER_S = 5.0
 """Seconds for the control plane to answer through SSH."""
 _ANSWER = b"HTTP/1.1 200"
@@ -141,8 +146,7 @@ def _connect(ssh: list[str], host: str, remote: list[str], job: str | None, port
                     f"in another terminal: paramd status --job {mine.job}; "
                     "Ctrl-C ends the connection"
                 )
-                listeners = [listener, *([beside] if beside is not None else [])]
-                asyncio.run(_carry(listeners, way, process))
+                asyncio.run(_carry(listener, beside, way, process))
             finally:
                 places.remove_endpoint(mine)
             raise UnreachableError(
@@ -170,35 +174,114 @@ def _is_answered(way: Path) -> bool:
     return False
 
 
-def _listening(port: int) -> socket.socket:
+def _listening(port: int) -> Listener:
     """Our own listener on a loopback port; 0 takes a free one. Raises UsageError: it is in use."""
+    listener = Listener(socket.AF_INET)
     try:
-        return socket.create_server(("127.0.0.1", port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.keep_backlog()
     except OSError as error:
+        listener.close()
         raise UsageError(f"--port {port}: {error.strerror}; name another one, or none") from error
+    return listener
 
 
-async def _carry(
-    listeners: Sequence[socket.socket], way: Path, process: subprocess.Popen[bytes]
-) -> None:
-    """Carry all connections of the listeners to the Unix socket until SSH has ended."""
-    from paramd.mesh.peers.relay import carried
+class _Carrier:
+    """Carries connections to a Unix socket. Event loop only.
 
-    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    Any user of this host may open connections at the port. Those are a crowd that has a quarter of
+    all descriptors, two for each; past that, and when no descriptor is left, the one that has been
+    silent for longest goes. The owner's socket lies in a folder that nobody else may enter, so its
+    connections are no part of the crowd.
+    """
+
+    def __init__(self, way: Path) -> None:
+        self._way = way
+        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
+        self._crowd: dict[asyncio.StreamWriter, None] = {}
+        """The one that has been silent for longest first."""
+
+    def make_room(self) -> bool:
+        """End the one of the crowd that has been silent for longest; False: there is none."""
+        if not self._crowd:
+            return False
+        silent = next(iter(self._crowd))
+        del self._crowd[silent]
+        silent.transport.abort()
+        return True
+
+    async def carry_a_strangers(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Carry a connection that anybody may have opened."""
+        self._crowd[writer] = None
+        if len(self._crowd) > self._most:
+            self.make_room()
+
+        def heard() -> None:
+            if writer in self._crowd:
+                del self._crowd[writer]
+                self._crowd[writer] = None
+
         try:
-            with suppress(OSError):
-                await carried((reader, writer), await asyncio.open_unix_connection(way))
+            await self._carry(reader, writer, heard)
+        finally:
+            self._crowd.pop(writer, None)
+
+    async def carry_the_owners(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Carry a connection that only this user can have opened."""
+        await self._carry(reader, writer, lambda: None)
+
+    async def _carry(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        heard: Callable[[], None],
+    ) -> None:
+        from paramd.mesh.peers.relay import PART_BYTES, carried
+
+        try:
+            with suppress(OSError, TimeoutError):
+                # In HTTP and TLS the client speaks first: one that is silent costs nothing there.
+                first = await asyncio.wait_for(reader.read(PART_BYTES), HEAD_S)
+                if not first:
+                    return
+                heard()
+                far = await asyncio.open_unix_connection(self._way)
+                far[1].write(first)
+                await carried((reader, writer), far, heard=heard)
         finally:
             writer.close()
 
+
+async def _carry(
+    listener: Listener,
+    beside: socket.socket | None,
+    way: Path,
+    process: subprocess.Popen[bytes],
+) -> None:
+    """Carry all connections of the port and of the owner's socket to `way` until SSH has ended."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    carrier = _Carrier(way)
+    listener.on_full = carrier.make_room
     # Not a thread that waits: Ctrl-C could not end it.
     pidfd = os.pidfd_open(process.pid)
     loop.add_reader(pidfd, ended.set)
     try:
         async with AsyncExitStack() as servers:
-            for listener in listeners:
-                await servers.enter_async_context(await asyncio.start_server(one, sock=listener))
+            await servers.enter_async_context(
+                await asyncio.start_server(
+                    carrier.carry_a_strangers, sock=listener, backlog=AT_ONCE
+                )
+            )
+            listener.keep_backlog()
+            if beside is not None:
+                await servers.enter_async_context(
+                    await asyncio.start_server(carrier.carry_the_owners, sock=beside)
+                )
             await ended.wait()
     finally:
         loop.remove_reader(pidfd)

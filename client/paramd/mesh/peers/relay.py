@@ -15,7 +15,7 @@ import asyncio
 import shutil
 import socket
 import tempfile
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -172,17 +172,27 @@ async def _reached(addresses: Iterable[str]) -> set[str]:
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def carried(near: Connection, far: Connection) -> None:
-    """Carry bytes both ways until one side ends; closes `far`."""
+async def carried(
+    near: Connection, far: Connection, *, heard: Callable[[], None] = lambda: None
+) -> None:
+    """Carry bytes both ways until one side ends; closes `far`.
+
+    `heard`: called for each part that comes from `near`.
+    """
     try:
-        await _both(_copy(near[0], far[1]), _copy(far[0], near[1]))
+        await _both(_copy(near[0], far[1], heard), _copy(far[0], near[1]))
     finally:
         far[1].close()
 
 
-async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+async def _copy(
+    source: asyncio.StreamReader,
+    sink: asyncio.StreamWriter,
+    heard: Callable[[], None] = lambda: None,
+) -> None:
     with suppress(OSError):
         while part := await source.read(PART_BYTES):
+            heard()
             sink.write(part)
             await sink.drain()
 

@@ -74,6 +74,11 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
 
 
+def storage(tensor: torch.Tensor) -> int:
+    """Names the tensor's storage, see `use_count`."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def extent(tensor: torch.Tensor) -> Range:
     """Addresses from the tensor's first to its last element."""
     begin = address(tensor)

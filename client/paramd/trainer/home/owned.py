@@ -367,47 +367,71 @@ class ParameterStorage:
         if self._watch.added or not self._watch.modules_in_place():
             return []
         # A glance refers to storages: `look` has dropped it when it found something out of place.
-        known: Counter[int] = Counter(base.untyped_storage()._cdata for base in self._bases)
-        left: list[tuple[LocalShard, torch.Tensor]] = []
-        for shard, begin in self._placed(TensorKind.PARAMETER):
-            param, home = shard.slot.owner.get(shard.slot.key), shard.tensor
-            known[home.untyped_storage()._cdata] += 1
-            if len(shard.holders) != 1 or shard.holders[0] is not param:
+        ours = [*self._bases]
+        # Also those of parameters of which this rank holds nothing, as FSDP1 has them. A view keeps
+        # what it is a view of: of FSDP1's shards a tensor that nobody else has.
+        views = [s.tensor for s in self._shards if s.kind is TensorKind.PARAMETER]
+        ours += views
+        ours += (one._base for one in views if one._base is not None)
+        placed = self._placed(TensorKind.PARAMETER)
+        params = [shard.slot.owner.get(shard.slot.key) for shard, _ in placed]
+        each = {id(param) for param in params}
+        left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        names: list[str] = []
+        for (shard, begin), param in zip(placed, params, strict=True):
+            home = shard.tensor
+            if param is None or not any(holder is param for holder in shard.holders):
                 return []
+            parts = {id(one) for one in shard.part_of}
+            # Of tied parameters the other one holds it too, and is looked at in its turn.
+            beside = [one for one in shard.holders if one.numel() and id(one) not in each]
+            if not parts.issuperset(map(id, beside)):
+                return []
+            if any(moving.storage(one) != moving.storage(home) for one in beside):
+                return []
+            ours += beside
             if moving.address(param) == self._arena_address + begin:
-                known[param.untyped_storage()._cdata] += 1
-            elif moving.alike(param, home):
-                left.append((shard, param))
-            else:
+                ours.append(param)
+                continue
+            if home.shape != param.shape and home.numel() == param.numel():
+                home = home.view(param.shape)
+                ours.append(home)
+            if not moving.alike(param, home):
                 return []
+            left.append((param, home))
+            names.append(shard.fqn)
+        # Each once: the parameters of a flat one have it in common.
+        distinct = {id(one): one for one in ours}.values()
+        known = Counter(map(moving.storage, distinct))
         targets = self._alone(left, known)
         if not targets:
             return []
         with torch.no_grad():
-            for shard, param in left:
-                shard.tensor.copy_(param)
+            for param, home in left:
+                home.copy_(param)
         moving.repoint(targets)
-        return [shard.fqn for shard, _ in left]
+        return names
 
     def _alone(
-        self, left: Sequence[tuple[LocalShard, torch.Tensor]], known: Counter[int]
+        self, left: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Counter[int]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The departed parameters, and what optimizers keep in their memory, each with its view in
-        the arena; none if anything else uses the memory that they left or that they have.
+        """The departed parameters (`left`, each with its view in the arena), and what optimizers
+        keep in their memory, with its own; none if anything else uses the memory that they left or
+        that they have. `known`: our references to storages.
         """
-        targets = [(param, shard.tensor) for shard, param in left]
+        targets = list(left)
         # One reference more than tensors: the storage object made to query it.
-        olds = [home.untyped_storage()._cdata for _, home in targets]
+        olds = [moving.storage(home) for _, home in targets]
         if any(moving.use_count(old) > known[old] + 1 for old in olds):
             return []
         homes = {moving.extent(param): home for param, home in targets}
         if not moving.disjoint(homes) or len(homes) < len(targets):
             return []
-        users = Counter(param.untyped_storage()._cdata for param, _ in targets)
+        users = Counter(moving.storage(param) for param, _ in targets)
         shared = {key for key, count in users.items() if moving.use_count(key) > count + 1}
         states = self.states() if shared else ()
         for tensor in states:
-            key = tensor.untyped_storage()._cdata
+            key = moving.storage(tensor)
             if key not in shared:
                 continue
             home = homes.get(moving.extent(tensor))

@@ -203,6 +203,8 @@ def _shards(handle: Any, index: int, names: Names) -> list[LocalShard]:
             tensor=view,
             slot=slot,
             holders=tuple(holders),
+            # A flat parameter's own new memory is dropped by FSDP at the next forward's end.
+            part_of=(flat, local) if original is not None else (),
         )
         for region, view in regions_of(flat, index, shard)
     ]

@@ -150,6 +150,9 @@ class LocalShard:
     """The place of the tensor that the training uses."""
     holders: tuple[torch.Tensor, ...] = ()
     """Local tensors known to use this memory; all move with it."""
+    part_of: tuple[torch.Tensor, ...] = ()
+    """Those of them whose memory has this one's place in it, and into which whoever made them
+    writes what the training's tensor gets elsewhere: FSDP1's flat parameter, of original ones."""
     trainable: bool | None = None
     """Whether it requires a gradient, when this was read; None for buffers."""
 

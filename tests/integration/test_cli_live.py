@@ -198,6 +198,20 @@ def on_terminal(*arguments: str, columns: int = 80) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def test_a_watched_status_begins_with_the_verdict_that_all_others_show() -> None:
+    with begun("status", "--watch", "--every", "0.2s") as process:
+        head = read_line(process)
+        assert process.stdout is not None
+        health = process.stdout.readline()
+        interrupted(process)
+    assert head.startswith(f"job {JOB}, run 1, step ")
+    # Ages within the line move on between two looks.
+    begin = health.partition(",")[0].strip()
+    assert begin.startswith("health: ")
+    for other in ("status", "watch", "alerts"):
+        assert begin in ran(other)[1], other
+
+
 def test_a_pause_is_a_block_and_an_edit_is_undone_by_itself(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -123,7 +123,7 @@ READERS = {
     "paramd_service/sidecar/machine/host.py:_processor_s read_text": KERNEL,
     "paramd_service/sidecar/machine/host.py:_retransmits read_text": KERNEL,
     "paramd_service/sidecar/main.py:read_pems json.loads": BOUNDED + "MAX_PEMS_BYTES",
-    "paramd_service/sidecar/owner.py:exit_text read_text": KERNEL,
+    "paramd_service/sidecar/owner.py:exit_of read_text": KERNEL,
     "paramd_service/sidecar/owner.py:process_state read_text": KERNEL,
     "paramd_service/sidecar/owner.py:worked read_text": KERNEL,
     "paramd_service/sidecar/rpc/export_write.py:PeerMemory._fetched read_bytes": BOUNDED

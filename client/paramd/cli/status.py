@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 from urllib.parse import quote
 
@@ -223,7 +224,8 @@ def status(
         try:
             with target.connect() as mesh:
                 if watch:
-                    follow(mesh.status, target.format, every_s=every)
+                    health = partial(_health, target, mesh.job)
+                    follow(mesh.status, health, target.format, every_s=every)
                 found = mesh.status()
                 name, url = mesh.job, mesh.url
         except UnreachableError:
@@ -244,8 +246,7 @@ def status(
         )
     say(f"job {found.job}, run {found.incarnation}, step {found.step}")
     if target.format is Format.TABLE:
-        with suppress(ParamdError):
-            say(_health(target, found.job))
+        say(_health(target, found.job))
         say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
     if found and all(row.phase in ("orphaned", "torn") for row in found):
         # How to go on comes first: cleanup ends what a restart would go on from.
@@ -263,8 +264,12 @@ def status(
 
 
 def _health(target: Target, job: str) -> str:
-    """The control plane's verdict, in the page's words: its line, then the others."""
-    return verdict_text(_verdict_on(job, target.ask("GET", "/jobs")))
+    """The control plane's verdict, in the page's words: its line, then the others; "unknown" if it
+    does not answer."""
+    try:
+        return verdict_text(_verdict_on(job, target.ask("GET", "/jobs")))
+    except ParamdError as error:
+        return f"health: unknown: {one_line(str(error))}"
 
 
 def _verdict_on(job: str, listed: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,9 +316,15 @@ def _is_starting(target: Target, job: str) -> bool:
 
 
 def follow(
-    look: Callable[[], MeshStatus], form: Format, *, every_s: float, out: TextIO | None = None
+    look: Callable[[], MeshStatus],
+    health: Callable[[], str],
+    form: Format,
+    *,
+    every_s: float,
+    out: TextIO | None = None,
 ) -> NoReturn:
-    """Print the state every `every_s`; a terminal is redrawn in place."""
+    """Print the state every `every_s`, in a table with the health; a terminal is redrawn in
+    place."""
     _check_streamed(form)
     out = out if out is not None else sys.stdout
     clears = out.isatty() and form.is_table
@@ -329,7 +340,9 @@ def follow(
             emit(listing(found), form, out=text, width=terminal_width(out))
             now = datetime.now().astimezone().strftime("%H:%M:%S")
             head = f"job {found.job}, run {found.incarnation}, step {found.step}, {now}\n"
-            out.write((CLEAR if clears else "") + (head if form.is_table else ""))
+            if form.is_table:
+                head += f"{health()}\n"
+                out.write((CLEAR if clears else "") + head)
             out.write(text.getvalue())
             out.flush()
             outage.tell(None)

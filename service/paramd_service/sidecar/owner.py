@@ -134,17 +134,36 @@ def worked(pid: int) -> Worked | None:
     return Worked(cpu_s, io_bytes)
 
 
-def exit_text(pid: int) -> str:
-    """How a zombie process ended: "killed by SIGKILL", "exited with code 1"; empty for others."""
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended."""
+
+    code: int = 0
+    signal: int = 0
+    """Number of the signal that killed it; 0: it exited by itself."""
+
+    @property
+    def text(self) -> str:
+        """In words: "killed by SIGKILL", "exited with code 1"."""
+        if not self.signal:
+            return f"exited with code {self.code}"
+        try:
+            return f"killed by {signal.Signals(self.signal).name}"
+        except ValueError:
+            # Most real-time signals have no name.
+            return f"killed by signal {self.signal}"
+
+
+def exit_of(pid: int) -> Exit | None:
+    """How a zombie process ended; None for others."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if not pid or status[0] not in "ZX":
-            return ""
+            return None
         code, number = int(status[49]) >> 8, int(status[49]) & 0x7F
-        killed = number and not code
-        return f"killed by {signal.Signals(number).name}" if killed else f"exited with code {code}"
     except (OSError, IndexError, ValueError):
-        return ""
+        return None
+    return Exit(code, 0 if code else number)
 
 
 class Ownership(Enum):

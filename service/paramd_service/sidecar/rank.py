@@ -42,12 +42,13 @@ from paramd_service.sidecar.orders import Orders, fenced
 from paramd_service.sidecar.owner import (
     AttachedMemory,
     AttachRequest,
+    Exit,
     Mesh,
     Ownership,
     attach_memory,
     check_sidecar,
     check_successor,
-    exit_text,
+    exit_of,
     ownership_after_end,
     process_state,
 )
@@ -221,8 +222,8 @@ class RankSidecar:
         self.layout_digest = ""
         """The last mesh's."""
         self._ended = asyncio.Event()
-        self.end: tuple[float, str] | None = None
-        """When the trainer's process ended (monotonic clock), and how; empty if unknown."""
+        self.end: tuple[float, Exit | None] | None = None
+        """When the trainer's process ended (monotonic clock), and how; None if unknown."""
         self._ending_on_device: asyncio.Task[None] | None = None
         self._insight: TrainerInsight | None = None
         self._attaching = asyncio.Lock()
@@ -698,7 +699,7 @@ class RankSidecar:
         assert self._pins is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.attached.pidfd)
-        self.end = (time.monotonic(), exit_text(self.attached.trainer_pid))
+        self.end = (time.monotonic(), exit_of(self.attached.trainer_pid))
         if self._insight is not None:
             self.start_task(self._insight.stop())
         # The process has ended, so its words are final.

@@ -91,7 +91,7 @@ def test_a_rank_that_a_signal_has_killed_is_the_first_of_those_that_end_with_it(
     def firsts(killed_s: float, other_s: float) -> list[int]:
         ranks = {
             0: well(0, trainer_lives=False, reason="exited with code 1", ended_s=other_s),
-            1: well(1, trainer_lives=False, reason="killed by SIGKILL", ended_s=killed_s),
+            1: well(1, trainer_lives=False, killed=True, ended_s=killed_s),
         }
         found = mesh_findings(ranks, {}, CONFIG)
         return [one.ranks[0] for one in found if one.severity == "critical"]

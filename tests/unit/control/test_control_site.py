@@ -141,6 +141,7 @@ def test_a_sites_secrets_are_made_once_and_are_ours_alone() -> None:
 DEAD = {
     "phase": common_pb2.PHASE_ORPHANED,
     "phase_reason": "killed by SIGKILL; its last step is still served",
+    "trainer_signal": 9,
 }
 
 

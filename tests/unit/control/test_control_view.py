@@ -105,7 +105,7 @@ def test_the_mesh_names_the_rank_that_the_others_end_because_of() -> None:
     )  # fmt: skip
     killed = report(
         1, phase=ended, phase_reason="killed by SIGKILL: the trainer has ended",
-        trainer_ended_ms=2500,
+        trainer_ended_ms=2500, trainer_signal=9,
     )  # fmt: skip
     assert view(other, killed).reason.startswith("rank 1: killed by SIGKILL")
     lost = report(1, connected=False)

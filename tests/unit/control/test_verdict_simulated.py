@@ -121,6 +121,7 @@ class Training:
                 phase=common_pb2.PHASE_ORPHANED if dead else common_pb2.PHASE_CONSTANT,
                 phase_reason="its trainer was ended by signal 9" if dead else "",
                 trainer_ended_ms=int(1e3 * ended_s) + 1 if dead else 0,
+                trainer_signal=9 if dead else 0,
                 step_time_ns=int(1e9 * STEP_S * slow * self.noise(0.03)),
                 boundary_age_ns=int(1e9 * (away_s + STEP_S * self.random.random())),
                 stall_count=step // 20,

@@ -8,7 +8,7 @@ import pytest
 
 from paramd.memory.control_page import Word
 from paramd.v1 import common_pb2
-from paramd_service.sidecar.owner import Ownership, Worked, exit_text, worked
+from paramd_service.sidecar.owner import Ownership, Worked, exit_of, worked
 from paramd_service.sidecar.phase import (
     FIRST_STEP_S,
     STALL_LEAST_S,
@@ -170,5 +170,8 @@ def test_who_owns_the_memory_comes_before_what_the_words_say() -> None:
 def test_how_a_process_ended_is_known_until_its_parent_asks(code: str, told: str) -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", code]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        assert exit_text(ended.pid) == told
-    assert exit_text(ended.pid) == exit_text(0) == exit_text(os.getpid()) == ""
+        found = exit_of(ended.pid)
+        assert found is not None
+        assert (found.text, found.signal) == (told, 9 if "SIGKILL" in told else 0)
+    for none in (ended.pid, 0, os.getpid()):
+        assert exit_of(none) is None

@@ -11,7 +11,13 @@ from paramd.v1 import common_pb2
 from paramd_service.control.alerts.book import Finding, Severity, series_of
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.insight.host import clock_jump_s
-from paramd_service.control.mesh.registry import KILLED, TOGETHER_S, MeshView, RankView, ended_s_of
+from paramd_service.control.mesh.registry import (
+    TOGETHER_S,
+    MeshView,
+    RankView,
+    ended_s_of,
+    is_killed,
+)
 from paramd_service.control.store.exports import ExportRow
 from paramd_service.control.store.history import Sample
 
@@ -71,6 +77,8 @@ class RankInput:
     trainer_lives: bool
     ended_s: float = 0.0
     """Time since the trainer's process ended; 0 while it lives, or when unknown."""
+    killed: bool = False
+    """A signal has killed the trainer, as far as is known."""
     sidecar_pid: int = 0
     clock_jump_s: float = 0.0
     """How far the wall clock of its host has jumped since its sidecar began."""
@@ -171,11 +179,7 @@ def first_ended(ranks: Ranks) -> RankInput | None:
     and may be heard of before it."""
     ended = [rank for rank in ranks.values() if rank.over_s > 0]
     longest_s = max((rank.over_s for rank in ended), default=0.0)
-    killed = [
-        rank
-        for rank in ended
-        if rank.reason.startswith(KILLED) and rank.over_s > longest_s - TOGETHER_S
-    ]
+    killed = [rank for rank in ended if rank.killed and rank.over_s > longest_s - TOGETHER_S]
     return max(killed if killed else ended, key=lambda rank: rank.over_s, default=None)
 
 
@@ -330,6 +334,7 @@ def _input(rank: RankView, watched_s: float) -> RankInput:
         layout_digest=report.layout_digest if report is not None else "",
         trainer_lives=state.phase not in _ENDED,
         ended_s=ended_s_of(rank),
+        killed=is_killed(rank),
         sidecar_pid=state.sidecar_pid,
         clock_jump_s=clock_jump_s(state),
     )

@@ -40,9 +40,6 @@ MAX_DEVICES = 16
 MAX_THROTTLES = 8
 MAX_DEVICE_CHARS = 64
 
-KILLED = "killed by "
-"""How the reason of a rank begins whose trainer a signal has killed."""
-
 TOGETHER_S = 5.0
 """Ends of trainers within so many seconds may have one cause."""
 SAME_S = 0.05
@@ -302,6 +299,11 @@ def ended_s_of(rank: RankView) -> float:
     return ended_ms / 1e3 + rank.age_s if ended_ms else 0.0
 
 
+def is_killed(rank: RankView) -> bool:
+    """Whether a signal has killed the rank's trainer, as far as is known."""
+    return rank.report is not None and rank.report.state.trainer_signal > 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Death:
     """How the first rank of an incarnation died."""
@@ -339,7 +341,7 @@ def _death(rank: RankView, now_s: float) -> Death | None:
     return Death(
         reason=f"{reason}, after step {report.step:,}" if report.step >= 0 else reason,
         step=report.step,
-        killed=rank.reason.startswith(KILLED),
+        killed=is_killed(rank),
         at_s=now_s - ended_s_of(rank),
     )
 
@@ -402,7 +404,7 @@ def _mesh_state(ranks: Sequence[RankView], digest_count: int) -> tuple[State, st
 
 def _by_cause(rank: RankView) -> tuple[bool, bool, float]:
     """Sorts ranks in trouble by what comes first: killed by a signal, then ended first."""
-    return rank.state is State.OK, not rank.reason.startswith(KILLED), -ended_s_of(rank)
+    return rank.state is State.OK, not is_killed(rank), -ended_s_of(rank)
 
 
 def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:

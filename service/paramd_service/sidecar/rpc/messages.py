@@ -165,7 +165,9 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     if rank.end is not None and rank.ownership is not Ownership.OWNED:
         ended_s, how = rank.end
         state.trainer_ended_ms = max(1, round(1e3 * (time.monotonic() - ended_s)))
-        state.phase_reason = f"{how}: {state.phase_reason}" if how else state.phase_reason
+        if how is not None:
+            state.trainer_signal = how.signal
+            state.phase_reason = f"{how.text}: {state.phase_reason}"
     if (host := rank.machine.found) is not None:
         state.host.CopyFrom(host)
     if rank.shortage:

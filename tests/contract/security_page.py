@@ -15,7 +15,7 @@ from paramd_service.control.access.join import METHOD_ROLES
 from paramd_service.control.access.roles import OPERATIONS, PERMITTED, Action, UserRole, ticket_role
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
-from paramd_service.sidecar.rpc.auth import ROLES
+from paramd_service.sidecar.calls import ROLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "roles.md"
 BEGIN, END = "<!-- roles: begin -->", "<!-- roles: end -->"

@@ -22,7 +22,7 @@ from paramd.security.tickets import Role
 from paramd.trainer.resume import codec as kept_codec
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk
-from paramd_service.sidecar.rpc.service import render
+from paramd_service.sidecar.metrics import render
 from tests.edit_ops import edit_op
 from tests.fuzz.parsers import LAYOUT, METHODS, PARTS, SECRET, SIGNER
 from tests.integration.fake_trainer import TrainerSettings, attach_message

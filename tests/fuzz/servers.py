@@ -36,9 +36,11 @@ from paramd.v1 import control_pb2, export_pb2, sidecar_pb2
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.base.endpoint import Claim
 from paramd_service.control.control_plane import ControlPlane
+from paramd_service.parts import SIDECAR, loaded
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.log import Log
+from paramd_service.sidecar.parts import SidecarPart
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
@@ -105,6 +107,7 @@ class Servers:
             stats_executor=ThreadPoolExecutor(1),
             faults=Faults(""),
             log=Log(fields={}, stream=_Lines(self.saw)),
+            parts=loaded(SIDECAR, SidecarPart),
         )
         self.server = GrpcServer(self.rank)
         await self.server.start()

@@ -19,7 +19,7 @@ from paramd.security.tickets import Role, Signer
 from paramd.v1 import control_pb2, control_pb2_grpc
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.join import METHOD_ROLES
-from paramd_service.sidecar.rpc.auth import ROLES
+from paramd_service.sidecar.calls import ROLES
 from tests.integration.control_process import (
     PRIVATE_KEY,
     TOKEN,

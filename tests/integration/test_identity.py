@@ -40,8 +40,8 @@ from paramd_service.control.edits.runner import stage, withdrawn
 from paramd_service.control.exports.sidecars import made, part_of, stored
 from paramd_service.control.mesh.coordinator import BoundaryRequest
 from paramd_service.control.mesh.sidecars import OwnChannels, SidecarCalls
+from paramd_service.sidecar.calls import ROLES, SERVICE
 from paramd_service.sidecar.owner import Mesh as ExchangedMesh
-from paramd_service.sidecar.rpc.auth import ROLES, SERVICE
 from paramd_service.sidecar.rpc.control_link import may_be_at
 from tests.edit_ops import edit_op
 from tests.integration.client_job import DEADLINE_S, JOB, Job, halves, running_job, wait_for

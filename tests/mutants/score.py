@@ -31,7 +31,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "unit/control/test_auth_tokens.py",
         "unit/control/test_session.py",
     ),
-    "paramd_service/sidecar/rpc/auth.py": (
+    "paramd_service/sidecar/calls.py": (
         "unit/sidecar/test_auth.py",
         "unit/sidecar/test_sidecar_parts.py",
     ),

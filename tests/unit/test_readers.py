@@ -115,20 +115,20 @@ READERS = {
     "paramd_service/formats/dcp_writer.py:_written read_bytes": CHILD,
     "paramd_service/formats/dcp_writer.py:main json.load": CHILD,
     "paramd_service/sidecar/edits/notes.py:check json.loads": BOUNDED + "a manifest of an edit",
-    "paramd_service/sidecar/insight/line.py:TrainerLine._readable json.loads": BOUNDED
+    "paramd_service/insight/line.py:TrainerLine._readable json.loads": BOUNDED
     + "MAX_MESSAGE_BYTES",
-    "paramd_service/sidecar/insight/process.py:_fields read_text": KERNEL,
-    "paramd_service/sidecar/machine/host.py:_delay_s read_text": KERNEL,
-    "paramd_service/sidecar/machine/host.py:_pressure read_text": KERNEL,
-    "paramd_service/sidecar/machine/host.py:_processor_s read_text": KERNEL,
-    "paramd_service/sidecar/machine/host.py:_retransmits read_text": KERNEL,
+    "paramd_service/insight/process.py:_fields read_text": KERNEL,
+    "paramd_service/hosts/facts.py:_delay_s read_text": KERNEL,
+    "paramd_service/hosts/facts.py:_pressure read_text": KERNEL,
+    "paramd_service/hosts/facts.py:_processor_s read_text": KERNEL,
+    "paramd_service/hosts/facts.py:_retransmits read_text": KERNEL,
     "paramd_service/sidecar/main.py:read_pems json.loads": BOUNDED + "MAX_PEMS_BYTES",
     "paramd_service/sidecar/owner.py:exit_of read_text": KERNEL,
     "paramd_service/sidecar/owner.py:process_state read_text": KERNEL,
     "paramd_service/sidecar/owner.py:worked read_text": KERNEL,
-    "paramd_service/sidecar/rpc/export_write.py:PeerMemory._fetched read_bytes": BOUNDED
+    "paramd_service/exports/write.py:PeerMemory._fetched read_bytes": BOUNDED
     + "what was asked for",
-    "paramd_service/sidecar/rpc/relay.py:_land read_bytes": BOUNDED + "what was asked for",
+    "paramd_service/gateway/gather.py:_land read_bytes": BOUNDED + "what was asked for",
     "paramd_service/tls.py:_load read": BOUNDED + "CA_FILE",
 }
 """Each place that reads without a helper of `paramd.answers`, and why it may.

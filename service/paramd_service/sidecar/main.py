@@ -21,9 +21,11 @@ from paramd.security.tls import Pems
 from paramd_service import core_dumps
 from paramd_service.admission import few_heaps, give_back_memory, raise_descriptor_limit
 from paramd_service.aio import stopped
+from paramd_service.parts import SIDECAR, loaded
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults, from_environment
 from paramd_service.sidecar.log import Log
+from paramd_service.sidecar.parts import SidecarPart
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.copies import Sending
@@ -154,6 +156,7 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         stats_executor=stats_thread,
         faults=faults,
         log=log,
+        parts=loaded(SIDECAR, SidecarPart),
     )
     if pems is not None:
         rank.own_pems = JobPems(pems, mutual=True)
@@ -168,9 +171,10 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         sending = Sending(rank)
         sending.start()
         rank.room.open()
+        rank.parts.started()
         giving_back = [
             asyncio.get_running_loop().create_task(work)
-            for work in (give_back_memory(), Shortage(rank).run(), rank.machine.run())
+            for work in (give_back_memory(), Shortage(rank).run())
         ]
         rank.wait_for_trainer()
         log("started", address=server.address, socket_path=str(config.socket_path))

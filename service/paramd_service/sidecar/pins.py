@@ -9,6 +9,7 @@ Runs on the event loop. Memory is allocated on an executor, bytes are copied by 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import Gradients, rolled_back
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
-from paramd_service.sidecar.snapshots.bases import Bases
 from paramd_service.sidecar.snapshots.moments import Moments, is_moments, is_table
 from paramd_service.sidecar.snapshots.standing import StandingLabel
 from paramd_service.sidecar.snapshots.store import (
@@ -71,6 +71,27 @@ class _Filling:
         return self.snapshot.key, self.history, self.at_step, self.unsettled
 
 
+class Keeping(ABC):
+    """What keeps snapshots that nobody has leased, in a budget of its own. Event loop only."""
+
+    @property
+    @abstractmethod
+    def idle_bytes(self) -> int:
+        """Bytes that nobody holds besides."""
+
+    @abstractmethod
+    def sweep(self) -> int | None:
+        """Drop what is unused for too long; return when to call again (None: nothing is kept)."""
+
+    @abstractmethod
+    def drop_all(self) -> None:
+        """Drop all."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop all, and keep no more."""
+
+
 class Pins:
     """Snapshots of one attachment."""
 
@@ -83,12 +104,11 @@ class Pins:
         blocks: BlockMaker,
         executor: Executor,
         faults: Faults,
-        bases: Bases,
         room: Room = HEADROOM,
     ) -> None:
         """`room` grants memory for gradients; that of snapshots comes from `blocks`."""
         self.store = store
-        self.bases = bases
+        self._keeping: list[Keeping] = []
         self.copier = copier
         self.ownership = Ownership.OWNED
         self._attached = attached
@@ -267,10 +287,18 @@ class Pins:
         self.copier.capture.trainer_ended = True
         self.copier.give_up(ownership.value, jobs_too=ownership is Ownership.TORN)
 
+    def keep_with(self, keeping: Keeping) -> None:
+        """Sweep and close what keeps snapshots beside the leases, too."""
+        self._keeping.append(keeping)
+
     def sweep(self) -> None:
         """End overdue leases, free idle memory, and schedule the next sweep."""
         due_ns = min(
-            (due for due in (self.bases.sweep(), self.store.expire()) if due is not None),
+            (
+                due
+                for due in (*(one.sweep() for one in self._keeping), self.store.expire())
+                if due is not None
+            ),
             default=None,
         )
         if self._sweep_timer is not None:
@@ -286,11 +314,13 @@ class Pins:
         gradients_bytes = self.gradient_pins.gradients.idle_bytes
         if not self.store.gives_idle:
             return gradients_bytes
-        return self.store.kept_bytes + self.bases.idle_bytes + gradients_bytes
+        kept_bytes = sum(one.idle_bytes for one in self._keeping)
+        return self.store.kept_bytes + kept_bytes + gradients_bytes
 
     def take_idle(self) -> list[Callable[[], object]]:
         """Take away what nobody holds; return what frees it, on any thread."""
-        self.bases.drop_all()
+        for keeping in self._keeping:
+            keeping.drop_all()
         freeing: list[Callable[[], object]] = [block.close for block in self.store.take_idle()]
         freeing += self.gradient_pins.gradients.take_idle()
         self.sweep()
@@ -305,7 +335,8 @@ class Pins:
         await self._loop.run_in_executor(self._executor, self.copier.stop)
         if self._tasks:
             await asyncio.wait(self._tasks)
-        self.bases.close()
+        for keeping in self._keeping:
+            keeping.close()
         self.store.close()
         self.sweep()
         self.moments.close()

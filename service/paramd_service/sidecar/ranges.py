@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 Range = tuple[int, int]
 
@@ -56,3 +57,17 @@ class Ranges:
     def first_fit(self, size: int) -> int | None:
         """Begin of the first range of at least `size`; None if there is none."""
         return next((low for low, high in self._ranges if high - low >= size), None)
+
+
+def place_in(spans: Sequence[tuple[int, int]]) -> Callable[[int, int], int | None]:
+    """(arena byte, size) -> first byte in the concatenated spans; None: not all in one span."""
+    begins = [begin for begin, _ in spans]
+    offsets = list(accumulate((end - begin for begin, end in spans), initial=0))
+
+    def place(at: int, size: int) -> int | None:
+        index = bisect_right(begins, at) - 1
+        if index < 0 or at + size > spans[index][1]:
+            return None
+        return offsets[index] + at - begins[index]
+
+    return place

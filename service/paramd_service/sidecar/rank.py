@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
@@ -22,11 +22,8 @@ from paramd import clock, places
 from paramd.errors import ConflictError, ExhaustedError, ParamdError, UnreachableError, UsageError
 from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.descriptors import same_object
-from paramd.memory.gate import State, resting_state, state_of
 from paramd.memory.left import Purpose
 from paramd.security.tickets import CLOCK_SKEW_S, OF_RANKS, Claims, Role, Verifier
-from paramd.security.tls import Pems
-from paramd_service.aio import kept
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copying.capture import Capture
 from paramd_service.sidecar.copying.copier import Copier
@@ -35,14 +32,11 @@ from paramd_service.sidecar.edits.manager import Edits, Scope
 from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.slots import EndedError
-from paramd_service.sidecar.insight.line import TrainerInsight
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.machine.watch import MachineWatch
-from paramd_service.sidecar.orders import Orders, fenced
+from paramd_service.sidecar.orders import Orders
 from paramd_service.sidecar.owner import (
     AttachedMemory,
     AttachRequest,
-    Exit,
     Mesh,
     Ownership,
     attach_memory,
@@ -52,11 +46,8 @@ from paramd_service.sidecar.owner import (
     ownership_after_end,
     process_state,
 )
-from paramd_service.sidecar.phase import Work
+from paramd_service.sidecar.parts import Parts, SidecarHost, SidecarPart
 from paramd_service.sidecar.pins import Pins
-from paramd_service.sidecar.revocations import Refusals, Revocations
-from paramd_service.sidecar.room import HostRoom
-from paramd_service.sidecar.snapshots.bases import Bases, DeltaCounts
 from paramd_service.sidecar.snapshots.marks import Marks, beside_bytes
 from paramd_service.sidecar.snapshots.offer import (
     Copies,
@@ -69,7 +60,7 @@ from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
 
 if TYPE_CHECKING:
-    from paramd_service.tls import JobPems, ServerTls
+    pass
 
 _PROGRAM_BYTES = 4 << 20
 
@@ -106,7 +97,6 @@ def make_pins(rank: RankSidecar, attached: AttachedMemory) -> Pins:
         serve_standing=rank.standing.serving(attached, lambda: rank.layout_digest),
     )
     copier = Copier(capture, attached.shared.wake, rank.log)
-    bases_bytes = rank.delta_budget_bytes(arena_bytes)
     pins = Pins(
         attached,
         store=store,
@@ -114,7 +104,6 @@ def make_pins(rank: RankSidecar, attached: AttachedMemory) -> Pins:
         blocks=rank.blocks,
         executor=rank.executor,
         faults=rank.faults,
-        bases=Bases(store, budget_bytes=bases_bytes, clock_ns=time.monotonic_ns),
         room=rank.room,
     )
     copier.start()
@@ -149,7 +138,7 @@ def make_edits(rank: RankSidecar, attached: AttachedMemory) -> Edits:
     return Edits(memory, scope, rank.faults)
 
 
-class RankSidecar:
+class RankSidecar(SidecarHost):
     """The state behind the gRPC and Unix servers."""
 
     def __init__(
@@ -161,37 +150,16 @@ class RankSidecar:
         stats_executor: Executor,
         faults: Faults,
         log: Log,
+        parts: Sequence[type[SidecarPart]] = (),
     ) -> None:
-        self.config = config
-        self.faults = faults
-        self.log = replace(log, live=lambda: {"incarnation": self.incarnation, "step": self.step})
-        self.executor = executor
-        self.stats_executor = stats_executor
-        self.ownership = Ownership.WAITING
-        self.stream_port = 0
-        """TCP port for bulk streams; 0 if there is none."""
-        self.mesh: Mesh | None = None
-        self.leaving = asyncio.Event()
-        """Set when the sidecar should drain: on detach, on a signal, or after the linger time."""
-        self.detached = False
-        self.control_generation = 0
-        """Highest control plane generation seen in this incarnation; lower ones are fenced."""
-        self.on_change: list[Callable[[], None]] = []
-        self.refusals = Refusals()
-        self.work = Work()
-        self.delta_counts = DeltaCounts()
-        self.revocations = Revocations()
-        self.tls: ServerTls | None = None
-        """The gRPC server's, once it listens; None without TLS."""
-        self.own_pems: JobPems | None = None
-        """This rank's certificate from the job; None unless the job has its own TLS."""
-        self.room = HostRoom(config.socket_path, config.rank, reserve_bytes=config.host_reserve)
-        """Grants all memory beside the training."""
-        self.machine = MachineWatch(lambda: self.trainer_pid, self.log)
-        """What it sees of its host, every few seconds."""
-        self.shortage = ""
-        """What the rank's status says about memory; empty when there is enough."""
-        self.blocks = blocks.within(self.room, Purpose.SNAPSHOT)
+        super().__init__(
+            config,
+            blocks=blocks,
+            executor=executor,
+            stats_executor=stats_executor,
+            faults=faults,
+            log=log,
+        )
         self.standing = Standing(
             blocks.within(self.room, Purpose.STANDING),
             self.log,
@@ -211,120 +179,17 @@ class RankSidecar:
             self.standing,
             budget_bytes=config.marks_budget_bytes,
         )
-        self.using_memory = asyncio.Lock()
-        """Held while a mark is copied, to keep the attachment's memory mapped."""
-        self.attached: AttachedMemory | None = None
-        """Memory shared with the trainer; None before the first attach."""
         self._verifier: Verifier | None = None
         self._orders: Orders | None = None
-        self._pins: Pins | None = None
-        self._edits: Edits | None = None
-        self.layout_digest = ""
-        """The last mesh's."""
         self._ended = asyncio.Event()
-        self.end: tuple[float, Exit | None] | None = None
-        """When the trainer's process ended (monotonic clock), and how; None if unknown."""
         self._ending_on_device: asyncio.Task[None] | None = None
-        self._insight: TrainerInsight | None = None
         self._attaching = asyncio.Lock()
         self._linger_timer: asyncio.TimerHandle | None = None
         self._starter_gone = False
         self._had_trainer = False
         self._tickets_time: float | None = None
         """The control plane's time minus the monotonic clock, if this host's clock differs."""
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def incarnation(self) -> int:
-        return self.attached.incarnation if self.attached is not None else 0
-
-    @property
-    def step(self) -> int:
-        """Finished updates, settled or not; -1 before the first attach."""
-        return self.state.step
-
-    @property
-    def state(self) -> State:
-        """The current state; consistent only outside updates."""
-        if self.attached is None:
-            return State(-1, -1)
-        page = self.attached.page
-        rests = resting_state(page)
-        return rests if rests is not None else state_of(page)
-
-    @property
-    def pins(self) -> Pins:
-        """Snapshots of the current incarnation. Raises UnreachableError: no trainer has come."""
-        if self._pins is None:
-            raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
-        return self._pins
-
-    @property
-    def edits(self) -> Edits:
-        """Edits of the current incarnation. Raises UnreachableError if no trainer has attached yet,
-        or edit memory could not be allocated."""
-        if self._edits is None:
-            why = self.ownership.value if self._pins is None else "edits have no memory here"
-            raise UnreachableError(f"{why}; try again when training runs")
-        return self._edits
-
-    @property
-    def has_edits(self) -> bool:
-        """Whether edits can be staged."""
-        return self._edits is not None
-
-    @property
-    def has_pins(self) -> bool:
-        """Whether a trainer has attached."""
-        return self._pins is not None
-
-    @property
-    def insight(self) -> TrainerInsight:
-        """What the trainer is doing. Raises UnreachableError before the first attach."""
-        if self._insight is None:
-            raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
-        return self._insight
-
-    @property
-    def trainer_lives(self) -> bool:
-        """Whether a trainer is attached and its process has not ended."""
-        return self.ownership is Ownership.OWNED
-
-    @property
-    def trainer_pid(self) -> int:
-        """Pid of the trainer while it lives; 0 without one, and of one in another container."""
-        attached = self.attached
-        return attached.trainer_pid if attached is not None and self.trainer_lives else 0
-
-    @property
-    def activity(self) -> str:
-        """Kind of what a trainer that is overdue was last seen doing; empty: not seen."""
-        return self._insight.activity if self._insight is not None else ""
-
-    @property
-    def logged_count(self) -> int:
-        """Entries that the script has logged here."""
-        return self._insight.numbers.count if self._insight is not None else 0
-
-    def ready_mesh(self) -> Mesh:
-        """The mesh. Raises UnreachableError while the trainers are still attaching."""
-        if self.mesh is None:
-            raise UnreachableError("the trainers are still attaching; try again in a moment")
-        return self.mesh
-
-    def check_plan(self, incarnation: int, layout_digest: str) -> None:
-        """Raise ConflictError if a plan was made for another incarnation or layout."""
-        mesh = self.ready_mesh()
-        if incarnation != self.incarnation or layout_digest != mesh.layout_digest:
-            what = f"run {incarnation}" if incarnation != self.incarnation else "another layout"
-            raise ConflictError(
-                f"the request was planned for {what}, the job is in run "
-                f"{self.incarnation}; fetch the layout again"
-            )
-
-    def identity(self) -> dict[str, Any]:
-        """Job, rank and incarnation, for the Unix socket; gRPC responses have a header."""
-        return {"job": self.config.job, "incarnation": self.incarnation, "rank": self.config.rank}
+        self.parts = Parts(part(self) for part in parts)
 
     def check_meant(self, rank: object) -> None:
         """Raise UnreachableError if a request names another rank; None: it names none."""
@@ -333,12 +198,6 @@ class RankSidecar:
                 f"this is rank {self.config.rank} of job {self.config.job!r}, not rank "
                 f"{str(rank)[:16]}; another sidecar listens at this address"
             )
-
-    def follow_control(self, generation: int) -> None:
-        """Accept a control plane's generation; raise ConflictError if a later one has fenced it."""
-        if generation < self.control_generation:
-            raise ConflictError(fenced(generation, self.control_generation))
-        self.control_generation = generation
 
     async def find_control(self) -> str:
         """The control plane's address, from the host's state dir: a restart may change the port."""
@@ -404,10 +263,6 @@ class RankSidecar:
                 "tokens are revoked; try again once the control plane answers"
             )
 
-    def job_tls(self) -> Pems | None:
-        """The certificate for mutual TLS within the job; None without."""
-        return self.own_pems.pems if self.own_pems is not None else None
-
     def note_client(self, method: str) -> None:
         """Keep the trainers attentive: a caller may request a boundary next."""
         # Metrics and copies are sent all the time, by callers that never wait for a boundary.
@@ -470,6 +325,7 @@ class RankSidecar:
             self._had_trainer = True
             self._own(attached)
             await self._start_edits(attached)
+            await self.parts.attached(attached)
             self.log(
                 "attached",
                 incarnation=request.incarnation,
@@ -586,13 +442,15 @@ class RankSidecar:
     def idle_bytes(self) -> int:
         """Bytes that `take_idle` would take, but for a little."""
         pins_bytes = self._pins.idle_bytes if self._pins is not None else 0
-        return pins_bytes + (self._edits.memory.idle_bytes if self._edits is not None else 0)
+        edits_bytes = self._edits.memory.idle_bytes if self._edits is not None else 0
+        return pins_bytes + edits_bytes + self.parts.idle_bytes()
 
     def take_idle(self) -> list[Callable[[], object]]:
         """Take memory away that is only kept for the next reader, follower, edit or gradient frame;
         return what frees it, on any thread."""
         freeing = self._pins.take_idle() if self._pins is not None else []
-        return freeing + (self._edits.memory.take_idle() if self._edits is not None else [])
+        freeing += self._edits.memory.take_idle() if self._edits is not None else []
+        return freeing + self.parts.take_idle()
 
     async def stands(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for a standing snapshot of the current history."""
@@ -641,10 +499,6 @@ class RankSidecar:
             self.log("leaving", reason=f"{self.ownership.value}; its user asked it to leave")
             self.leaving.set()
 
-    def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` in the background; `close` waits for it."""
-        return kept(self._tasks, work)
-
     async def close(self) -> None:
         """End snapshots and the attachment. Call it after the servers have stopped."""
         self._stop_waiting()
@@ -652,19 +506,9 @@ class RankSidecar:
         self.standing.close()
         self.copies.keep_only(())
         self.marks.close()
+        await self.parts.closed()
         if self._tasks:
             await asyncio.wait(self._tasks)
-
-    def budget_bytes(self, arena_bytes: int) -> int:
-        """Snapshot budget for an arena of this size."""
-        configured = self.config.budget_bytes
-        # Two arenas for token holders, one for the control plane and the owner.
-        return configured if configured is not None else 3 * arena_bytes + (1 << 20)
-
-    def delta_budget_bytes(self, arena_bytes: int) -> int:
-        """Budget of states kept for followers, for an arena of this size."""
-        configured = self.config.delta_budget_bytes
-        return configured if configured is not None else 2 * arena_bytes + (1 << 20)
 
     def _own(self, attached: AttachedMemory) -> None:
         self.attached = attached
@@ -676,8 +520,6 @@ class RankSidecar:
         self.end = None
         self._pins = make_pins(self, attached)
         self.room.free_idle_with(asyncio.get_running_loop(), self.take_idle)
-        self._insight = TrainerInsight(attached)
-        self._insight.start()
         asyncio.get_running_loop().add_reader(attached.pidfd, self._trainer_ended)
         self._changed()
 
@@ -700,8 +542,6 @@ class RankSidecar:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.attached.pidfd)
         self.end = (time.monotonic(), exit_of(self.attached.trainer_pid))
-        if self._insight is not None:
-            self.start_task(self._insight.stop())
         # The process has ended, so its words are final.
         ownership = ownership_after_end(self.attached.page.words)
         if self.attached.device is None or ownership is Ownership.TORN:
@@ -729,6 +569,7 @@ class RankSidecar:
         self._pins.trainer_ended(self.ownership)
         if self._edits is not None:
             self._edits.trainer_ended(self.ownership)
+        self.parts.trainer_ended(self.ownership)
         self.log(
             "trainer-ended",
             ownership=self.ownership.name,
@@ -765,9 +606,7 @@ class RankSidecar:
         self._pins = None
         if pins is not None:
             await pins.close()
-        insight, self._insight = self._insight, None
-        if insight is not None:
-            await insight.close()
+        await self.parts.released()
         edits, self._edits = self._edits, None
         if edits is not None:
             await edits.close()

@@ -21,7 +21,7 @@ from paramd_service.control.alerts.drift import (
     next_sample,
     replica_groups,
 )
-from paramd_service.sidecar.rpc.statistics import digest_all
+from paramd_service.statistics.sidecar import digest_all
 
 
 def tensor(

@@ -25,7 +25,7 @@ from paramd_service.destinations.destinations import (
 )
 from paramd_service.destinations.object_store import ObjectPlace
 from paramd_service.destinations.open import open_place
-from paramd_service.sidecar.rpc import export_service
+from paramd_service.exports import service as export_service
 
 EXPORT_ID = "0123456789abcdef" * 2
 HERE: Any = {"destination": "here", "export_id": EXPORT_ID, "overwrite": True}
@@ -174,7 +174,7 @@ async def test_a_removal_waits_for_what_still_runs(
         done.append(f"{call} {go.wait(10)}")
 
     place = Mock(begin=slow, commit=slow, drop=lambda *_, **__: done.append("drop"))
-    exports = export_service.Exports(MagicMock())
+    exports = export_service.RankExports(MagicMock())
     exports._plans = AsyncMock(**{"plan.return_value": Mock(files=(), finish=lambda _: {})})
     monkeypatch.setattr(export_service, "open_place", lambda _: place)
     monkeypatch.setattr(export_service, "manifest", lambda *_, **__: b"")

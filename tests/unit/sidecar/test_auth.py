@@ -12,10 +12,10 @@ from paramd import errors
 from paramd.errors import DeniedError, UnreachableError, UsageError
 from paramd.security.tickets import Claims, Role, Told
 from paramd_service import admission
+from paramd_service.sidecar import calls
 from paramd_service.sidecar.orders import ReplayedError
-from paramd_service.sidecar.rpc import auth
 
-PIN, REACH = f"/{auth.SERVICE}/PinSnapshot", f"/{auth.SERVICE}/ReachBoundary"
+PIN, REACH = f"/{calls.SERVICE}/PinSnapshot", f"/{calls.SERVICE}/ReachBoundary"
 OPEN = "/grpc.health.v1.Health/Check"
 DENIED, UNKNOWN = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
 AWAY = grpc.StatusCode.UNAVAILABLE
@@ -29,7 +29,7 @@ class Door:
         self.refused: list[tuple[str, str]] = []
         self.allowed: list[str] = []
         note = lambda method, reason: self.refused.append((method, reason))  # noqa: E731
-        self._door = auth.AuthInterceptor(
+        self._door = calls.AuthInterceptor(
             self._verify, self._check_meant, note, self.allowed.append
         )
 
@@ -71,7 +71,7 @@ def of(role: str) -> tuple[str, str]:
 
 async def test_who_calls_is_known_while_the_call_is_served() -> None:
     def seen() -> tuple[Any, ...]:
-        return auth.CALLER.get().role.value, admission.CALLER.get(), errors.asked_by.get()
+        return calls.CALLER.get().role.value, admission.CALLER.get(), errors.asked_by.get()
 
     door, asked = Door(), (errors.ASKED_BY_KEY, "asker")
     assert await door.call(PIN, of("reader"), serve=seen) == ("reader", "mine", "mine")
@@ -116,7 +116,7 @@ async def test_an_order_is_for_its_method_its_asker_and_its_messages_alone() -> 
     def serve(*messages: bytes) -> Callable[[], Any]:
         def obey() -> list[bytes]:
             last = len(messages) - 1
-            return [auth.as_ordered(one, last=at == last) for at, one in enumerate(messages)]
+            return [calls.as_ordered(one, last=at == last) for at, one in enumerate(messages)]
 
         return obey
 
@@ -139,7 +139,7 @@ async def test_nothing_follows_what_was_ordered_alone(role: str, more: int) -> N
             yield b"more"
 
     called = Door().call(REACH if role == "control" else PIN, of(role),
-                         serve=lambda: auth.whole_if_ordered(rest()))  # fmt: skip
+                         serve=lambda: calls.whole_if_ordered(rest()))  # fmt: skip
     if role == "control" and more:
         with pytest.raises(DeniedError, match="comes alone"):
             await called
@@ -149,9 +149,9 @@ async def test_nothing_follows_what_was_ordered_alone(role: str, more: int) -> N
 
 async def test_others_are_read_with_what_the_caller_sent_for_it() -> None:
     reads = errors.READS_KEY, "ticket~seed"
-    assert await Door().call(PIN, of("reader"), reads, serve=auth.handed_over) == "ticket~seed"
+    assert await Door().call(PIN, of("reader"), reads, serve=calls.handed_over) == "ticket~seed"
     with pytest.raises(DeniedError, match="send the field `reads`"):
-        await Door().call(PIN, of("reader"), serve=auth.handed_over)
+        await Door().call(PIN, of("reader"), serve=calls.handed_over)
 
 
 @pytest.mark.parametrize(
@@ -161,20 +161,20 @@ def test_a_call_has_a_deadline_and_answers_before(
     remaining_s: float | None, left_s: float | None
 ) -> None:
     if left_s is not None:
-        assert auth.check_deadline(remaining_s, 10.0) == pytest.approx(left_s)
+        assert calls.check_deadline(remaining_s, 10.0) == pytest.approx(left_s)
         return
     given = "no deadline" if remaining_s is None else "a deadline in 11 s"
     with pytest.raises(UsageError, match=f"has {given}; set one of at most 10 s"):
-        auth.check_deadline(remaining_s, 10.0)
+        calls.check_deadline(remaining_s, 10.0)
 
 
 def test_ranges_and_leases_are_those_there_are() -> None:
-    assert auth.check_range(0, 0, 10) == auth.check_range(0, 10, 10) == (0, 10)
-    assert (auth.check_range(3, 2, 10), auth.check_range(10, 0, 10)) == ((3, 5), (10, 10))
+    assert calls.check_range(0, 0, 10) == calls.check_range(0, 10, 10) == (0, 10)
+    assert (calls.check_range(3, 2, 10), calls.check_range(10, 0, 10)) == ((3, 5), (10, 10))
     for offset, size in ((-1, 1), (11, 0), (3, 8), (0, -1)):
         with pytest.raises(UsageError, match=f"{offset}, {size}; expected a range within 10 bytes"):
-            auth.check_range(offset, size, 10)
-    leases = [auth.granted_lease_s(ms, 3.0, 9.0) for ms in (0, 500, 9000, 90_000)]
+            calls.check_range(offset, size, 10)
+    leases = [calls.granted_lease_s(ms, 3.0, 9.0) for ms in (0, 500, 9000, 90_000)]
     assert leases == [3.0, 0.5, 9.0, 9.0]
     with pytest.raises(UsageError, match="lease_ms: -1"):
-        auth.granted_lease_s(-1, 3.0, 9.0)
+        calls.granted_lease_s(-1, 3.0, 9.0)

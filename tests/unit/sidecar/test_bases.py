@@ -5,8 +5,8 @@ import pytest
 from paramd.errors import ExhaustedError, UsageError
 from paramd.state import StateName
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.rpc import deltas
-from paramd_service.sidecar.snapshots.bases import IDLE_S, Bases, state_of
+from paramd_service.follow import sidecar as deltas
+from paramd_service.follow.bases import IDLE_S, Bases, state_of
 from paramd_service.sidecar.snapshots.store import Snapshot
 from tests.unit.sidecar.test_sidecar_snapshots import PAGE
 from tests.unit.sidecar.test_sidecar_snapshots import Bench as Snapshots

@@ -7,16 +7,17 @@ import xxhash
 
 from paramd.errors import UsageError
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.rpc import statistics
+from paramd_service.sidecar import digests
+from paramd_service.statistics import sidecar as statistics
 
 DATA = memoryview(random.Random(1).randbytes(1 << 20))
 
 
 def test_a_digest_is_xxh3_of_exactly_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(digests, "BLOCK_BYTES", 1000)
     parts = [(0, 0), (0, 1), (3, 1003), (7, 123_456), (0, 1 << 20)]
     expected = [xxhash.xxh3_128_digest(DATA[begin:end]) for begin, end in parts]
-    assert statistics.digest_all(DATA, parts) == expected
+    assert digests.digest_all(DATA, parts) == expected
     assert {len(digest) for digest in expected} == {16}
 
 

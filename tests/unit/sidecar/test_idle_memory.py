@@ -16,6 +16,7 @@ from paramd.memory.descriptors import reserved_bytes
 from paramd.memory.gradient_program import ARM_WORDS
 from paramd.memory.left import Limit, Memory, Purpose
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.follow.bases import Bases
 from paramd_service.sidecar.copying.capture import Capture
 from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, EditMemory
@@ -23,7 +24,6 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.room import HostRoom
-from paramd_service.sidecar.snapshots.bases import Bases
 from paramd_service.sidecar.snapshots.store import BlockMaker, Key, SnapshotStore
 from tests.unit.sidecar.test_device_state import attached_to
 
@@ -75,9 +75,10 @@ class Sidecar:
             blocks=self.blocks,
             executor=thread,
             faults=Faults(""),
-            bases=Bases(self.store, budget_bytes=1 << 30, clock_ns=time.monotonic_ns),
             room=self.room,
         )
+        self.bases = Bases(self.store, budget_bytes=1 << 30, clock_ns=time.monotonic_ns)
+        self.pins.keep_with(self.bases)
         copier.start()
         self.edits = EditMemory(
             self.attached.shared.edits,
@@ -109,7 +110,7 @@ class Sidecar:
             if kind == "follower":
                 self.store.count_as_base(self.store.hold(lease.snapshot), True)
                 state = key, lease.snapshot.state
-                self.pins.bases._kept[state] = lease.snapshot, time.monotonic_ns()
+                self.bases._kept[state] = lease.snapshot, time.monotonic_ns()
             self.store.release(lease.snapshot_id)
         elif kind == "edit":
             self.edits.free(*await self.edits.reserve(IDLE_BYTES))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from paramd_service.sidecar.insight.activity import Frame, activity_of
-from paramd_service.sidecar.insight.line import LoggedNumbers, TrainerLine
-from paramd_service.sidecar.insight.process import TrainerOutput
+from paramd_service.insight.activity import Frame, activity_of
+from paramd_service.insight.line import LoggedNumbers, TrainerLine
+from paramd_service.insight.process import TrainerOutput
 
 SITE = "/opt/env/lib/python3.11/site-packages"
 TORCH = f"{SITE}/torch"

@@ -18,10 +18,10 @@ import pytest
 
 from paramd.v1 import common_pb2
 from paramd_service.control.insight.host import clock_jump_s, host_document, why_slow
+from paramd_service.hosts.devices import Devices
+from paramd_service.hosts.facts import Sample, facts, sample
+from paramd_service.hosts.watch import MachineWatch
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.machine.devices import Devices
-from paramd_service.sidecar.machine.host import Sample, facts, sample
-from paramd_service.sidecar.machine.watch import MachineWatch
 from tests.longer import wait_until
 
 BEFORE = Sample(

@@ -5,7 +5,6 @@ import pytest
 from paramd.errors import AbortedError, UsageError
 from paramd.memory.control_page import Changed, Changes
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.rpc.statistics import ReplaySnapshots, _check, changes_around
 from paramd_service.sidecar.snapshots.store import Key, Snapshot
 from paramd_service.sidecar.statistics.replay import (
     CHANGED_AFTER,
@@ -13,6 +12,7 @@ from paramd_service.sidecar.statistics.replay import (
     FEW,
     without_the_scripts,
 )
+from paramd_service.statistics.sidecar import ReplaySnapshots, _check, changes_around
 
 SPANS = ((0, 64),)
 

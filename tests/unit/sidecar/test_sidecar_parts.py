@@ -18,6 +18,7 @@ from paramd.state_files import socket_path
 from paramd.trainer.settings import LIMITS, AttachSettings
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.version import __version__
+from paramd_service.sidecar import calls
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.host import asked_for
 from paramd_service.sidecar.main import parse
@@ -29,7 +30,6 @@ from paramd_service.sidecar.owner import (
     ownership_after_end,
     parse_attach,
 )
-from paramd_service.sidecar.rpc import auth
 
 REQUEST = AttachRequest(
     job="job", incarnation=3, rank=1, world_size=2, pid=10, start=100, arena_bytes=64,
@@ -198,17 +198,19 @@ def test_one_good_ticket_and_nothing_else_lets_a_call_in(values: list[str]) -> N
             raise DeniedError("no good")
         return Claims(job="j", incarnation=1, role=Role.READER, expires_s=0.0, ticket_id="1")
 
-    method = f"/{auth.SERVICE}/PinSnapshot"
-    known = auth.authorize(method, [("other", "x"), ("authorization", "bearer good")], verify)
+    method = f"/{calls.SERVICE}/PinSnapshot"
+    known = calls.authorize(method, [("other", "x"), ("authorization", "bearer good")], verify)
     assert known is not None
     assert known.ticket_id == "1"
     with pytest.raises(DeniedError):
-        auth.authorize(method, [("authorization", value) for value in values], verify)
+        calls.authorize(method, [("authorization", value) for value in values], verify)
     with pytest.raises(DeniedError, match="role reader may not"):
-        auth.authorize(f"/{auth.SERVICE}/ReachBoundary", [("authorization", "Bearer good")], verify)
+        calls.authorize(
+            f"/{calls.SERVICE}/ReachBoundary", [("authorization", "Bearer good")], verify
+        )
     with pytest.raises(DeniedError, match="not a method"):
-        auth.authorize(f"/{auth.SERVICE}/Nothing", [("authorization", "Bearer good")], verify)
-    assert auth.authorize("/grpc.health.v1.Health/Check", [], verify) is None
+        calls.authorize(f"/{calls.SERVICE}/Nothing", [("authorization", "Bearer good")], verify)
+    assert calls.authorize("/grpc.health.v1.Health/Check", [], verify) is None
 
 
 def bearer(ticket: str) -> tuple[str, str]:
@@ -236,11 +238,11 @@ def test_other_spans_are_refused_and_named(
 ) -> None:
     text = f"spans: [{begin}, {end}) after byte {after}; expected non-empty, sorted"
     with pytest.raises(UsageError, match=re.escape(text) + r".* within \[0, 10\)"):
-        auth.check_spans(spans_of(pairs), 10)
+        calls.check_spans(spans_of(pairs), 10)
 
 
 def test_spans_are_counted_before_they_are_looked_at() -> None:
-    pairs = [(begin, begin + 1) for begin in range(auth.MAX_SPANS)]
-    assert auth.check_spans(spans_of(pairs), auth.MAX_SPANS) == tuple(pairs)
+    pairs = [(begin, begin + 1) for begin in range(calls.MAX_SPANS)]
+    assert calls.check_spans(spans_of(pairs), calls.MAX_SPANS) == tuple(pairs)
     with pytest.raises(UsageError, match="spans: 100,001; expected at most 100,000"):
-        auth.check_spans([pb.Span()] * (auth.MAX_SPANS + 1), auth.MAX_SPANS)
+        calls.check_spans([pb.Span()] * (calls.MAX_SPANS + 1), calls.MAX_SPANS)

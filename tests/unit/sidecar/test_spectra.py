@@ -15,8 +15,8 @@ from paramd.errors import UsageError
 from paramd.layout.heatmaps import Matrix, matrix_of
 from paramd.mesh.insight import spectrum
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.rpc import statistics
 from paramd_service.sidecar.statistics import pooling
+from paramd_service.statistics import sidecar as statistics
 
 Views = list[tuple[memoryview, pooling.View]]
 

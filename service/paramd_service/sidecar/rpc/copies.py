@@ -31,10 +31,10 @@ from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES
 from paramd_service.aio import post, stopped
+from paramd_service.sidecar.calls import CALLER, Call, CallTable
 from paramd_service.sidecar.owner import Mesh
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
-from paramd_service.sidecar.rpc.auth import CALLER, Call, CallTable
 from paramd_service.sidecar.snapshots.standing import StandingLabel
 
 if TYPE_CHECKING:

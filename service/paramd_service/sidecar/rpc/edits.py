@@ -17,14 +17,13 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk, parse_chunk
 from paramd_service.admission import check_parts
 from paramd_service.aio import uncancelled
+from paramd_service.sidecar.calls import Call, CallTable, whole_if_ordered
 from paramd_service.sidecar.edits.entry import Entry, Phase
 from paramd_service.sidecar.edits.receive import copy_of
 from paramd_service.sidecar.owner import Ownership
-from paramd_service.sidecar.ranges import Range, Ranges
+from paramd_service.sidecar.ranges import Range, Ranges, place_in
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc import auth, messages
-from paramd_service.sidecar.rpc.auth import Call, CallTable
-from paramd_service.sidecar.rpc.statistics import on_stats_thread, place_in
+from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.snapshots.marks import Mark
 from paramd_service.sidecar.snapshots.standing import StandingLabel
 from paramd_service.sidecar.snapshots.store import Key
@@ -68,8 +67,8 @@ async def _preview(
             store.release(lease.snapshot_id)
             ops = [(item.op, item.dtype) for item in edit.items]
             view, count = snapshot.view(), entry.op_count
-            before, after = await on_stats_thread(
-                rank, lambda stop: _reduce(view, spans, memory, records, ops, count, stop)
+            before, after = await rank.reduced(
+                lambda stop: _reduce(view, spans, memory, records, ops, count, stop)
             )
             step = snapshot.step
         finally:
@@ -137,7 +136,7 @@ async def _stage(
             if isinstance(request, pb.StageEditRequest) != (entry is None):
                 raise UsageError(f"manifest: {_FIRST}")
             if isinstance(request, pb.StageEditRequest):
-                await auth.whole_if_ordered(requests)
+                await whole_if_ordered(requests)
                 rank.check_plan(request.manifest.incarnation, request.manifest.layout_digest)
                 entry = await rank.edits.begin(request.manifest)
                 continue

@@ -10,9 +10,8 @@ from grpc_reflection.v1alpha import reflection
 from paramd.errors import UsageError
 from paramd_service.admission import CALLER, CONNECTION_OPTIONS, Doors, Shares
 from paramd_service.beside import listen_beside
+from paramd_service.sidecar.calls import SERVICE, AuthInterceptor
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import SERVICE, AuthInterceptor
-from paramd_service.sidecar.rpc.late import Gateway
 from paramd_service.sidecar.rpc.service import SidecarServicer
 from paramd_service.sidecar.rpc.streams import StreamServer
 from paramd_service.tls import ServerTls, advertised, grpc_address
@@ -48,7 +47,6 @@ class GrpcServer:
         self.address = ""
         self._streams = StreamServer(rank)
         self._rank = rank
-        self._gateway = Gateway(rank)
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
 
@@ -68,7 +66,7 @@ class GrpcServer:
             ],
             options=SERVER_OPTIONS,
         )
-        servicer = SidecarServicer(self._rank, self._gateway, self._streams)
+        servicer = SidecarServicer(self._rank, self._streams)
         server.add_generic_rpc_handlers((servicer.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
@@ -87,7 +85,6 @@ class GrpcServer:
         if self._server is not None:
             await self._server.stop(grace_s)
         await self._streams.close()
-        await self._gateway.close()
 
     def _bind(self, server: grpc.aio.Server) -> str:
         config = self._rank.config

@@ -19,8 +19,8 @@ from paramd_service.sidecar.boundaries import GAVE_UP, GAVE_UP_REASON
 from paramd_service.sidecar.copying.page_requests import apart_reason
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import Ownership, process_state, worked
+from paramd_service.sidecar.parts import SidecarHost
 from paramd_service.sidecar.phase import Doing, doing
-from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.snapshots.store import Snapshot
 
 DOMAIN = "paramd"
@@ -99,7 +99,7 @@ LAYOUT_BATCH_BYTES = 1 << 20
 
 
 def header(
-    rank: RankSidecar, step: int | None = None, edits: int | None = None
+    rank: SidecarHost, step: int | None = None, edits: int | None = None
 ) -> common_pb2.Header:
     """Header of an answer. Without `step`, of the current state; with it, `edits` None is -1."""
     now = rank.state
@@ -118,7 +118,7 @@ def header(
     )
 
 
-def header_of(rank: RankSidecar, snapshot: Snapshot) -> common_pb2.Header:
+def header_of(rank: SidecarHost, snapshot: Snapshot) -> common_pb2.Header:
     """Header of an answer about a snapshot, with the snapshot's state."""
     found = header(rank, snapshot.step, snapshot.edits)
     found.iteration, found.unsettled = snapshot.iteration, snapshot.unsettled
@@ -127,7 +127,7 @@ def header_of(rank: RankSidecar, snapshot: Snapshot) -> common_pb2.Header:
     return found
 
 
-def doing_now(rank: RankSidecar) -> Doing:
+def doing_now(rank: SidecarHost) -> Doing:
     """Phase of the rank, and why it needs attention."""
     attached = rank.attached
     if attached is None:
@@ -139,11 +139,11 @@ def doing_now(rank: RankSidecar) -> Doing:
         process_state=process_state(pid),
         now_ns=now_ns,
         works=rank.work.seen(pid, worked(pid), now_ns),
-        activity=rank.activity,
+        activity=rank.parts.activity(),
     )
 
 
-def rank_state(rank: RankSidecar) -> common_pb2.RankState:
+def rank_state(rank: SidecarHost) -> common_pb2.RankState:
     """State of the rank, from its control page and its snapshots."""
     now = doing_now(rank)
     state = common_pb2.RankState(
@@ -160,7 +160,6 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         refused_call_count=rank.refusals.count,
         last_refusal=rank.refusals.last,
         stream_port=rank.stream_port,
-        logged_count=rank.logged_count,
     )
     if rank.end is not None and rank.ownership is not Ownership.OWNED:
         ended_s, how = rank.end
@@ -168,8 +167,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         if how is not None:
             state.trainer_signal = how.signal
             state.phase_reason = f"{how.text}: {state.phase_reason}"
-    if (host := rank.machine.found) is not None:
-        state.host.CopyFrom(host)
+    rank.parts.report(state)
     if rank.shortage:
         state.alerts.append(MEMORY_SHORT)
         state.phase_reason = state.phase_reason or rank.shortage
@@ -219,8 +217,8 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     return state
 
 
-def snapshot_list(rank: RankSidecar) -> sidecar_pb2.ListSnapshotsResponse:
-    """Leases of this rank. Raises as `RankSidecar.pins`."""
+def snapshot_list(rank: SidecarHost) -> sidecar_pb2.ListSnapshotsResponse:
+    """Leases of this rank. Raises as `SidecarHost.pins`."""
     store, now_ns = rank.pins.store, time.monotonic_ns()
     return sidecar_pb2.ListSnapshotsResponse(
         header=header(rank),

@@ -10,13 +10,13 @@ from paramd.mesh.peers.grpc import Background, Channels
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.security.tickets import shown_of
 from paramd_service.sidecar.owner import Mesh
-from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.parts import SidecarHost
 
 
 class Peers:
     """All ranks' sidecars, with a caller's ticket: this sidecar itself has no rights there."""
 
-    def __init__(self, rank: RankSidecar, mesh: Mesh, reads: Callable[[], str]) -> None:
+    def __init__(self, rank: SidecarHost, mesh: Mesh, reads: Callable[[], str]) -> None:
         """No I/O. `reads`: the ticket and seed that the caller handed over."""
         self.mesh = mesh
         self._rank = rank

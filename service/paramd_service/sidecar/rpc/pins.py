@@ -9,10 +9,16 @@ from paramd.memory.gradient_program import Notes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import MAX_LEASE_S
 from paramd_service.sidecar.boundaries import BoundaryRequest
+from paramd_service.sidecar.calls import (
+    MAX_SNAPSHOT_IDS,
+    Call,
+    CallTable,
+    check_spans,
+    granted_lease_s,
+)
 from paramd_service.sidecar.gradients.slots import EndedError
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc import auth, messages
-from paramd_service.sidecar.rpc.auth import Call, CallTable
+from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.snapshots.moments import table_key
 from paramd_service.sidecar.snapshots.store import Key, Lease
 
@@ -74,10 +80,10 @@ def _check_incarnation(rank: RankSidecar, incarnation: int) -> None:
 def check_reach(request: pb.ReachBoundaryRequest) -> BoundaryRequest:
     """Check that a request is consistent in itself. Raises UsageError naming the field."""
     number, token = request.boundary, request.token
-    if number < 1 or len(request.snapshot_ids) > auth.MAX_SNAPSHOT_IDS:
+    if number < 1 or len(request.snapshot_ids) > MAX_SNAPSHOT_IDS:
         raise UsageError(
             f"boundary, snapshot_ids: {number}, {len(request.snapshot_ids)} ids; "
-            f"expected a number from 1 on and at most {auth.MAX_SNAPSHOT_IDS} ids"
+            f"expected a number from 1 on and at most {MAX_SNAPSHOT_IDS} ids"
         )
     if token < 1:
         raise UsageError(f"token: {token}; expected 1 to 2^63 - 1")
@@ -111,9 +117,9 @@ async def _pin(rank: RankSidecar, request: pb.PinSnapshotRequest, timeout_s: flo
     _check(request)
     attached = rank.attached
     assert attached is not None
-    spans = auth.check_spans(request.spans, attached.request.arena_bytes)
+    spans = check_spans(request.spans, attached.request.arena_bytes)
     config = rank.config
-    lease_s = auth.granted_lease_s(request.lease_ms, config.default_lease_s, config.max_lease_s)
+    lease_s = granted_lease_s(request.lease_ms, config.default_lease_s, config.max_lease_s)
     key = Key(request.incarnation, spans, request.source, request.state_key)
     if request.source == pb.SOURCE_GRADIENTS:
         return await _gradients(rank, request, key, lease_s, timeout_s)

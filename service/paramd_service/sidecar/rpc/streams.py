@@ -39,18 +39,11 @@ from paramd.wire import checksum_of
 from paramd_service import admission
 from paramd_service.admission import Shares, Who
 from paramd_service.aio import post
+from paramd_service.sidecar.calls import CALLER, EDITORS, Call, CallTable, check_range, check_role
 from paramd_service.sidecar.edits.entry import Entry
 from paramd_service.sidecar.edits.receive import Part
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
-from paramd_service.sidecar.rpc.auth import (
-    CALLER,
-    EDITORS,
-    Call,
-    CallTable,
-    check_range,
-    check_role,
-)
 from paramd_service.sidecar.snapshots.store import Snapshot, SnapshotStore
 
 GRANT_S = 10.0

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
 from paramd.memory import handover
@@ -21,6 +21,7 @@ from paramd.security.tickets import Claims, Role
 from paramd.security.tls import Pems
 from paramd_service.admission import Shares, Who
 from paramd_service.aio import in_executor
+from paramd_service.sidecar.calls import EDITORS, GATHERERS, READERS, check_role
 from paramd_service.sidecar.edits.receive import Lent
 from paramd_service.sidecar.owner import (
     AttachedMemory,
@@ -29,8 +30,8 @@ from paramd_service.sidecar.owner import (
     parse_attach,
     parse_mesh,
 )
+from paramd_service.sidecar.parts import Closing, Kept, Op, Peer
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import EDITORS, GATHERERS, READERS, check_role
 from paramd_service.sidecar.rpc.streams import accepted_now
 from paramd_service.sidecar.snapshots.store import Snapshot
 
@@ -39,29 +40,6 @@ MAX_CONNECTIONS = 256
 MAX_STRANGERS = 64
 """Most connections of non-trainers without a ticket; beyond it the oldest is closed."""
 MAX_LAYOUT_BYTES = 1 << 30
-
-_OPS = frozenset(
-    (
-        "introduce",
-        "offer",
-        "copies",
-        "copy",
-        "attach",
-        "mesh",
-        "insight",
-        "state",
-        "detach",
-        "where",
-        "leave",
-        "live",
-        "map",
-        "unmap",
-        "lend",
-        "stage",
-        "take",
-    )
-)
-"""Operations that a peer may send; a `_Connection` has a method for each."""
 
 
 @contextmanager
@@ -90,6 +68,7 @@ class UnixServer:
         self._listener = listener
         self._connections: dict[_Connection, None] = {}
         self.shares = Shares(MAX_CONNECTIONS, "connections to the socket")
+        self.ops: Mapping[str, Op] = rank.parts.ops()
         rank.revocations.on_news.append(self._end_revoked)
 
     def start(self) -> None:
@@ -141,7 +120,10 @@ class UnixServer:
             connection.start()
 
 
-class _Connection:
+_OwnOp: TypeAlias = Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, None]]
+
+
+class _Connection(Peer):
     """One peer: the trainer once it has attached, or a client that maps snapshots."""
 
     def __init__(self, server: UnixServer, sock: socket.socket, peer_pid: int) -> None:
@@ -158,6 +140,25 @@ class _Connection:
         self._closing = False
         self._claims: dict[str | None, Claims] = {}
         self._counted_for: Who = None
+        self._kept: dict[type[Closing], Closing] = {}
+        self._own_ops: dict[str, _OwnOp] = {
+            "introduce": self._introduce,
+            "offer": self._offer,
+            "copies": self._copies,
+            "copy": self._copy,
+            "attach": self._attach,
+            "mesh": self._mesh,
+            "state": self._state,
+            "detach": self._detach,
+            "where": self._where,
+            "leave": self._leave,
+            "live": self._live,
+            "map": self._map,
+            "unmap": self._unmap,
+            "lend": self._lend,
+            "stage": self._stage,
+            "take": self._take,
+        }
 
     def start(self) -> None:
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._readable)
@@ -196,9 +197,13 @@ class _Connection:
     async def _serve(self, message: dict[str, Any], descriptors: list[int]) -> None:
         op = message["op"]
         try:
-            if op not in _OPS:
+            served = self._own_ops.get(op)
+            if served is not None:
+                await served(message, descriptors)
+            elif (part_op := self._server.ops.get(op)) is not None:
+                await part_op(self, message, descriptors)
+            else:
                 raise UsageError(f"unknown op {op!r}")
-            await getattr(self, f"_{op}")(message, descriptors)
         except ParamdError as error:
             self._refuse(error)
         except OSError:
@@ -272,7 +277,7 @@ class _Connection:
             )
 
     async def _mesh(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        self._check_owner("mesh")
+        self.check_owner("mesh")
         if len(descriptors) != 1:
             raise UsageError(f"mesh: {len(descriptors)} descriptors; expected one, the layout")
         size = os.fstat(descriptors[0]).st_size
@@ -282,16 +287,11 @@ class _Connection:
         self._rank.set_mesh(parse_mesh(message, layout))
         handover.send(self._socket, {"op": "serving"})
 
-    async def _insight(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        self._check_owner("insight")
-        self._rank.insight.line.open(message, descriptors)
-        handover.send(self._socket, {"op": "insight"})
-
     async def _state(self, message: dict[str, Any], descriptors: list[int]) -> None:
         """Allocate device memory for more of the optimizer's state."""
         known_count, size_bytes = _whole(message, "known"), _whole(message, "size_bytes")
         async with self._rank.using_memory:
-            self._check_owner("state")
+            self.check_owner("state")
             attached = self._rank.attached
             assert attached is not None
             allocated = partial(attached.add_state, known_count, size_bytes)
@@ -303,7 +303,7 @@ class _Connection:
             self._rank.log("state-allocated", size_bytes=size_bytes, after=known_count)
 
     async def _detach(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        self._check_owner("detach")
+        self.check_owner("detach")
         self._rank.detach()
 
     async def _where(self, message: dict[str, Any], descriptors: list[int]) -> None:
@@ -320,11 +320,24 @@ class _Connection:
         self._rank.leave()
         handover.send(self._socket, {"op": "leaving", "pid": os.getpid()})
 
-    def _check_owner(self, op: str) -> None:
+    def answer(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        handover.send(self._socket, dict(message), list(descriptors))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def kept(self, kind: type[Kept]) -> Kept:
+        found = self._kept.get(kind)
+        if found is None:
+            found = self._kept[kind] = kind()
+        assert isinstance(found, kind)
+        return found
+
+    def check_owner(self, op: str) -> None:
         if self._attached is None or self._attached is not self._rank.attached:
             raise ConflictError(f"{op}: only the attached trainer may send that; attach first")
 
-    def _caller(self, message: dict[str, Any]) -> Claims:
+    def caller(self, message: Mapping[str, Any]) -> Claims:
         self._rank.check_meant(message.get("rank"))
         claims = self._rank.verify(str(message.get("ticket", "")))
         if claims.role is Role.CONTROL:
@@ -337,7 +350,7 @@ class _Connection:
         return claims
 
     async def _map(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        check_role(self._caller(message), GATHERERS)
+        check_role(self.caller(message), GATHERERS)
         snapshot_id = str(message.get("snapshot_id", ""))
         snapshot = self._rank.pins.store.filled(snapshot_id)
         answer = {
@@ -359,7 +372,7 @@ class _Connection:
 
     async def _live(self, message: dict[str, Any], descriptors: list[int]) -> None:
         """Page and arena, for a reader that proves its copies by the page (memory/gate.py)."""
-        check_role(self._caller(message), READERS)
+        check_role(self.caller(message), READERS)
         rank = self._rank
         rank.check_plan(_whole(message, "incarnation"), str(message.get("layout_digest", "")))
         attached = rank.attached
@@ -380,11 +393,11 @@ class _Connection:
             mapped.pop().map_count -= 1
 
     async def _lend(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        check_role(self._caller(message), EDITORS)
+        check_role(self.caller(message), EDITORS)
         handover.send(self._socket, self._lent.lend(descriptors) | self._rank.identity())
 
     async def _stage(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        claims = self._caller(message)
+        claims = self.caller(message)
         check_role(claims, EDITORS)
         edit_id = str(message.get("edit_id", ""))
         entry = await self._rank.edits.opened(edit_id, claims.token_id)
@@ -412,6 +425,9 @@ class _Connection:
             os.close(self._elsewhere)
             self._elsewhere = None
         self._lent.close()
+        for kept in self._kept.values():
+            kept.close()
+        self._kept.clear()
         for snapshots in self._maps.values():
             for snapshot in snapshots:
                 # Without an unmap the peer may still map it: never reuse the memory.

@@ -23,12 +23,12 @@ from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service.aio import uncancelled
 from paramd_service.destinations.destinations import MANIFEST, FileSource, Place
 from paramd_service.destinations.open import open_place
+from paramd_service.exports.write import Digesting, Job, Memories, write_file
 from paramd_service.formats.dcp import dcp_files
 from paramd_service.formats.filling import manifest
-from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.calls import check_range
+from paramd_service.sidecar.parts import SidecarHost
 from paramd_service.sidecar.rpc import messages
-from paramd_service.sidecar.rpc.auth import check_range
-from paramd_service.sidecar.rpc.export_write import Digesting, Job, Memories, write_file
 
 MAX_STORED_BYTES = 256 << 20
 """Largest file that may be stored besides the planned ones."""
@@ -40,10 +40,10 @@ _READ_BYTES = 8 << 20
 Result = TypeVar("Result")
 
 
-class Exports:
+class RankExports:
     """The methods. One file is made at a time, so that memory stays bounded."""
 
-    def __init__(self, rank: RankSidecar) -> None:
+    def __init__(self, rank: SidecarHost) -> None:
         self._rank = rank
         self._plans = Plans(rank)
         self._turn = asyncio.Lock()
@@ -242,7 +242,7 @@ def _check_complete(plan: ExportPlan, request: export_pb2.FinishExportRequest) -
 class Plans:
     """Plans derived from messages; keeps the latest."""
 
-    def __init__(self, rank: RankSidecar) -> None:
+    def __init__(self, rank: SidecarHost) -> None:
         self._rank = rank
         self._key: tuple[int, str, bytes] | None = None
         self._kept: ExportPlan | None = None

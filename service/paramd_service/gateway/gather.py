@@ -30,9 +30,9 @@ from paramd.v1 import common_pb2, layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, summon_chunk
 from paramd_service.aio import all_of
+from paramd_service.sidecar.calls import handed_over
 from paramd_service.sidecar.owner import Mesh
-from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import handed_over
+from paramd_service.sidecar.parts import SidecarHost
 from paramd_service.sidecar.rpc.peers import Peers
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 class Gatherer(Peers):
     """Answers Summon in one mesh; for a stream also the `ReachLike` of this sidecar's job."""
 
-    def __init__(self, rank: RankSidecar, mesh: Mesh) -> None:
+    def __init__(self, rank: SidecarHost, mesh: Mesh) -> None:
         super().__init__(rank, mesh, handed_over)
         self._index: NameIndex | None = None
 

@@ -8,11 +8,11 @@ no room, and any that nobody requests within `IDLE_S`. Event loop only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from paramd.memory.descriptors import pages
 from paramd.state import StateName
+from paramd_service.sidecar.pins import Keeping
 from paramd_service.sidecar.snapshots.store import Key, Snapshot, SnapshotStore
 
 IDLE_S = 600.0
@@ -22,25 +22,14 @@ State: TypeAlias = tuple[Key, StateName]
 """Source and spans of bytes, and their state."""
 
 
-@dataclass(slots=True)
-class DeltaCounts:
-    """Work done for followers since the process started."""
-
-    computed_count: int = 0
-    """Comparisons of two states, each shared by all followers that request it."""
-    answered_count: int = 0
-    sent_bytes: int = 0
-    """Bytes of changes sent."""
-    changed_bytes: int = 0
-    """Bytes of elements that changed, over all answers."""
-
-
 def state_of(snapshot: Snapshot) -> State:
     """The key that a filled snapshot is found by."""
     return snapshot.key, snapshot.state
 
 
-class Bases:
+class Bases(Keeping):
+    """The bases of one attachment."""
+
     def __init__(
         self, store: SnapshotStore, *, budget_bytes: int, clock_ns: Callable[[], int]
     ) -> None:

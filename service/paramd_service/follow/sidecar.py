@@ -1,12 +1,13 @@
 """DeltaSnapshot: the changes since a state that followers have, computed once for all of them.
 
-The base is a snapshot that was kept for them (snapshots/bases.py). Without one the answer has
+The base is a snapshot that was kept for them (bases.py). Without one the answer has
 digests alone, and the follower reads the ranges that it does not have.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -16,11 +17,13 @@ from paramd.errors import UsageError
 from paramd.state import StateName
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
-from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.follow.bases import Bases, State, state_of
+from paramd_service.sidecar.calls import Call, CallTable
+from paramd_service.sidecar.digests import digest_all
+from paramd_service.sidecar.metrics import Row
+from paramd_service.sidecar.owner import AttachedMemory
+from paramd_service.sidecar.parts import SidecarHost, SidecarPart
 from paramd_service.sidecar.rpc import messages
-from paramd_service.sidecar.rpc.auth import Call, CallTable
-from paramd_service.sidecar.rpc.statistics import digest_all, on_stats_thread
-from paramd_service.sidecar.snapshots.bases import State, state_of
 from paramd_service.sidecar.snapshots.store import Snapshot
 
 MAX_ITEMS = 20_000
@@ -40,22 +43,77 @@ class _Result:
     changed_bytes: int
 
 
-def calls(rank: RankSidecar) -> CallTable:
-    return {"DeltaSnapshot": Call(answers=_DeltaCalls(rank).delta)}
+@dataclass(slots=True)
+class _Counts:
+    """Work done for followers since the process started."""
+
+    computed_count: int = 0
+    """Comparisons of two states, each shared by all followers that request it."""
+    answered_count: int = 0
+    sent_bytes: int = 0
+    """Bytes of changes sent."""
+    changed_bytes: int = 0
+    """Bytes of elements that changed, over all answers."""
 
 
-class _DeltaCalls:
-    def __init__(self, rank: RankSidecar) -> None:
-        self._rank = rank
+class Follow(SidecarPart):
+    """Computes changes, and keeps the states that they are changes of."""
+
+    name = "follow"
+
+    def __init__(self, host: SidecarHost) -> None:
+        super().__init__(host)
+        self._counts = _Counts()
+        self._bases: Bases | None = None
         self._running: dict[_Named, asyncio.Future[None]] = {}
         self._results: dict[_Named, _Result] = {}
 
-    async def delta(
+    def calls(self) -> CallTable:
+        return {"DeltaSnapshot": Call(answers=self._delta)}
+
+    async def attached(self, memory: AttachedMemory) -> None:
+        pins, configured = self.host.pins, self.host.config.delta_budget_bytes
+        arena_bytes = memory.request.arena_bytes
+        budget_bytes = configured if configured is not None else 2 * arena_bytes + (1 << 20)
+        self._bases = Bases(pins.store, budget_bytes=budget_bytes, clock_ns=time.monotonic_ns)
+        pins.keep_with(self._bases)
+
+    async def released(self) -> None:
+        self._bases = None
+
+    def samples(self) -> list[Row]:
+        counts, bases = self._counts, self._bases
+        return [
+            (
+                "deltas_computed_total",
+                "Comparisons of two states for followers",
+                counts.computed_count,
+            ),
+            (
+                "deltas_answered_total",
+                "Followers' requests answered from them",
+                counts.answered_count,
+            ),
+            ("delta_sent_bytes_total", "Bytes of changes sent to followers", counts.sent_bytes),
+            (
+                "delta_changed_bytes_total",
+                "Bytes of the elements that had changed",
+                counts.changed_bytes,
+            ),
+            (
+                "delta_base_bytes",
+                "States kept for followers",
+                bases.size_bytes if bases is not None else 0,
+            ),
+        ]
+
+    async def _delta(
         self, request: pb.DeltaSnapshotRequest, timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
-        rank = self._rank
-        pins = rank.pins
-        store, bases = pins.store, pins.bases
+        host = self.host
+        pins, bases = host.pins, self._bases
+        store = pins.store
+        assert bases is not None
         snapshot = store.hold(store.filled(request.snapshot_id))
         try:
             items = _checked(request.items, snapshot.size_bytes)
@@ -78,17 +136,17 @@ class _DeltaCalls:
             if request.keep:
                 bases.keep(snapshot)
                 pins.sweep()
-            header = messages.header_of(rank, snapshot)
+            header = messages.header_of(host, snapshot)
         finally:
             store.drop(snapshot)
-        rank.delta_counts.answered_count += 1
-        rank.delta_counts.sent_bytes += len(found.data)
-        rank.delta_counts.changed_bytes += found.changed_bytes
+        self._counts.answered_count += 1
+        self._counts.sent_bytes += len(found.data)
+        self._counts.changed_bytes += found.changed_bytes
         yield pb.DeltaSnapshotResponse(header=header, parts=found.parts).SerializeToString()
         data = memoryview(found.data)
         for offset in range(0, len(data), CHUNK_BYTES):
             yield data_chunk(data[offset : offset + CHUNK_BYTES], offset)
-            rank.faults.at("delta-chunk")
+            host.faults.at("delta-chunk")
 
     async def _result(self, named: _Named, snapshot: Snapshot, base: Snapshot | None) -> _Result:
         """The comparison, made by the first caller; if that call ends early, by the next."""
@@ -99,15 +157,16 @@ class _DeltaCalls:
         loop = asyncio.get_running_loop()
         running = self._running[named] = loop.create_future()
         new, old = snapshot.view(), base.view() if base is not None else None
-        limit_bytes = self._rank.pins.bases.budget_bytes // 2
+        assert self._bases is not None
+        limit_bytes = self._bases.budget_bytes // 2
         try:
-            found = await on_stats_thread(
-                self._rank, lambda stop: _compare(new, old, named[2], limit_bytes, stop)
+            found = await self.host.reduced(
+                lambda stop: _compare(new, old, named[2], limit_bytes, stop)
             )
         finally:
             del self._running[named]
             running.set_result(None)
-        self._rank.delta_counts.computed_count += 1
+        self._counts.computed_count += 1
         self._results[named] = found
         while sum(len(one.data) for one in self._results.values()) > limit_bytes:
             del self._results[next(iter(self._results))]

@@ -37,8 +37,8 @@ from paramd.v1 import export_pb2
 from paramd_service.aio import all_of, ended, in_executor
 from paramd_service.destinations.destinations import FileSink, Place
 from paramd_service.formats.filling import Batch, Filler, Memory, batches
-from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.auth import handed_over
+from paramd_service.sidecar.calls import handed_over
+from paramd_service.sidecar.parts import SidecarHost
 from paramd_service.sidecar.rpc.peers import Peers
 
 SEGMENT_BYTES = 4 << 20
@@ -134,7 +134,7 @@ class PeerMemory:
 class Memories:
     """All snapshots of one plan, opened and released together."""
 
-    def __init__(self, rank: RankSidecar, plan: ExportPlan, message: export_pb2.ExportPlan) -> None:
+    def __init__(self, rank: SidecarHost, plan: ExportPlan, message: export_pb2.ExportPlan) -> None:
         self._rank = rank
         self._plan = plan
         self._message = message
@@ -230,7 +230,7 @@ class Job:
 
 
 async def make_file(
-    rank: RankSidecar, job: Job, worker: Executor, emit: Emit
+    rank: SidecarHost, job: Job, worker: Executor, emit: Emit
 ) -> AsyncGenerator[int, None]:
     """Emit the file's bytes; yield the position after each batch. Raises ParamdError if a peer is
     gone, a lease ended, or `emit` raised it."""
@@ -309,7 +309,7 @@ class Digesting:
 
 
 async def write_file(
-    rank: RankSidecar, job: Job, place: Place
+    rank: SidecarHost, job: Job, place: Place
 ) -> AsyncGenerator[int | export_pb2.ExportedFile, None]:
     """Write a file to its place; yield bytes written so far, finally the file. If it ends early,
     for any reason, the part written is removed. Raises as `make_file`, or from the place."""

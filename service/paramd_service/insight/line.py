@@ -30,8 +30,8 @@ from paramd.memory.control_page import Word
 from paramd.memory.handover import MAX_MESSAGE_BYTES
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import stopped
-from paramd_service.sidecar.insight.activity import Activity, Frame, activity_of, parse_faulthandler
-from paramd_service.sidecar.insight.process import TrainerOutput, catches
+from paramd_service.insight.activity import Activity, Frame, activity_of, parse_faulthandler
+from paramd_service.insight.process import TrainerOutput, catches
 from paramd_service.sidecar.owner import AttachedMemory, process_state
 from paramd_service.sidecar.phase import STOPPED_STATES
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from paramd.v1 import common_pb2
+from paramd_service.hosts.devices import Devices
+from paramd_service.hosts.facts import Sample, facts, sample
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.machine.devices import Devices
-from paramd_service.sidecar.machine.host import Sample, facts, sample
 
 FIRST_S = 1.0
 """Seconds between the first two samples."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import xxhash
+from google.protobuf.message import Message
 
 from paramd import bounds
 from paramd.answers import unpacked
@@ -23,9 +23,11 @@ from paramd.errors import AbortedError, UsageError
 from paramd.layout.stats import Runs, by_dtype
 from paramd.memory.control_page import UNCHANGED, Changes
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.aio import uncancelled
 from paramd_service.sidecar import moments
-from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.calls import Call, CallTable
+from paramd_service.sidecar.digests import digest_all
+from paramd_service.sidecar.parts import SidecarHost, SidecarPart
+from paramd_service.sidecar.ranges import place_in
 from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.snapshots.store import Key, Snapshot
 
@@ -34,11 +36,7 @@ if TYPE_CHECKING:
 
 
 MAX_RANGES = MAX_STATS_ITEMS = 100_000
-BLOCK_BYTES = 8 << 20
-"""Bytes hashed at a time; a cancelled call ends between two blocks."""
-
-
-SnapshotWork: TypeAlias = Callable[[RankSidecar, memoryview, Any, Sequence[bool]], Any]
+SnapshotWork: TypeAlias = Callable[[SidecarHost, memoryview, Any, Sequence[bool]], Any]
 """(rank, the snapshot's bytes, request, stop) -> answer with an empty header.
 
 Runs on a thread, should end early once `stop` is not empty, and raises UsageError when a part of
@@ -46,8 +44,67 @@ the request is out of range.
 """
 
 
+class Statistics(SidecarPart):
+    """Reduces snapshots, and replays an update from them."""
+
+    name = "statistics"
+
+    def calls(self) -> CallTable:
+        return {
+            "ComputeStats": Call(unary=self._stats, heavy=True),
+            **{
+                name: Call(unary=partial(self._on_thread, work), heavy=True)
+                for name, work in _ON_THREAD.items()
+            },
+            "ReplayUpdate": Call(unary=self._replay, heavy=True),
+        }
+
+    @asynccontextmanager
+    async def _held(self, snapshot_id: str, timeout_s: float) -> AsyncIterator[Snapshot]:
+        """Hold a filled snapshot, for at most `timeout_s`; its lease may end meanwhile."""
+        store = self.host.pins.store
+        snapshot = store.hold(store.filled(snapshot_id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield snapshot
+            if self.host.has_pins and self.host.pins.store is store:
+                store.check(snapshot)  # no stray change was found meanwhile
+        finally:
+            store.drop(snapshot)
+
+    async def _stats(self, request: pb.ComputeStatsRequest, timeout_s: float) -> Any:
+        async with AsyncExitStack() as stack:
+            before = None
+            if request.before_snapshot_id:
+                held = self._held(request.before_snapshot_id, timeout_s)
+                before = (await stack.enter_async_context(held)).view()
+            return await self._on_thread(partial(compute_stats, before), request, timeout_s)
+
+    async def _on_thread(self, work: SnapshotWork, request: Any, timeout_s: float) -> Any:
+        """The answer that `work` computes from a snapshot's bytes, with the header added."""
+        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+            data, host = snapshot.view(), self.host
+            answer = await host.reduced(lambda stop: work(host, data, request, stop))
+        answer.header.CopyFrom(messages.header_of(host, snapshot))
+        return answer
+
+    async def _replay(self, request: pb.ReplayUpdateRequest, timeout_s: float) -> Message:
+        async with AsyncExitStack() as stack:
+
+            async def held(snapshot_id: str) -> Snapshot:
+                return await stack.enter_async_context(self._held(snapshot_id, timeout_s))
+
+            snapshots = ReplaySnapshots(
+                before={one.state_key: await held(one.before_snapshot_id) for one in request.pairs},
+                after={one.state_key: await held(one.after_snapshot_id) for one in request.pairs},
+                gradients=await held(request.gradients_snapshot_id),
+                facts=await held(request.facts_snapshot_id),
+            )
+            return await replay_update(self.host, snapshots)
+
+
 def digest(
-    _rank: RankSidecar, data: memoryview, request: pb.DigestSnapshotRequest, stop: Sequence[bool]
+    _rank: SidecarHost, data: memoryview, request: pb.DigestSnapshotRequest, stop: Sequence[bool]
 ) -> pb.DigestSnapshotResponse:
     """One digest of 16 bytes per range."""
     parts = checked_ranges(request.ranges, len(data))
@@ -68,21 +125,6 @@ def checked_ranges(ranges: Sequence[pb.Span], size_bytes: int) -> list[tuple[int
     return [(part.begin, part.end) for part in ranges]
 
 
-def digest_all(
-    data: memoryview, parts: Sequence[tuple[int, int]], stop: Sequence[bool] = ()
-) -> list[bytes]:
-    """Digests of half-open byte ranges of `data`; ends early once `stop` is not empty."""
-    digests: list[bytes] = []
-    for begin, end in parts:
-        state = xxhash.xxh3_128()
-        for first in range(begin, end, BLOCK_BYTES):
-            if stop:
-                return digests
-            state.update(data[first : min(first + BLOCK_BYTES, end)])
-        digests.append(state.digest())
-    return digests
-
-
 MAX_POOL_ITEMS = 4096
 
 _MODES = {
@@ -92,19 +134,10 @@ _MODES = {
     pb.POOL_MODE_ABSMAX: "absmax",
 }
 
-Answer = TypeVar("Answer")
-
-
-async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
-    """Run `work` off the event loop; it should end early once its argument is not empty."""
-    stop: list[bool] = []
-    running = asyncio.get_running_loop().run_in_executor(rank.stats_executor, work, stop)
-    return await uncancelled(running, lambda: stop.append(True))
-
 
 def compute_stats(
     before: memoryview | None,
-    rank: RankSidecar,
+    rank: SidecarHost,
     data: memoryview,
     request: pb.ComputeStatsRequest,
     stop: Sequence[bool],
@@ -157,7 +190,7 @@ def _runs_of(request: pb.ComputeStatsRequest) -> list[Runs]:
 
 
 def pool(
-    rank: RankSidecar, data: memoryview, request: pb.PoolSnapshotRequest, stop: Sequence[bool]
+    rank: SidecarHost, data: memoryview, request: pb.PoolSnapshotRequest, stop: Sequence[bool]
 ) -> pb.PoolSnapshotResponse:
     """A heat map of the items."""
     if len(request.items) > MAX_POOL_ITEMS:
@@ -229,7 +262,7 @@ def _matrix_views(
 
 
 def profile(
-    rank: RankSidecar, data: memoryview, request: pb.ProfileSnapshotRequest, stop: Sequence[bool]
+    rank: SidecarHost, data: memoryview, request: pb.ProfileSnapshotRequest, stop: Sequence[bool]
 ) -> pb.ProfileSnapshotResponse:
     """Rows and columns of a matrix of floats."""
     views = _matrix_views(request, len(data))
@@ -256,7 +289,7 @@ MAX_FACTOR_BYTES = 3 << 20
 
 
 def multiply(
-    rank: RankSidecar, data: memoryview, request: pb.MultiplySnapshotRequest, stop: Sequence[bool]
+    rank: SidecarHost, data: memoryview, request: pb.MultiplySnapshotRequest, stop: Sequence[bool]
 ) -> pb.MultiplySnapshotResponse:
     """A matrix of floats times a narrow one."""
     views = _matrix_views(request, len(data))
@@ -296,11 +329,11 @@ class ReplaySnapshots:
     facts: Snapshot
 
 
-async def replay_update(rank: RankSidecar, snapshots: ReplaySnapshots) -> pb.ReplayUpdateResponse:
+async def replay_update(rank: SidecarHost, snapshots: ReplaySnapshots) -> pb.ReplayUpdateResponse:
     """Compute the update again. Raises UsageError if the snapshots are not of one update and the
     same spans; AbortedError if it did more than the update; capture another one."""
     _check(snapshots)
-    rows = await on_stats_thread(rank, lambda stop: _replay(snapshots, stop))
+    rows = await rank.reduced(lambda stop: _replay(snapshots, stop))
     header = messages.header_of(rank, snapshots.after[""])
     return pb.ReplayUpdateResponse(header=header, tensors=rows)
 
@@ -381,15 +414,10 @@ def changes_around(found: ReplaySnapshots) -> Changes:
     return known
 
 
-def place_in(spans: Sequence[tuple[int, int]]) -> Callable[[int, int], int | None]:
-    """(arena byte, size) -> first byte in the concatenated spans; None: not all in one span."""
-    begins = [begin for begin, _ in spans]
-    offsets = list(accumulate((end - begin for begin, end in spans), initial=0))
-
-    def place(at: int, size: int) -> int | None:
-        index = bisect_right(begins, at) - 1
-        if index < 0 or at + size > spans[index][1]:
-            return None
-        return offsets[index] + at - begins[index]
-
-    return place
+_ON_THREAD: dict[str, SnapshotWork] = {
+    "PoolSnapshot": pool,
+    "ProfileSnapshot": profile,
+    "MultiplySnapshot": multiply,
+    "DigestSnapshot": digest,
+}
+"""Methods that reduce a snapshot to one answer."""

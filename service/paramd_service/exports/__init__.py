@@ -1,0 +1,1 @@
+"""Exports: what a sidecar writes, reads and checks of them."""

@@ -1,0 +1,355 @@
+"""The door by which a subject enters a sidecar: `SidecarPart`, and all that it may reach.
+
+A sidecar is a list of parts (`paramd_service/parts.py`) around the kernel, which attaches, copies
+and proves. A part adds calls over gRPC and operations over the Unix socket, reports its own
+figures, and follows the trainer's life. It reaches the kernel through `SidecarHost`, and no other
+part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
+
+from paramd.errors import ConflictError, UnreachableError
+from paramd.memory.gate import State, resting_state, state_of
+from paramd.memory.left import Purpose
+from paramd.security.tickets import Claims
+from paramd.security.tls import Pems
+from paramd.v1 import common_pb2
+from paramd_service.aio import kept, uncancelled
+from paramd_service.sidecar.calls import CallTable
+from paramd_service.sidecar.config import SidecarConfig
+from paramd_service.sidecar.edits.manager import Edits
+from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.log import Log
+from paramd_service.sidecar.metrics import Row
+from paramd_service.sidecar.orders import fenced
+from paramd_service.sidecar.owner import AttachedMemory, Exit, Mesh, Ownership
+from paramd_service.sidecar.phase import Work
+from paramd_service.sidecar.pins import Pins
+from paramd_service.sidecar.revocations import Refusals, Revocations
+from paramd_service.sidecar.room import HostRoom
+from paramd_service.sidecar.snapshots.store import BlockMaker
+
+if TYPE_CHECKING:
+    from paramd_service.tls import JobPems, ServerTls
+
+Answer = TypeVar("Answer")
+
+
+class SidecarHost:
+    """One rank's state that parts and servers may reach. Event loop only."""
+
+    def __init__(
+        self,
+        config: SidecarConfig,
+        *,
+        blocks: BlockMaker,
+        executor: Executor,
+        stats_executor: Executor,
+        faults: Faults,
+        log: Log,
+    ) -> None:
+        self.config = config
+        self.faults = faults
+        self.log = replace(log, live=lambda: {"incarnation": self.incarnation, "step": self.step})
+        self.executor = executor
+        """One thread, for what must not run while memory is copied."""
+        self.stats_executor = stats_executor
+        """One thread, for what reduces a snapshot."""
+        self.ownership = Ownership.WAITING
+        self.stream_port = 0
+        """TCP port for bulk streams; 0 if there is none."""
+        self.mesh: Mesh | None = None
+        self.layout_digest = ""
+        """The last mesh's."""
+        self.leaving = asyncio.Event()
+        """Set when the sidecar should drain: on detach, on a signal, or after the linger time."""
+        self.detached = False
+        self.control_generation = 0
+        """Highest control plane generation seen in this incarnation; lower ones are fenced."""
+        self.on_change: list[Callable[[], None]] = []
+        self.refusals = Refusals()
+        self.work = Work()
+        self.revocations = Revocations()
+        self.tls: ServerTls | None = None
+        """The gRPC server's, once it listens; None without TLS."""
+        self.own_pems: JobPems | None = None
+        """This rank's certificate from the job; None unless the job has its own TLS."""
+        self.room = HostRoom(config.socket_path, config.rank, reserve_bytes=config.host_reserve)
+        """Grants all memory beside the training."""
+        self.shortage = ""
+        """What the rank's status says about memory; empty when there is enough."""
+        self.blocks = blocks.within(self.room, Purpose.SNAPSHOT)
+        self.using_memory = asyncio.Lock()
+        """Held to keep the attachment's memory mapped meanwhile."""
+        self.attached: AttachedMemory | None = None
+        """Memory shared with the trainer; None before the first attach."""
+        self.end: tuple[float, Exit | None] | None = None
+        """When the trainer's process ended (monotonic clock), and how; None if unknown."""
+        self.parts = Parts(())
+        self._pins: Pins | None = None
+        self._edits: Edits | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def incarnation(self) -> int:
+        return self.attached.incarnation if self.attached is not None else 0
+
+    @property
+    def step(self) -> int:
+        """Finished updates, settled or not; -1 before the first attach."""
+        return self.state.step
+
+    @property
+    def state(self) -> State:
+        """The current state; consistent only outside updates."""
+        if self.attached is None:
+            return State(-1, -1)
+        page = self.attached.page
+        rests = resting_state(page)
+        return rests if rests is not None else state_of(page)
+
+    @property
+    def pins(self) -> Pins:
+        """Snapshots of the current incarnation. Raises UnreachableError: no trainer has come."""
+        if self._pins is None:
+            raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
+        return self._pins
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether a trainer has attached."""
+        return self._pins is not None
+
+    @property
+    def edits(self) -> Edits:
+        """Edits of the current incarnation. Raises UnreachableError if no trainer has attached yet,
+        or edit memory could not be allocated."""
+        if self._edits is None:
+            why = self.ownership.value if self._pins is None else "edits have no memory here"
+            raise UnreachableError(f"{why}; try again when training runs")
+        return self._edits
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether edits can be staged."""
+        return self._edits is not None
+
+    @property
+    def trainer_lives(self) -> bool:
+        """Whether a trainer is attached and its process has not ended."""
+        return self.ownership is Ownership.OWNED
+
+    @property
+    def trainer_pid(self) -> int:
+        """Pid of the trainer while it lives; 0 without one, and of one in another container."""
+        attached = self.attached
+        return attached.trainer_pid if attached is not None and self.trainer_lives else 0
+
+    def ready_mesh(self) -> Mesh:
+        """The mesh. Raises UnreachableError while the trainers are still attaching."""
+        if self.mesh is None:
+            raise UnreachableError("the trainers are still attaching; try again in a moment")
+        return self.mesh
+
+    def check_plan(self, incarnation: int, layout_digest: str) -> None:
+        """Raise ConflictError if a plan was made for another incarnation or layout."""
+        mesh = self.ready_mesh()
+        if incarnation != self.incarnation or layout_digest != mesh.layout_digest:
+            what = f"run {incarnation}" if incarnation != self.incarnation else "another layout"
+            raise ConflictError(
+                f"the request was planned for {what}, the job is in run "
+                f"{self.incarnation}; fetch the layout again"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """Job, rank and incarnation, for the Unix socket; gRPC responses have a header."""
+        return {"job": self.config.job, "incarnation": self.incarnation, "rank": self.config.rank}
+
+    def follow_control(self, generation: int) -> None:
+        """Accept a control plane's generation; raise ConflictError if a later one has fenced it."""
+        if generation < self.control_generation:
+            raise ConflictError(fenced(generation, self.control_generation))
+        self.control_generation = generation
+
+    def job_tls(self) -> Pems | None:
+        """The certificate for mutual TLS within the job; None without."""
+        return self.own_pems.pems if self.own_pems is not None else None
+
+    def budget_bytes(self, arena_bytes: int) -> int:
+        """Snapshot budget for an arena of this size."""
+        configured = self.config.budget_bytes
+        # Two arenas for token holders, one for the control plane and the owner.
+        return configured if configured is not None else 3 * arena_bytes + (1 << 20)
+
+    async def reduced(self, work: Callable[[Sequence[bool]], Answer]) -> Answer:
+        """Run `work` on the thread for reductions; it should end early once its argument is not
+        empty."""
+        stop: list[bool] = []
+        running = asyncio.get_running_loop().run_in_executor(self.stats_executor, work, stop)
+        return await uncancelled(running, lambda: stop.append(True))
+
+    def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` in the background; closing waits for it."""
+        return kept(self._tasks, work)
+
+
+class Closing(Protocol):
+    """What a connection keeps for an operation until it ends."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+Kept = TypeVar("Kept", bound=Closing)
+
+
+class Peer(ABC):
+    """The other end of one connection to the Unix socket."""
+
+    @abstractmethod
+    def answer(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Send one message; the descriptors stay the caller's. Raises OSError: it has left."""
+
+    @abstractmethod
+    def check_owner(self, op: str) -> None:
+        """Raise ConflictError unless it is the attached trainer."""
+
+    @abstractmethod
+    def caller(self, message: Mapping[str, Any]) -> Claims:
+        """The claims of the message's ticket. Raises DeniedError, UnreachableError."""
+
+    @abstractmethod
+    def kept(self, kind: type[Kept]) -> Kept:
+        """What this connection keeps of a kind, made at the first call; closed when it ends."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """The connection's descriptor, for an operation that reads on within its own message."""
+
+
+Op: TypeAlias = Callable[[Peer, dict[str, Any], list[int]], Coroutine[Any, Any, None]]
+"""An operation of the Unix socket: the peer, its message, and the descriptors that came with it.
+
+Those left in the list, or added to it, are closed once the message has been served.
+"""
+
+
+class SidecarPart:
+    """A subject in a sidecar. Event loop only, unless a method says otherwise.
+
+    Made once, before the servers listen; then `started`. For each trainer `attached`,
+    `trainer_ended` when its process is gone, and `released` before its memory is unmapped, whether
+    or not it has ended. `closed` comes last, when no call runs any more.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, host: SidecarHost) -> None:
+        """No I/O."""
+        self.host = host
+
+    def calls(self) -> CallTable:
+        """Its methods of SidecarService by name; who may call them is in the table of roles."""
+        return {}
+
+    def ops(self) -> Mapping[str, Op]:
+        """Its operations of the Unix socket by name."""
+        return {}
+
+    def started(self) -> None:
+        """The servers listen; there is no trainer yet."""
+
+    async def attached(self, memory: AttachedMemory) -> None:
+        """A trainer has attached, and its snapshots can be pinned. Raises nothing."""
+
+    def trainer_ended(self, how: Ownership) -> None:
+        """The trainer's process has ended; its memory is still mapped."""
+
+    def report(self, state: common_pb2.RankState) -> None:
+        """Add its own fields to the rank's state."""
+
+    def activity(self) -> str:
+        """Kind of what a trainer that is overdue was last seen doing; empty: not seen."""
+        return ""
+
+    def samples(self) -> Iterable[Row]:
+        """Its metrics."""
+        return ()
+
+    def idle_bytes(self) -> int:
+        """Bytes that `take_idle` would take."""
+        return 0
+
+    def take_idle(self) -> list[Callable[[], object]]:
+        """Take away memory that is only kept for the next use; return what frees it, on any
+        thread."""
+        return []
+
+    async def released(self) -> None:
+        """Stop using the trainer's memory, which is unmapped next. Idempotent."""
+
+    async def closed(self) -> None:
+        """The sidecar ends."""
+
+
+class Parts:
+    """The parts of one sidecar, in the order of its list."""
+
+    def __init__(self, parts: Iterable[SidecarPart]) -> None:
+        self._parts = tuple(parts)
+
+    def __iter__(self) -> Iterator[SidecarPart]:
+        return iter(self._parts)
+
+    def calls(self) -> CallTable:
+        """The methods of all."""
+        return {name: call for part in self for name, call in part.calls().items()}
+
+    def ops(self) -> Mapping[str, Op]:
+        """The operations of all."""
+        return {name: op for part in self for name, op in part.ops().items()}
+
+    def started(self) -> None:
+        """As `SidecarPart.started`, of all; so are the others."""
+        for part in self:
+            part.started()
+
+    async def attached(self, memory: AttachedMemory) -> None:
+        for part in self:
+            await part.attached(memory)
+
+    def trainer_ended(self, how: Ownership) -> None:
+        for part in self:
+            part.trainer_ended(how)
+
+    def report(self, state: common_pb2.RankState) -> None:
+        for part in self:
+            part.report(state)
+
+    def activity(self) -> str:
+        return next(filter(None, (part.activity() for part in self)), "")
+
+    def samples(self) -> Iterator[Row]:
+        for part in self:
+            yield from part.samples()
+
+    def idle_bytes(self) -> int:
+        return sum(part.idle_bytes() for part in self)
+
+    def take_idle(self) -> list[Callable[[], object]]:
+        return [free for part in self for free in part.take_idle()]
+
+    async def released(self) -> None:
+        for part in self:
+            await part.released()
+
+    async def closed(self) -> None:
+        for part in self:
+            await part.closed()

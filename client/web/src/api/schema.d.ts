@@ -2540,13 +2540,13 @@ export interface components {
             incarnation: number;
             /**
              * Reason
-             * @description Why it ended.
+             * @description Why it ended: how its first rank died, if one did, then what ended it.
              * @default
              */
             reason: string;
             /**
              * Step
-             * @description Last known step when it ended; -1 when unknown.
+             * @description Last known step when it ended, or when its first rank died; -1 when unknown.
              * @default -1
              */
             step: number;

@@ -31,7 +31,8 @@ STALLED_PERCENT = 10.0
 """Memory is short when all tasks of the host waited for it in this share of the last 10 s."""
 
 SMALL_DIVISOR = 64
-"""A request of at most one 64th of the reserve is granted while half of the reserve is free."""
+"""A request of at most one 64th of the reserve is granted while half of the reserve is free, and
+one of at most one 64th of the headroom leaves 64 times its own size free instead."""
 
 RAISE_S = 60.0
 """Seconds with enough memory before more standing snapshots are kept again."""
@@ -432,11 +433,14 @@ class Room(Protocol):
 def lacking_headroom(purpose: Purpose, size_bytes: int, memory: Memory) -> str:
     """Why the training itself cannot have that much, naming the limit; empty if it can. Pure."""
     least = min(memory.limits, key=lambda limit: limit.left_bytes)
-    if size_bytes + HEADROOM_BYTES <= least.left_bytes:
+    # A sidecar that the kernel ended has to come back while memory is still short: taking over
+    # needs a few bytes.
+    headroom_bytes = min(HEADROOM_BYTES, SMALL_DIVISOR * size_bytes)
+    if size_bytes + headroom_bytes <= least.left_bytes:
         return ""
     return (
         f"{size_bytes:,} bytes of shared memory are needed: {least.where} has "
-        f"{max(least.left_bytes, 0):,} bytes available, of which {HEADROOM_BYTES:,} stay free for "
+        f"{max(least.left_bytes, 0):,} bytes available, of which {headroom_bytes:,} stay free for "
         f"others; {purpose.instead}"
     )
 

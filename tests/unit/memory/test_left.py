@@ -236,3 +236,10 @@ def test_what_the_training_itself_cannot_have_names_the_limit_that_leaves_least(
     # More was taken than the limit allows, as when it was lowered.
     over = Memory((HOST, Limit("cgroup /job", GIB, -1)))
     assert "cgroup /job has 0 bytes available" in lacking_headroom(Purpose.TRAINING, 1, over)
+
+
+def test_a_few_bytes_leave_little_free_so_that_a_killed_sidecar_comes_back() -> None:
+    """Found by the kernel's own kills: 875 bytes were refused, with 142 MB left, and again."""
+    memory = Memory((HOST, Limit("cgroup /job", 2 * GIB, 1 << 20)))
+    assert lacking_headroom(Purpose.TRAINING, 875, memory) == ""
+    assert lacking_headroom(Purpose.TRAINING, 16 << 10, memory)

@@ -1,13 +1,15 @@
 """The command line and jobs that have ended: what is stored of them, and what they leave behind."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -228,6 +230,51 @@ def test_a_dead_training_says_how_to_go_on_first_and_is_not_in_the_way(
     err = capsys.readouterr().err
     assert "start the script again (with attach(..., resume='auto'))" in err
     assert err.index("start the script again") < err.index(f"paramd cleanup {JOB}")
+
+
+def test_the_next_run_has_the_ports_and_open_pages_of_one_that_died(
+    dying: tuple[subprocess.Popen[str], list[int]],
+) -> None:
+    trainer, pids = dying
+    before = places.read_endpoint(JOB)
+    owner = {"authorization": f"Bearer {before.token}"}
+    with httpx2.Client(base_url=f"{before.url}/api/v1", trust_env=False) as page:
+        page.headers["x-paramd-session"] = page.post("/session", headers=owner).json()["key"]
+        made = {"role": "viewer", "name": "wall"}
+        wall = page.post("/tokens", json=made).json()["token"]
+        viewer = {"authorization": f"Bearer {wall}"}
+        trainer.kill()
+        trainer.wait()
+        with next_run() as (url, token):
+            # The other one has left: nobody noticed more than that its answers were late.
+            assert not places.process_start(pids[2])
+            assert (url, token == before.token) == (before.url, False)
+            signed = page.get("/session").json()
+            assert (signed["name"], signed["role"]) == ("owner", "admin")
+            assert [one["incarnation"] for one in page.get("/jobs").json()["jobs"]] == [2]
+            assert page.get("/jobs", headers=viewer).status_code == 200
+            page.cookies.clear()
+            assert page.get("/jobs", headers=owner).status_code == 401
+
+
+@contextmanager
+def next_run() -> Iterator[tuple[str, str]]:
+    """The control plane of the next run, as `attach` starts it: its URL and its token."""
+    mine: dict[str, Any] = {"job": JOB, "incarnation": 2, "world_size": 2}
+    mine |= {"private_key": "1" * 64, "token": "2" * 32}
+    command = [sys.executable, "-m", "paramd_service.control", "--job", JOB]
+    command += ["--listen-near", "127.0.0.1:8470"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(mine) + "\n")
+            process.stdin.flush()
+            yield json.loads(process.stdout.readline())["url"], mine["token"]
+        finally:
+            process.kill()
 
 
 def test_end_frees_what_a_dead_training_left_and_never_a_living_one(

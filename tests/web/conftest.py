@@ -49,7 +49,9 @@ def browser() -> Iterator[playwright_api.Browser]:
 
 
 @contextmanager
-def watched(folder: Path, *, job: str = JOB, state_dir: Path | None = None) -> Iterator[Door]:
+def watched(
+    folder: Path, *, job: str = JOB, state_dir: Path | None = None, listen: str = "127.0.0.1:0"
+) -> Iterator[Door]:
     """A training of two ranks that is watched, may export, and can be told to break."""
     exports = folder / "exports"
     exports.mkdir(parents=True)
@@ -60,6 +62,7 @@ def watched(folder: Path, *, job: str = JOB, state_dir: Path | None = None) -> I
     }  # fmt: skip
     env = {
         "PARAMD_ALERTS": json.dumps(watch),
+        "PARAMD_LISTEN": listen,
         "PARAMD_DESTINATIONS": json.dumps({"local": str(exports)}),
     }
     stop = folder / "stop"

@@ -105,3 +105,29 @@ def test_a_rank_that_raises_shows_its_traceback_and_a_dead_job_says_so(
         pause = tab.page.get_by_role("button", name="Pause", exact=True)
         assert pause.is_disabled()
         assert "0 of 2 trainers are alive" in (pause.get_attribute("title") or "")
+
+
+def test_a_killed_training_that_starts_again_is_where_its_open_page_is(
+    browser: Browser, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    with watched(tmp_path / "killed", state_dir=state) as first, Tab(browser, first) as tab:
+        tab.sign_in(first.token)
+        wait_for("some steps", lambda: first.get("")["step"] > 10)
+        for rank in first.ranks:
+            rank.process.kill()
+        wait_for("no trainer alive", lambda: first.get("")["alive_count"] == 0)
+        # A port that was named is taken or refused, never replaced.
+        named = first.url.removeprefix("http://")
+        with watched(tmp_path / "again", state_dir=state, listen=named) as again:
+            assert (again.url, again.control_pid == first.control_pid) == (first.url, False)
+            assert again.token != first.token
+            # Nobody reloads it or signs in: the page that was open shows the new run.
+            tab.page.get_by_text("run 2, 2 of 2 ranks").first.wait_for()
+            step = again.get("")["step"]
+            wait_for("later steps", lambda: again.get("")["step"] > step)
+            verdict = tab.page.get_by_label("Health")
+            wait_for("its verdict", lambda: "killed" not in verdict.inner_text())
+            tab.open("params", filter="still.weight", name="still.weight")
+            tab.see("1,920", within=".detail")
+            assert tab.page.locator("input[name=token]").count() == 0

@@ -26,7 +26,7 @@ from paramd_service.control.alerts.service import Watchers, load_alerts
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import Bootstrap, ControlConfig, loaded
-from paramd_service.control.base.endpoint import Claim, Whereabouts, successor
+from paramd_service.control.base.endpoint import HANDOVER_S, Claim, Whereabouts, successor
 from paramd_service.control.base.site import (
     IncarnationNotes,
     Site,
@@ -43,6 +43,7 @@ from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
 from paramd_service.control.mesh.jobs import ControlIdentity, Incarnation, Jobs
 from paramd_service.control.mesh.origin import parse_networks
+from paramd_service.control.mesh.registry import may_train
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records
@@ -94,6 +95,8 @@ class ControlPlane:
         self._watchers: Watchers | None = None
         self._exports: ExportService | None = None
         self._token = ""
+        self._asked_until_s = -math.inf
+        """Until when a request to leave the ports is valid; on the monotonic clock."""
         self._past: IncarnationRecord | None = None
         """The incarnation whose records are shown, and nothing else."""
 
@@ -106,6 +109,22 @@ class ControlPlane:
         """Make `wait_until_done` return; the first reason wins."""
         self._reason = self._reason or reason
         self._done.set()
+
+    def hand_over(self) -> None:
+        """Leave the ports to the job's next run, which asks for them: its address stays, and so do
+        the sessions of open pages. Only once no trainer of this run may be alive: another training
+        of the same name does not stop this one's control plane."""
+        self._asked_until_s = time.monotonic() + HANDOVER_S
+        self._hand_over_if_over()
+
+    def _hand_over_if_over(self) -> None:
+        mine, jobs = self._bootstrap, self._jobs
+        if mine is None or jobs is None or time.monotonic() > self._asked_until_s:
+            return
+        if not may_train(jobs.get(mine.job).registry.view()):
+            # Its callers wait for the next one.
+            self._drain_s = 0.0
+            self.ask_to_stop("the job's next run has asked for the ports")
 
     async def start(self) -> Whereabouts:
         """Start everything, in the numbered order. Raises UsageError: the state dir cannot be used.
@@ -160,7 +179,8 @@ class ControlPlane:
             await self._all_joined(jobs.get(self._bootstrap.job))
         services = self._services(jobs, self._records, where.grpc_address)
         if self._past is None:
-            services.sessions.keep(self._records.directory / "sessions.json")
+            own = services.tokens.own_digest
+            services.sessions.keep(self._records.directory / "sessions.json", own)
         await self._http.start(build_app(services), self._claim.listeners, tls=self._tls)
         # 5. Start watching; resume exports.
         if (edits := self._edits) is not None:
@@ -209,6 +229,7 @@ class ControlPlane:
             self._lag.saw(time.monotonic() - before_s - TICK_S)
             assert self._jobs is not None
             self._jobs.tick(time.monotonic())
+            self._hand_over_if_over()
             reason = self._why_end(self._jobs)
             if reason is not None:
                 self.ask_to_stop(reason)

@@ -19,7 +19,13 @@ from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.helpers import be_first_victim
 from paramd_service import core_dumps, logs
 from paramd_service.control.base.config import Bootstrap, ControlConfig, read_bootstrap
-from paramd_service.control.base.endpoint import Claim, Whereabouts, end_past
+from paramd_service.control.base.endpoint import (
+    HANDOVER,
+    Claim,
+    Whereabouts,
+    ask_for_ports,
+    end_past,
+)
 from paramd_service.control.base.site import site_dir
 
 if TYPE_CHECKING:
@@ -47,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             formatter.hide(bootstrap.token, bootstrap.private_key.hex())
         if bootstrap is not None and not bootstrap.ended:
             end_past(bootstrap.job)
+            ask_for_ports(bootstrap)
         folder = places.job_dir(config.job) if config.job else site_dir()
         with clock.kept(folder / "control.clock"), closing(Claim(config, bootstrap)) as claim:
             if bootstrap is not None and bootstrap.resumes:
@@ -115,3 +122,4 @@ def _handle_signals(control: ControlPlane) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle, number)
+    loop.add_signal_handler(HANDOVER, control.hand_over)

@@ -5,7 +5,15 @@ import pytest
 from paramd.v1 import common_pb2
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.origin import Origin
-from paramd_service.control.mesh.registry import Registry, Report, State, waited_for, why_end
+from paramd_service.control.mesh.registry import (
+    Membership,
+    Registry,
+    Report,
+    State,
+    may_train,
+    waited_for,
+    why_end,
+)
 from tests.unit.control.reports import join_request, report, view
 
 S = 1_000_000_000
@@ -124,3 +132,16 @@ def test_a_mesh_is_late_only_where_nothing_else_is_wrong() -> None:
     assert view(silent).is_late, "rank 1 has not joined yet"
     assert view(report(0, **STALLED), report(1, **STALLED)).is_late
     assert not view(report(0, **STALLED), report(1, agreement_works=False)).is_late
+
+
+def test_ports_are_left_to_the_next_run_only_once_no_trainer_may_be_alive() -> None:
+    dead = report(0, phase=common_pb2.PHASE_ORPHANED)
+    torn = report(1, phase=common_pb2.PHASE_TORN)
+    assert not may_train(view(dead, torn))
+    assert not may_train(view(dead, report(1, leaving=True)))
+    assert not may_train(view(dead, report(1, connected=False)))
+    assert may_train(view(dead, report(1)))
+    # A sidecar that is silent may have a trainer that is only slow.
+    silent = view(dead, report(1), now_s=150.0)
+    assert silent.ranks[1].membership is Membership.SILENT
+    assert may_train(silent)

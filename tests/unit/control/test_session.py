@@ -150,6 +150,18 @@ def test_an_idle_session_ends_and_the_oldest_makes_place() -> None:
     assert sessions.token_digest(opened[1].cookie, opened[1].key) == "one"
 
 
+def test_a_kept_session_of_the_owner_goes_on_with_the_next_runs_own_token(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.json"
+    first = Sessions()
+    first.keep(path, "run 1's")
+    mine, theirs = first.open("run 1's"), first.open("a viewer's")
+    later = Sessions()
+    later.keep(path, "run 2's")
+    assert later.token_digest(mine.cookie, mine.key) == "run 2's"
+    assert later.token_digest(theirs.cookie, theirs.key) == "a viewer's"
+    assert later.token_digest(mine.cookie, theirs.key) == ""
+
+
 def test_whoever_has_most_sessions_loses_one_when_there_are_too_many() -> None:
     sessions = Sessions(clock=lambda: 0.0)
     admin = sessions.open("admin")
@@ -209,7 +221,7 @@ def test_sessions_outlive_a_process_and_what_was_left_stays_left(tmp_path: Path)
 
     def process() -> Sessions:
         sessions = Sessions(clock=lambda: now_s[0])
-        sessions.keep(path)
+        sessions.keep(path, "")
         return sessions
 
     before = process()

@@ -83,27 +83,39 @@ class Sessions:
     def __init__(self, *, clock: Callable[[], float] = now_s) -> None:
         self._clock = clock
         self._path: Path | None = None
+        self._own_digest = ""
         self._saved_s = -math.inf
         self._open: OrderedDict[bytes, _Session] = OrderedDict()
         self._followers: dict[bytes, set[asyncio.Future[None]]] = {}
         self._codes: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
-    def keep(self, path: Path) -> None:
+    def keep(self, path: Path, own_digest: str) -> None:
         """Resume the sessions of an earlier process, and keep these in the same file: digests
-        alone, which open nothing. An unreadable or unwritable file only costs a sign-in."""
-        self._path = path
+        alone, which open nothing. An unreadable or unwritable file only costs a sign-in.
+
+        The earlier process may be of the job's last run, whose own token was another one: sessions
+        of the owner are of the own token of this run, with `own_digest`, from now on."""
+        self._path, self._own_digest = path, own_digest
         with suppress(OSError, ValueError, TypeError, AttributeError):
-            for name, (key, token, used_s) in parsed_json(
+            for name, (key, token, used_s, is_own) in parsed_json(
                 read_file(path, OWN_FILE), OWN_FILE
             ).items():
-                session = _Session(bytes.fromhex(key), str(token), float(used_s))
+                digest = own_digest if is_own else str(token)
+                session = _Session(bytes.fromhex(key), digest, float(used_s))
                 self._open[bytes.fromhex(name)] = session
 
     def _save(self) -> None:
         self._saved_s = self._clock()
         if self._path is not None:
-            found = self._open.items()
-            told = {n.hex(): (o.key_digest.hex(), o.token_digest, o.used_s) for n, o in found}
+            told = {
+                name.hex(): (
+                    one.key_digest.hex(),
+                    one.token_digest,
+                    one.used_s,
+                    one.token_digest == self._own_digest,
+                )
+                for name, one in self._open.items()
+            }
             with suppress(OSError):
                 replace(self._path, json.dumps(told))
 
@@ -312,6 +324,11 @@ class Tokens:
         if not holds_token(offered) and not self._is_own(offered):
             return None
         return await self.principal_of_digest(loopback.token_digest(offered))
+
+    @property
+    def own_digest(self) -> str:
+        """Digest of the process owner's token."""
+        return self._own_digest
 
     def digest(self, token: str) -> str:
         """Digest that a session keeps instead of its token."""

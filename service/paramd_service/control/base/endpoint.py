@@ -32,6 +32,12 @@ PORTS_TRIED = 100
 DEFAULT_PORT = 8470
 DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 
+HANDOVER = signal.SIGURG
+"""Asks a control plane to leave its ports to the job's next run. Older versions ignore it, as every
+process does by default."""
+HANDOVER_S = 3.0
+"""Seconds for which the next run waits, and a request is valid."""
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -251,14 +257,29 @@ def _same_port(wanted: int, mine: Bootstrap | None) -> int:
 def end_past(job: str, *, timeout_s: float = 5.0) -> None:
     """End the process of this host that shows the job's records, so that its port is free."""
     past = places.past_endpoint(job)
-    if past is None:
-        return
+    if past is not None:
+        _signal(past, signal.SIGTERM, timeout_s)
+
+
+def ask_for_ports(bootstrap: Bootstrap) -> None:
+    """Ask the control plane of the job's last run, if it lives on this host, to leave its ports to
+    this run; return when it has left, or after `HANDOVER_S`. It leaves if no trainer of its run may
+    be alive; see `ControlPlane.hand_over`."""
+    with suppress(NotFoundError, UnreachableError):
+        found = places.read_endpoint(bootstrap.job)
+        here = kernel_of(found.host_id) == kernel_of(places.host_id())
+        if here and not found.via and found.incarnation < bootstrap.incarnation:
+            _signal(found, HANDOVER, HANDOVER_S)
+
+
+def _signal(whom: Endpoint, number: signal.Signals, timeout_s: float) -> None:
+    """Send a signal to a process of this host; wait until it has ended, or the time is over."""
     with suppress(OSError):
-        process = os.pidfd_open(past.pid)
+        process = os.pidfd_open(whom.pid)
         try:
-            # Looked at again: from here on the descriptor names that very process.
-            if places.process_start(past.pid) == past.pid_start:
-                signal.pidfd_send_signal(process, signal.SIGTERM)
+            # Checked after opening: from here on the descriptor names that very process.
+            if places.process_start(whom.pid) == whom.pid_start:
+                signal.pidfd_send_signal(process, number)
                 poll = select.poll()
                 poll.register(process, select.POLLIN)
                 poll.poll(timeout_s * 1000)

@@ -284,13 +284,17 @@ def trains(view: MeshView) -> bool:
 
 def alive_count(view: MeshView) -> int:
     """Count the ranks whose trainer is known to be alive."""
-    ended = (common_pb2.PHASE_WAITING, common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN)
-    return sum(
-        rank.membership is Membership.JOINED
-        and rank.report is not None
-        and rank.report.state.phase not in ended
-        for rank in view.ranks
-    )
+    return sum(_lives(rank) and rank.membership is Membership.JOINED for rank in view.ranks)
+
+
+def may_train(view: MeshView) -> bool:
+    """Whether any rank's trainer may be alive: also one whose sidecar is silent."""
+    return any(_lives(rank) and rank.connected for rank in view.ranks)
+
+
+def _lives(rank: RankView) -> bool:
+    """Whether the rank's trainer was alive at its last report."""
+    return rank.report is not None and rank.report.state.phase not in _WITHOUT_TRAINER
 
 
 def ended_s_of(rank: RankView) -> float:
@@ -347,6 +351,7 @@ def _death(rank: RankView, now_s: float) -> Death | None:
 
 
 _DIED = (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN)
+_WITHOUT_TRAINER = (common_pb2.PHASE_WAITING, *_DIED)
 
 
 def _rank_view(

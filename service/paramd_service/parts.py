@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 Part = TypeVar("Part")
 
 SIDECAR: Final = (
+    "paramd_service.resume.sidecar:Resume",
     "paramd_service.insight.sidecar:Insight",
     "paramd_service.hosts.sidecar:Hosts",
     "paramd_service.statistics.sidecar:Statistics",

@@ -28,7 +28,6 @@ from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.parts import SidecarPart
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.control_link import Joining
-from paramd_service.sidecar.rpc.copies import Sending
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
 from paramd_service.sidecar.shortage import Shortage
@@ -168,8 +167,6 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         unix.start()
         joining = Joining(rank, address=server.address)
         joining.start()
-        sending = Sending(rank)
-        sending.start()
         rank.room.open()
         rank.parts.started()
         giving_back = [
@@ -186,16 +183,14 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
             await stopped(task)
         # Only now: whoever is ended instead leaves its figures, which its successor reads.
         rank.room.close()
-        await _drain(rank, server, unix, joining, sending)
+        await _drain(rank, server, unix, joining)
     finally:
         unix.stop_listening()
         memory_thread.shutdown()
         stats_thread.shutdown(cancel_futures=True)
 
 
-async def _drain(
-    rank: RankSidecar, server: GrpcServer, unix: UnixServer, joining: Joining, sending: Sending
-) -> None:
+async def _drain(rank: RankSidecar, server: GrpcServer, unix: UnixServer, joining: Joining) -> None:
     """Drain in numbered steps. A second signal ends the process at once."""
     log = rank.log
     log("drain", step=1, doing="health says NOT_SERVING")
@@ -203,7 +198,7 @@ async def _drain(
     log("drain", step=2, doing="no new trainers or clients on the socket")
     unix.stop_listening()
     await joining.stop()
-    await sending.stop()
+    await rank.parts.stopping()
     log("drain", step=3, doing=f"running calls may end within {rank.config.grace_s} s")
     await server.stop(rank.config.grace_s)
     log("drain", step=4, doing="snapshots are released")

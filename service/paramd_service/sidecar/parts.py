@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
-from paramd.errors import ConflictError, UnreachableError
+from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.memory.left import Purpose
 from paramd.security.tickets import Claims
@@ -26,10 +26,11 @@ from paramd_service.sidecar.calls import CallTable
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.edits.manager import Edits
 from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.kept_states import KeptStates
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.metrics import Row
 from paramd_service.sidecar.orders import fenced
-from paramd_service.sidecar.owner import AttachedMemory, Exit, Mesh, Ownership
+from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, Exit, Mesh, Ownership
 from paramd_service.sidecar.phase import Work
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
@@ -93,6 +94,8 @@ class SidecarHost:
         self.end: tuple[float, Exit | None] | None = None
         """When the trainer's process ended (monotonic clock), and how; None if unknown."""
         self.parts = Parts(())
+        self.attaching = asyncio.Lock()
+        """Held while a trainer takes the sidecar over."""
         self._pins: Pins | None = None
         self._edits: Edits | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -172,6 +175,17 @@ class SidecarHost:
         """Job, rank and incarnation, for the Unix socket; gRPC responses have a header."""
         return {"job": self.config.job, "incarnation": self.incarnation, "rank": self.config.rank}
 
+    def check_predecessor(self, rank: object, job: object) -> None:
+        """Raise UsageError unless a trainer that asks is of this rank and job."""
+        if (rank, job) != (self.config.rank, self.config.job):
+            raise UsageError(
+                f"this sidecar serves rank {self.config.rank} of job {self.config.job!r}, not "
+                f"rank {rank} of job {job!r}"
+            )
+
+    async def trainer_gone(self) -> None:
+        """Wait briefly for a trainer that is just ending."""
+
     def follow_control(self, generation: int) -> None:
         """Accept a control plane's generation; raise ConflictError if a later one has fenced it."""
         if generation < self.control_generation:
@@ -241,6 +255,14 @@ Those left in the list, or added to it, are closed once the message has been ser
 """
 
 
+def whole_number(message: Mapping[str, Any], name: str) -> int:
+    """A field of a message to the Unix socket. Raises UsageError: it is no whole number."""
+    value = message.get(name)
+    if type(value) is not int:
+        raise UsageError(f"{message['op']}: {name} is {value!r}; expected a whole number")
+    return value
+
+
 class SidecarPart:
     """A subject in a sidecar. Event loop only, unless a method says otherwise.
 
@@ -266,8 +288,23 @@ class SidecarPart:
     def started(self) -> None:
         """The servers listen; there is no trainer yet."""
 
+    def attaching(self, request: AttachRequest, *, reached: int, refreshed: bool) -> None:
+        """A trainer attaches; that of before has left its memory. Raises nothing.
+
+        `reached`: the step at which that one was. `refreshed`: whether it lives on, and attaches
+        its parameters anew.
+        """
+
+    def copying(self, memory: AttachedMemory) -> Callable[[], None] | None:
+        """What the copying thread calls whenever the trainer has announced something; None:
+        nothing. The next update may overtake it: the sequence word proves what it has copied."""
+        return None
+
     async def attached(self, memory: AttachedMemory) -> None:
         """A trainer has attached, and its snapshots can be pinned. Raises nothing."""
+
+    def meshed(self, mesh: Mesh) -> None:
+        """The trainers have agreed on their mesh: from now on everything is served."""
 
     def trainer_ended(self, how: Ownership) -> None:
         """The trainer's process has ended; its memory is still mapped."""
@@ -283,6 +320,17 @@ class SidecarPart:
         """Its metrics."""
         return ()
 
+    def kept_states(self) -> KeptStates | None:
+        """The states that it keeps beside the present one; None: it keeps none."""
+        return None
+
+    def keeps_for_restarts(self) -> bool:
+        """Whether it keeps states from which a killed trainer would resume."""
+        return False
+
+    def shrink(self, count: int, *, reason: str) -> None:
+        """Keep at most so many states of each rank, as memory is short or not any more."""
+
     def idle_bytes(self) -> int:
         """Bytes that `take_idle` would take."""
         return 0
@@ -292,11 +340,17 @@ class SidecarPart:
         thread."""
         return []
 
+    async def stopping(self) -> None:
+        """The sidecar drains: begin nothing new. Running calls are served on."""
+
     async def released(self) -> None:
         """Stop using the trainer's memory, which is unmapped next. Idempotent."""
 
     async def closed(self) -> None:
         """The sidecar ends."""
+
+
+_NO_STATES = KeptStates()
 
 
 class Parts:
@@ -320,6 +374,39 @@ class Parts:
         """As `SidecarPart.started`, of all; so are the others."""
         for part in self:
             part.started()
+
+    def attaching(self, request: AttachRequest, *, reached: int, refreshed: bool) -> None:
+        for part in self:
+            part.attaching(request, reached=reached, refreshed=refreshed)
+
+    def copying(self, memory: AttachedMemory) -> Callable[[], None]:
+        of_parts = [part.copying(memory) for part in self]
+        wanted = [copy for copy in of_parts if copy is not None]
+
+        def copy_all() -> None:
+            for copy in wanted:
+                copy()
+
+        return copy_all
+
+    def meshed(self, mesh: Mesh) -> None:
+        for part in self:
+            part.meshed(mesh)
+
+    def kept_states(self) -> KeptStates:
+        found = (part.kept_states() for part in self)
+        return next((states for states in found if states is not None), _NO_STATES)
+
+    def keeps_for_restarts(self) -> bool:
+        return any(part.keeps_for_restarts() for part in self)
+
+    def shrink(self, count: int, *, reason: str) -> None:
+        for part in self:
+            part.shrink(count, reason=reason)
+
+    async def stopping(self) -> None:
+        for part in self:
+            await part.stopping()
 
     async def attached(self, memory: AttachedMemory) -> None:
         for part in self:

@@ -29,9 +29,9 @@ from paramd_service.sidecar.copying.copier import Copier
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import Gradients, rolled_back
+from paramd_service.sidecar.kept_states import StandingLabel
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
 from paramd_service.sidecar.snapshots.moments import Moments, is_moments, is_table
-from paramd_service.sidecar.snapshots.standing import StandingLabel
 from paramd_service.sidecar.snapshots.store import (
     BlockMaker,
     Fill,

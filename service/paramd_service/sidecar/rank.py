@@ -16,13 +16,12 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paramd import clock, places
-from paramd.errors import ConflictError, ExhaustedError, ParamdError, UnreachableError, UsageError
+from paramd.errors import ConflictError, ExhaustedError, ParamdError, UnreachableError
 from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.descriptors import same_object
-from paramd.memory.left import Purpose
 from paramd.security.tickets import CLOCK_SKEW_S, OF_RANKS, Claims, Role, Verifier
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copying.capture import Capture
@@ -48,15 +47,6 @@ from paramd_service.sidecar.owner import (
 )
 from paramd_service.sidecar.parts import Parts, SidecarHost, SidecarPart
 from paramd_service.sidecar.pins import Pins
-from paramd_service.sidecar.snapshots.marks import Marks, beside_bytes
-from paramd_service.sidecar.snapshots.offer import (
-    Copies,
-    copies_message,
-    offer_of,
-    offer_of_snapshots,
-    opened_standing,
-)
-from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
 
 if TYPE_CHECKING:
@@ -64,16 +54,10 @@ if TYPE_CHECKING:
 
 _PROGRAM_BYTES = 4 << 20
 
-REFRESHED = (
-    "it ended with its run, when the training attached its parameters anew (attachment.refresh)"
-)
-
 CLOSE_S = 5.0
 """Closing an attachment takes milliseconds; after this long, the log says what it waits for."""
 ENDING_S = 1.0
 """How long an offer waits for a trainer that is just ending."""
-DIGEST_S = 5.0
-"""How long an offer waits for the digests of what the trainer left, before it goes without."""
 CLIENT_NS = 10_000_000_000
 """How long a caller counts as a client that may soon ask for a boundary."""
 
@@ -94,7 +78,7 @@ def make_pins(rank: RankSidecar, attached: AttachedMemory) -> Pins:
         digest=lambda: sample_digest(attached.page, attached.host_bytes),
         move=attached.move,
         stopped=lambda: process_state(attached.trainer_pid) == "T",
-        serve_standing=rank.standing.serving(attached, lambda: rank.layout_digest),
+        serve_standing=rank.parts.copying(attached),
     )
     copier = Copier(capture, attached.shared.wake, rank.log)
     pins = Pins(
@@ -132,8 +116,7 @@ def make_edits(rank: RankSidecar, attached: AttachedMemory) -> Edits:
             expiry_s=config.edit_expiry_s,
         ),
         layout=lambda: rank.ready_mesh().layout,
-        found=rank.marks.found,
-        beside_bytes=lambda: beside_bytes(attached),
+        kept_states=rank.parts.kept_states,
     )
     return Edits(memory, scope, rank.faults)
 
@@ -160,30 +143,10 @@ class RankSidecar(SidecarHost):
             faults=faults,
             log=log,
         )
-        self.standing = Standing(
-            blocks.within(self.room, Purpose.STANDING),
-            self.log,
-            budget_bytes=config.standing_budget_bytes,
-            allowed=self.room.standing_count,
-            at_point=faults.at,
-        )
-        self.copies = Copies(
-            blocks.within(self.room, Purpose.COPY),
-            executor,
-            budget_bytes=self._copies_budget_bytes,
-            allowed=self.room.copies_count,
-        )
-        """Standing snapshots of other ranks."""
-        self.marks = Marks(
-            blocks.within(self.room, Purpose.MARK),
-            self.standing,
-            budget_bytes=config.marks_budget_bytes,
-        )
         self._verifier: Verifier | None = None
         self._orders: Orders | None = None
         self._ended = asyncio.Event()
         self._ending_on_device: asyncio.Task[None] | None = None
-        self._attaching = asyncio.Lock()
         self._linger_timer: asyncio.TimerHandle | None = None
         self._starter_gone = False
         self._had_trainer = False
@@ -290,7 +253,7 @@ class RankSidecar(SidecarHost):
         """Leave if the trainer that started this sidecar ended before any had attached."""
         self._starter_gone = True
         # An attach in progress calls `wait_for_trainer` itself if it fails.
-        if not self._had_trainer and not self._attaching.locked():
+        if not self._had_trainer and not self.attaching.locked():
             self.wait_for_trainer()
 
     async def attach(
@@ -302,7 +265,7 @@ class RankSidecar(SidecarHost):
         owner.py.
         """
         await self._device_looked_at()
-        async with self._attaching:
+        async with self.attaching:
             try:
                 self._check_attach(request, handed_back)
             except BaseException:
@@ -318,10 +281,8 @@ class RankSidecar(SidecarHost):
                 # For example, the trainer died. What the earlier one left stays, or its snapshots.
                 self.wait_for_trainer()
                 raise
-            self.standing.rebase(*request.continues, reached=reached)
-            self.copies.rebase(*request.continues)
-            if former is not None and former.incarnation < request.incarnation:
-                self.marks.end(REFRESHED)
+            refreshed = former is not None and former.incarnation < request.incarnation
+            self.parts.attaching(request, reached=reached, refreshed=refreshed)
             self._had_trainer = True
             self._own(attached)
             await self._start_edits(attached)
@@ -367,47 +328,6 @@ class RankSidecar(SidecarHost):
         await self._drop_attached()
         return await make()
 
-    async def offer(self, rank: object, job: object) -> tuple[dict[str, Any], list[int]]:
-        """What this sidecar has for a restarted trainer; the caller closes the descriptors.
-
-        Waits briefly for a trainer that is just ending, and for digests of what it left. Raises
-        UsageError: it serves another rank or job.
-        """
-        self._check_predecessor(rank, job)
-        await self._ending()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DIGEST_S):
-                await asyncio.wrap_future(self.standing.digested())
-        async with self._attaching:
-            if self.attached is None:
-                return offer_of_snapshots(self.ownership, self.standing)
-            return offer_of(self.attached, self.ownership, self.layout_digest, self.standing)
-
-    async def offer_copies(self, rank: object, job: object) -> dict[str, Any]:
-        """The standing snapshots here: copies of other ranks' and this rank's own.
-
-        Waits briefly for a trainer that is just ending. Raises UsageError: it serves another rank
-        or job.
-        """
-        self._check_predecessor(rank, job)
-        await self._ending()
-        attached = self.attached
-        return {
-            "op": "copies",
-            "ownership": self.ownership.name,
-            "pid": attached.request.pid if attached is not None else 0,
-            "incarnation": self.incarnation,
-            "step": self.step,
-            "copies": copies_message(self.config.rank, self.standing, self.copies),
-        }
-
-    def open_copy(self, rank: object, job: object, of: int, lineage: int, step: int) -> int:
-        """A new read-only descriptor of one of them. Raises UsageError, NotFoundError."""
-        self._check_predecessor(rank, job)
-        if of != self.config.rank:
-            return self.copies.opened(of, lineage, step)
-        return opened_standing(self.standing, lineage, step)
-
     async def _device_looked_at(self) -> None:
         """Wait for the check of how an ended trainer left its device, if one is running.
 
@@ -416,27 +336,12 @@ class RankSidecar(SidecarHost):
         if self._ending_on_device is not None:
             await asyncio.wait([self._ending_on_device])
 
-    async def _ending(self) -> None:
+    async def trainer_gone(self) -> None:
         await self._device_looked_at()
         if self.ownership is Ownership.OWNED:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ENDING_S):
                     await self._ended.wait()
-
-    def _check_predecessor(self, rank: object, job: object) -> None:
-        if (rank, job) != (self.config.rank, self.config.job):
-            raise UsageError(
-                f"this sidecar serves rank {self.config.rank} of job {self.config.job!r}, not "
-                f"rank {rank} of job {job!r}"
-            )
-
-    def _copies_budget_bytes(self) -> int | None:
-        """What this rank's own standing snapshots leave of the budget, and of memory."""
-        budget = self.config.standing_budget_bytes
-        room_bytes = self.copies.size_bytes + max(self.room.reachable().spare_bytes, 0)
-        if budget is None:
-            return room_bytes
-        return min(max(budget - self.standing.wanted_bytes, 0), room_bytes)
 
     @property
     def idle_bytes(self) -> int:
@@ -452,25 +357,11 @@ class RankSidecar(SidecarHost):
         freeing += self._edits.memory.take_idle() if self._edits is not None else []
         return freeing + self.parts.take_idle()
 
-    async def stands(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for a standing snapshot of the current history."""
-        attached, until_s = self.attached, time.monotonic() + timeout_s
-        while attached is not None and attached is self.attached and self.trainer_lives:
-            lineage, held = attached.page[Word.LINEAGE], attached.page[Word.HELD]
-            known = any(label.lineage == lineage for label, _ in self.standing.labels())
-            # Nothing is copied once training continues, nor without memory for it.
-            if known or not held or not self.standing.labels() or time.monotonic() > until_s:
-                return
-            await asyncio.sleep(0.01)
-
     def set_mesh(self, mesh: Mesh) -> None:
         """Set the mesh that the trainers agreed on; from now on everything is served."""
         self.mesh = mesh
         self.layout_digest = mesh.layout_digest
-        # This trainer has reported what was lost before it; a later one reports only new losses.
-        self.standing.reached = 0
-        own = self.config.rank
-        self.copies.keep_only([rank for rank, buddy in enumerate(mesh.buddies) if buddy == own])
+        self.parts.meshed(mesh)
         self.log("serving", incarnation=self.incarnation, layout_digest=mesh.layout_digest)
         self._changed()
 
@@ -486,7 +377,7 @@ class RankSidecar(SidecarHost):
     def leave(self) -> None:
         """Leave on the user's request instead of lingering. Idempotent. Raises ConflictError if a
         trainer is attached or expected."""
-        if self.ownership is Ownership.OWNED or self._attaching.locked():
+        if self.ownership is Ownership.OWNED or self.attaching.locked():
             raise ConflictError(
                 "its trainer is alive; stop the training first, nothing here ends it"
             )
@@ -503,9 +394,6 @@ class RankSidecar(SidecarHost):
         """End snapshots and the attachment. Call it after the servers have stopped."""
         self._stop_waiting()
         await self._drop_attached()
-        self.standing.close()
-        self.copies.keep_only(())
-        self.marks.close()
         await self.parts.closed()
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -563,8 +451,6 @@ class RankSidecar(SidecarHost):
         assert self.attached is not None
         assert self._pins is not None
         self.ownership = ownership
-        if self.ownership is Ownership.ORPHANED and self.attached.page[Word.LINEAGE]:
-            self.standing.trainer_ended(self.attached)
         self._ended.set()
         self._pins.trainer_ended(self.ownership)
         if self._edits is not None:

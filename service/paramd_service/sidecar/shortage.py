@@ -93,9 +93,8 @@ class Shortage:
         room.show_idle(rank.idle_bytes)
         count = room.decide()
         # Without a trainer nothing grows here, and its states may be all that is left of it.
-        if count is not None and rank.trainer_lives and rank.standing.wanted_bytes:
-            rank.standing.shrink(count, rank.attached, reason=spare.text)
-            rank.copies.shrink(count)
+        if count is not None and rank.trainer_lives and rank.parts.keeps_for_restarts():
+            rank.parts.shrink(count, reason=spare.text)
         rank.shortage = self._text(spare, count)
         return min(max(spare.spare_bytes / GROWTH_BYTES_S, LOOK_LEAST_S), LOOK_MOST_S)
 
@@ -140,7 +139,7 @@ class Shortage:
         rank, parts = self._rank, []
         if rank.room.predecessor_killed and time.monotonic() - self._began_s < TOLD_S:
             parts.append("the kernel ended its last sidecar because memory had run out")
-        wanted = rank.standing.wanted_bytes > 0 and rank.trainer_lives
+        wanted = rank.trainer_lives and rank.parts.keeps_for_restarts()
         if wanted and count is not None and count < MOST_STANDING:
             parts.append(f"memory is short: {count} of {MOST_STANDING} standing snapshots are kept")
         elif spare.short:

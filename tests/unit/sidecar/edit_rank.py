@@ -1,13 +1,12 @@
 """One rank with edits and without servers: memory, page, and a trainer that applies."""
 
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 
 import torch
 
-from paramd.errors import NotFoundError
 from paramd.layout.codec import encode_layout
 from paramd.layout.edits.plan import plan_edit
 from paramd.layout.types import Layout
@@ -23,13 +22,7 @@ from paramd_service.sidecar.edits.manager import Edits, Scope
 from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.edits.receive import Fill, copy_of
 from paramd_service.sidecar.faults import Faults
-from paramd_service.sidecar.snapshots.marks import Found
-
-
-@contextmanager
-def no_states(_name: str, step: int, _lineage: int, _edits: int) -> Iterator[Found]:
-    raise NotFoundError(f"there is no state of step {step}")
-    yield
+from paramd_service.sidecar.kept_states import KeptStates
 
 
 class Rank:
@@ -68,8 +61,7 @@ class Rank:
                     expiry_s=expiry_s,
                 ),
                 layout=encode_layout(self.layout).SerializeToString,
-                found=no_states,
-                beside_bytes=lambda: 0,
+                kept_states=KeptStates,
             )
             edits = Edits(memory, scope, Faults())
             try:

@@ -10,8 +10,8 @@ import pytest
 
 from paramd.errors import DataLossError, ExhaustedError
 from paramd.memory.continuation import digest_of
-from paramd_service.sidecar.snapshots.offer import Copies
-from paramd_service.sidecar.snapshots.standing import StandingLabel
+from paramd_service.resume.offer import Copies
+from paramd_service.sidecar.kept_states import StandingLabel
 from paramd_service.sidecar.snapshots.store import BlockMaker
 
 SIZE, PART = 20_000, 7_000

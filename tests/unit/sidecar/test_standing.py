@@ -17,13 +17,14 @@ from paramd.memory.control_page import Word, step_of
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.optimizer_state import TABLE_BYTES, parse_table, table_text
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.resume import offer
+from paramd_service.resume.marks import Marks
+from paramd_service.resume.offer import offer_of
+from paramd_service.resume.standing import Standing
+from paramd_service.sidecar.kept_states import Found
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import Ownership
-from paramd_service.sidecar.snapshots import offer
-from paramd_service.sidecar.snapshots.marks import Found, Marks
 from paramd_service.sidecar.snapshots.moments import Moments, table_key
-from paramd_service.sidecar.snapshots.offer import offer_of
-from paramd_service.sidecar.snapshots.standing import Standing
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker, Snapshot
 from tests.longer import wait_until as settled
 from tests.unit.sidecar.test_device_state import attached_to

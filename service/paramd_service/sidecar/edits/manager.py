@@ -44,6 +44,7 @@ from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.edits.receive import DataRange, Intake, NonfiniteError, Part
 from paramd_service.sidecar.edits.table import EditBook, UndoBook
 from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.kept_states import KeptStates
 from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.ranges import Range
 
@@ -60,10 +61,8 @@ class Scope:
     limits: EditLimits
     layout: Callable[[], bytes]
     """Returns the serialized layout; raises UnreachableError while there is none."""
-    found: notes.Finder
-    """Finds the states that a rollback can return to."""
-    beside_bytes: Callable[[], int]
-    """Size of the present record and its table."""
+    kept_states: Callable[[], KeptStates]
+    """The states that a rollback can return to."""
 
 
 class RankLayout:
@@ -173,9 +172,9 @@ class Opener:
         entry.intake = Intake(memoryview(b""), 0, [], op_count=0, allow_nonfinite=True)
 
     async def _open_rollback(self, entry: Entry) -> None:
-        wanted, scope = entry.manifest.rollback, self._scope
-        with scope.found(wanted.mark, wanted.step, wanted.lineage, wanted.edits) as found:
-            sizes = notes.StateSizes.of(found.label, scope.page, scope.beside_bytes())
+        wanted, kept = entry.manifest.rollback, self._scope.kept_states()
+        with kept.found(wanted.mark, wanted.step, wanted.lineage, wanted.edits) as found:
+            sizes = notes.StateSizes.of(found.label, self._scope.page, kept.beside_bytes())
             body = notes.rollback_body(sizes)
             entry.body = body = notes.placed(body, *await self.reserve(body.size_bytes))
             await self.on_thread(

@@ -11,10 +11,8 @@ applied one is kept for its undo, beside the undo budget.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.control_page import NEVER_REWINDABLE, ControlPage, Word
@@ -32,8 +30,7 @@ from paramd_service.sidecar.edits.entry import Body
 from paramd_service.sidecar.owner import check_keeps_states
 
 if TYPE_CHECKING:
-    from paramd_service.sidecar.snapshots.marks import Found
-    from paramd_service.sidecar.snapshots.standing import StandingLabel
+    from paramd_service.sidecar.kept_states import Found, StandingLabel
 
 VALUES_BYTES = 8 << 10
 """Room for the values of hyper-parameters, old or new."""
@@ -50,10 +47,6 @@ COPIED = (
     "this training keeps copies of its standing snapshots on another host (replicas=1), in the "
     "order of its steps, which a rollback would break; only one without replicas can be put back"
 )
-
-
-Finder: TypeAlias = "Callable[[str, int, int, int], AbstractContextManager[Found]]"
-"""Finds a kept state by mark, step, lineage and edits (snapshots/marks.py)."""
 
 
 def has_note(manifest: pb.EditManifest) -> bool:

@@ -1,7 +1,4 @@
-"""Edit calls: staging, progress, preview and dropping.
-
-MakeMark, DropMark and ListKeptStates: the states that this rank can return to.
-"""
+"""Edit calls: staging, progress, preview and dropping."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -16,16 +13,12 @@ from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk, parse_chunk
 from paramd_service.admission import check_parts
-from paramd_service.aio import uncancelled
 from paramd_service.sidecar.calls import Call, CallTable, whole_if_ordered
 from paramd_service.sidecar.edits.entry import Entry, Phase
 from paramd_service.sidecar.edits.receive import copy_of
-from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.ranges import Range, Ranges, place_in
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
-from paramd_service.sidecar.snapshots.marks import Mark
-from paramd_service.sidecar.snapshots.standing import StandingLabel
 from paramd_service.sidecar.snapshots.store import Key
 
 STANDING_S = 2.0
@@ -121,9 +114,6 @@ def calls(rank: RankSidecar) -> CallTable:
         "GetEdit": Call(unary=partial(_get, rank)),
         "PreviewEdit": Call(unary=partial(_preview, rank), heavy=True),
         "DropEdit": Call(unary=partial(_drop, rank)),
-        "MakeMark": Call(unary=partial(_make_mark, rank), heavy=True),
-        "DropMark": Call(unary=partial(_drop_mark, rank)),
-        "ListKeptStates": Call(unary=partial(_kept_states, rank)),
     }
 
 
@@ -152,7 +142,7 @@ async def _get(rank: RankSidecar, request: pb.GetEditRequest, timeout_s: float) 
     entry = rank.edits.get(request.edit_id)
     if entry.is_rollback and entry.phase is Phase.APPLIED:
         # The control plane lets training continue after this answer.
-        await rank.stands(min(STANDING_S, timeout_s / 2))
+        await rank.parts.kept_states().stands(min(STANDING_S, timeout_s / 2))
     return pb.GetEditResponse(header=_header(rank, entry), progress=entry.progress())
 
 
@@ -184,54 +174,3 @@ def _part(message: bytes) -> pb.StageEditRequest | Chunk:
     if request.data:
         raise UsageError("data: the first message has only the manifest; data follows it")
     return request
-
-
-async def _make_mark(rank: RankSidecar, request: pb.MakeMarkRequest, timeout_s: float) -> Message:
-    marks = rank.marks
-    rank.follow_control(request.generation)
-    async with asyncio.timeout(timeout_s), rank.using_memory:
-        attached = rank.attached
-        if attached is None or rank.ownership is not Ownership.OWNED:
-            raise ConflictError(f"no restore point can be made: {rank.ownership.value}")
-        if request.fill:
-            work = asyncio.to_thread(marks.fill, request.mark, attached, rank.layout_digest)
-        else:
-            work = asyncio.to_thread(marks.reserve, request.mark, request.by, attached)
-        # The thread uses the memory until it ends, even if the caller has left.
-        mark = await uncancelled(work)
-    if request.fill:
-        rank.faults.at("mark-made")
-    header = messages.header(rank, mark.label.step if mark.label is not None else None)
-    return pb.MakeMarkResponse(header=header, state=_state_of(mark))
-
-
-async def _drop_mark(rank: RankSidecar, request: pb.DropMarkRequest, timeout_s: float) -> Message:
-    rank.follow_control(request.generation)
-    async with asyncio.timeout(timeout_s), rank.using_memory:  # not while it is made
-        dropped = rank.marks.drop(request.mark)
-    return pb.DropMarkResponse(header=messages.header(rank), dropped=dropped)
-
-
-async def _kept_states(
-    rank: RankSidecar, _request: pb.ListKeptStatesRequest, _timeout_s: float
-) -> Message:
-    answer = pb.ListKeptStatesResponse(header=messages.header(rank))
-    answer.states.extend(_state_of(mark) for mark in rank.marks.all())
-    answer.states.extend(_standing(label) for label, _ in rank.standing.labels())
-    return answer
-
-
-def _state_of(mark: Mark) -> pb.KeptState:
-    state = _standing(mark.label) if mark.label is not None else pb.KeptState(step=-1)
-    state.mark, state.by, state.made_s = mark.name, mark.by, mark.made_s
-    return state
-
-
-def _standing(label: StandingLabel) -> pb.KeptState:
-    return pb.KeptState(
-        step=label.step,
-        lineage=label.lineage,
-        edits=label.edits,
-        size_bytes=label.size_bytes,
-        whole=bool(label.digest),
-    )

@@ -128,7 +128,7 @@ async def _pin(rank: RankSidecar, request: pb.PinSnapshotRequest, timeout_s: flo
     if (moments and not request.state_key) or request.source == pb.SOURCE_EXTRA_STATE:
         key = table_key(request.incarnation, request.source)
     if request.mark:
-        read = partial(rank.marks.read, request.mark, request.layout_digest, spans)
+        read = partial(rank.parts.kept_states().read, request.mark, request.layout_digest, spans)
         return _answer(rank, await pins.pin_mark(key, read, lease_s=lease_s), lease_s)
     if request.at_boundary:
         with_buffers = request.with_buffers and not moments

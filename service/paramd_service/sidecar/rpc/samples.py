@@ -6,7 +6,6 @@ import os
 import resource
 import time
 
-from paramd.memory.control_page import Word
 from paramd.memory.device_arena import DeviceReader
 from paramd.state_files import resident_bytes
 from paramd_service.sidecar.metrics import Row, render
@@ -31,7 +30,6 @@ def _rank_samples(rank: RankSidecar) -> list[Row]:
     stands = {one.cause: one for one in state.stands}
     stood_s = {cause: one.total_ns / _NS for cause, one in stands.items()}
     longest_s = {cause: one.max_ns / _NS for cause, one in stands.items()}
-    copied = rank.attached.page[Word.COPIED] if rank.attached is not None else 0
     budget_bytes = rank.budget_bytes(state.arena_bytes) if rank.has_pins else 0
     return [
         ("incarnation", "Run of the job, 0 before attach", rank.incarnation),
@@ -58,8 +56,6 @@ def _rank_samples(rank: RankSidecar) -> list[Row]:
         ("snapshot_budget_bytes", "Most that snapshots may hold", budget_bytes),
         ("agreement_works", "1 while agreeing", state.agreement_works),
         ("refused_calls_total", "Calls without a ticket that permits them", rank.refusals.count),
-        ("copied_step", "Of the last standing snapshot whole on another host, 0 if none", copied),
-        ("copies_bytes", "Memory of other ranks' standing snapshots", rank.copies.size_bytes),
         *_edit_samples(rank),
         *_tls_samples(rank),
         *_process_samples(),

@@ -30,7 +30,7 @@ from paramd_service.sidecar.owner import (
     parse_attach,
     parse_mesh,
 )
-from paramd_service.sidecar.parts import Closing, Kept, Op, Peer
+from paramd_service.sidecar.parts import Closing, Kept, Op, Peer, whole_number
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.streams import accepted_now
 from paramd_service.sidecar.snapshots.store import Snapshot
@@ -50,13 +50,6 @@ def _read_only(descriptor: int) -> Iterator[int]:
         yield readable
     finally:
         os.close(readable)
-
-
-def _whole(message: dict[str, Any], name: str) -> int:
-    value = message.get(name)
-    if type(value) is not int:
-        raise UsageError(f"{message['op']}: {name} is {value!r}; expected a whole number")
-    return value
 
 
 class UnixServer:
@@ -143,9 +136,6 @@ class _Connection(Peer):
         self._kept: dict[type[Closing], Closing] = {}
         self._own_ops: dict[str, _OwnOp] = {
             "introduce": self._introduce,
-            "offer": self._offer,
-            "copies": self._copies,
-            "copy": self._copy,
             "attach": self._attach,
             "mesh": self._mesh,
             "state": self._state,
@@ -251,22 +241,6 @@ class _Connection(Peer):
         }
         handover.send(self._socket, answer, attached.shared.as_list())
 
-    async def _offer(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        # As with attach, the kernel vouches for the user; a living trainer's memory is not given.
-        offer, found = await self._rank.offer(message.get("rank"), message.get("job"))
-        descriptors += found  # closed once this message is served
-        handover.send(self._socket, offer, found)
-
-    async def _copies(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        answer = await self._rank.offer_copies(message.get("rank"), message.get("job"))
-        handover.send(self._socket, answer)
-
-    async def _copy(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        wanted = (_whole(message, name) for name in ("of", "lineage", "step"))
-        found = self._rank.open_copy(message.get("rank"), message.get("job"), *wanted)
-        descriptors.append(found)  # closed once this message is served
-        handover.send(self._socket, {"op": "copy"}, [found])
-
     def _check_pid(self, request: AttachRequest) -> None:
         # 0: the kernel cannot name the peer in this pid namespace.
         if not self._peer_pid and self._elsewhere is None:
@@ -289,7 +263,10 @@ class _Connection(Peer):
 
     async def _state(self, message: dict[str, Any], descriptors: list[int]) -> None:
         """Allocate device memory for more of the optimizer's state."""
-        known_count, size_bytes = _whole(message, "known"), _whole(message, "size_bytes")
+        known_count, size_bytes = (
+            whole_number(message, "known"),
+            whole_number(message, "size_bytes"),
+        )
         async with self._rank.using_memory:
             self.check_owner("state")
             attached = self._rank.attached
@@ -374,7 +351,7 @@ class _Connection(Peer):
         """Page and arena, for a reader that proves its copies by the page (memory/gate.py)."""
         check_role(self.caller(message), READERS)
         rank = self._rank
-        rank.check_plan(_whole(message, "incarnation"), str(message.get("layout_digest", "")))
+        rank.check_plan(whole_number(message, "incarnation"), str(message.get("layout_digest", "")))
         attached = rank.attached
         assert attached is not None
         if rank.ownership not in (Ownership.OWNED, Ownership.ORPHANED):

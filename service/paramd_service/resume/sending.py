@@ -1,7 +1,7 @@
 """Standing snapshots copied to another host: those sent there, and those received from others.
 
 With replicas, each rank has a buddy: a rank on another host whose sidecar keeps copies of its
-standing snapshots (snapshots/offer.py). `Sending` sends it the newest whole one in parts, never
+standing snapshots (offer.py). `Sending` sends it the newest whole one in parts, never
 faster than the configured rate. Sending holds the snapshot's buffer; the trainer never waits for
 it. A part names its offset, so a sender continues where the receiver says, even after either was
 interrupted.
@@ -31,11 +31,13 @@ from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES
 from paramd_service.aio import post, stopped
-from paramd_service.sidecar.calls import CALLER, Call, CallTable
+from paramd_service.resume.offer import Copies
+from paramd_service.resume.standing import Standing
+from paramd_service.sidecar.calls import CALLER
+from paramd_service.sidecar.kept_states import StandingLabel
 from paramd_service.sidecar.owner import Mesh
-from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.parts import SidecarHost
 from paramd_service.sidecar.rpc import messages
-from paramd_service.sidecar.snapshots.standing import StandingLabel
 
 if TYPE_CHECKING:
     from paramd_service.sidecar.snapshots.store import Block
@@ -49,13 +51,11 @@ MAX_RESTARTS = 3
 """How often a receiver may lose the parts it had."""
 
 
-def calls(rank: RankSidecar) -> CallTable:
-    return {"PutCopy": Call(unary=partial(_put, rank), heavy=True)}
-
-
-async def _put(
-    rank: RankSidecar, request: pb.PutCopyRequest, _timeout_s: float
+async def put(
+    rank: SidecarHost, copies: Copies, request: pb.PutCopyRequest, _timeout_s: float
 ) -> pb.PutCopyResponse:
+    """Take a part of another rank's standing snapshot. Raises DeniedError: it is not this rank's to
+    keep. UsageError, ConflictError: it can be no state of that rank in this run."""
     mesh, of = rank.ready_mesh(), CALLER.get().rank
     if of is None or mesh.buddy_of(of) != rank.config.rank:
         error = DeniedError(f"rank {rank.config.rank} keeps no copies of rank {of}")
@@ -66,9 +66,7 @@ async def _put(
     label = label_of(request.copy)
     if not request.offset_bytes:
         _check(rank, mesh, of, label)
-    received = await rank.copies.put(
-        of, label, request.keep_step, request.offset_bytes, request.data
-    )
+    received = await copies.put(of, label, request.keep_step, request.offset_bytes, request.data)
     rank.faults.at("copy-received")
     return pb.PutCopyResponse(header=messages.header(rank), received_bytes=received)
 
@@ -105,7 +103,7 @@ def copy_of(label: StandingLabel) -> pb.StandingCopy:
     )
 
 
-def _check(rank: RankSidecar, mesh: Mesh, of: int, label: StandingLabel) -> None:
+def _check(rank: SidecarHost, mesh: Mesh, of: int, label: StandingLabel) -> None:
     """Raise unless the copy can be a state of that rank in this incarnation. Checked before memory
     is allocated, so that nobody makes a sidecar keep more than a rank can have."""
     attached = rank.attached
@@ -135,22 +133,23 @@ def _check(rank: RankSidecar, mesh: Mesh, of: int, label: StandingLabel) -> None
 class Sending:
     """Sends this rank's standing snapshots to its buddy, if it has one."""
 
-    def __init__(self, rank: RankSidecar) -> None:
+    def __init__(self, rank: SidecarHost, standing: Standing) -> None:
         self._rank = rank
+        self._standing = standing
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._sent: tuple[Mesh, StandingLabel] | None = None
         self._told = ""
-        loop = asyncio.get_running_loop()
         rank.on_change.append(self._news.set)
-        rank.standing.on_digested = partial(post, loop, self._news.set)
 
     def start(self) -> None:
+        """Send whatever becomes whole from now on."""
+        self._standing.on_digested = partial(post, asyncio.get_running_loop(), self._news.set)
         self._task = asyncio.get_running_loop().create_task(self._run(), name="paramd-copies")
 
     async def stop(self) -> None:
         """Stop, and release the snapshot. Idempotent."""
-        self._rank.standing.on_digested = None
+        self._standing.on_digested = None
         await stopped(self._task)
         self._task = None
 
@@ -161,7 +160,7 @@ class Sending:
             mesh = self._rank.mesh
             if mesh is None or mesh.buddy_of(self._rank.config.rank) < 0:
                 continue
-            held = self._rank.standing.hold()
+            held = self._standing.hold()
             if held is None:
                 continue
             try:
@@ -170,11 +169,11 @@ class Sending:
             except Exception as error:  # the next snapshot may get through
                 self._tell(f"{error}" if isinstance(error, ParamdError) else repr(error))
             finally:
-                self._rank.standing.release()
+                self._standing.release()
             attached = self._rank.attached
             if attached is not None and self._rank.mesh is mesh:
                 # Let the trainers request the next one (see trainer/resume/keeper.py).
-                self._rank.standing.settle(attached, held[0].step)
+                self._standing.settle(attached, held[0].step)
 
     async def _send(self, mesh: Mesh, label: StandingLabel, block: Block) -> None:
         rank = self._rank

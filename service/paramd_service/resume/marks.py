@@ -18,20 +18,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
-from paramd.errors import (
-    ConflictError,
-    DataLossError,
-    ExhaustedError,
-    ExistsError,
-    NotFoundError,
-    UsageError,
-)
+from paramd.errors import ConflictError, ExhaustedError, ExistsError, NotFoundError, UsageError
 from paramd.memory.continuation import digest_of, read_pair
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import SparseMemory
 from paramd.memory.gate import LateError
+from paramd_service.resume.standing import Standing, label_of, spans_of
+from paramd_service.sidecar.kept_states import Found, StandingLabel
 from paramd_service.sidecar.owner import AttachedMemory, check_keeps_states
-from paramd_service.sidecar.snapshots.standing import Standing, StandingLabel, label_of, spans_of
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
 MAX_MARKS = 64
@@ -49,29 +43,6 @@ class Mark:
     block: Block
     label: StandingLabel | None = None
     made_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The bytes of a state, mapped while they are needed."""
-
-    label: StandingLabel
-    buffer: memoryview
-    descriptor: int
-
-    def check(self) -> None:
-        """Raise DataLossError unless the bytes are unchanged. Slow."""
-        if digest_of(self.buffer) != self.label.digest:
-            raise DataLossError(f"the kept state of step {self.label.step} is damaged on this rank")
-
-    def read_into(self, target: memoryview, begin: int) -> None:
-        """Fill `target` with the bytes from `begin` on, without holding the interpreter's lock."""
-        done = 0
-        while done < target.nbytes:
-            moved = os.preadv(self.descriptor, [target[done:]], begin + done)
-            if not moved:
-                raise DataLossError("a kept state is shorter than its label says")
-            done += moved
 
 
 class Marks:

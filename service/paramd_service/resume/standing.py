@@ -31,6 +31,7 @@ from paramd.memory.descriptors import SparseMemory
 from paramd.memory.device_arena import STATE_BASE
 from paramd.memory.device_driver import DeviceError
 from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step
+from paramd_service.sidecar.kept_states import StandingLabel
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
@@ -50,42 +51,6 @@ _MEANING = (
     "no standing snapshots: a trainer that dies inside an update starts afresh",
     "one standing snapshot: a trainer that dies while it is written has none to go back to",
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StandingLabel:
-    """The contents of a buffer: arena, optimizer's state in host memory and on the device, record
-    and table, one after the other."""
-
-    lineage: int
-    """History that the state belongs to (word LINEAGE)."""
-    step: int
-    edits: int
-    """Edits applied in this history."""
-    arena_bytes: int
-    optimizer_bytes: int
-    """Bytes of the optimizer's state, in host memory and on the device."""
-    record_bytes: int
-    table_bytes: int
-    world_size: int
-    layout_digest: str
-    digest: int = 0
-    """XXH3 of the bytes; 0 while it is being computed."""
-    before: tuple[int, ...] = ()
-    """Histories that it belonged to, newest first: those that were continued from it. A start that
-    dies while it resumes may leave only some ranks with a new history."""
-    device_bytes: int = 0
-    """How many of the optimizer's bytes, the last ones, were on the device. Unknown for copies."""
-    incarnation: int = 0
-    """The incarnation that made it; 0 of copies, as the next two."""
-    history: int = 0
-    """Rollbacks in that incarnation before it."""
-    edits_here: int = 0
-    """Edits applied in that incarnation before it."""
-
-    @property
-    def size_bytes(self) -> int:
-        return self.arena_bytes + self.optimizer_bytes + self.record_bytes + self.table_bytes
 
 
 @dataclass(eq=False, slots=True)

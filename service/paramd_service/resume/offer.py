@@ -25,8 +25,9 @@ from paramd.errors import DataLossError, ExhaustedError, NotFoundError, UsageErr
 from paramd.memory.control_page import Word, label_of, sample_digest
 from paramd.memory.gate import resting_state, state_of
 from paramd_service.aio import in_executor
+from paramd_service.resume.standing import BUFFERS, Standing, rebased
+from paramd_service.sidecar.kept_states import StandingLabel
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
-from paramd_service.sidecar.snapshots.standing import BUFFERS, Standing, StandingLabel, rebased
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 
 

@@ -1,0 +1,1 @@
+"""What a run is resumed from, or goes back to."""

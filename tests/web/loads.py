@@ -1,15 +1,18 @@
 """Runs the lines that the page shows for a checkpoint, on a plain model and on an FSDP2 one.
 
-    python -m tests.web.loads LINES OUT
+    python -m tests.web.loads LINES OUT SHARD
 
-Writes the full state dicts of both to OUT, by kind.
+Writes the full state dicts of both to OUT, by kind. Then it takes SHARD, one of the checkpoint's
+files, away: without its tensors the lines must fail.
 """
 
 import runpy
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -24,8 +27,15 @@ def loaded(lines: str, model: Model) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def main(lines: str, out: str) -> None:
-    """Load both models."""
+def check_strict(lines: str, shard: Path) -> None:
+    """Without a file no model is filled in part."""
+    shard.unlink()
+    with pytest.raises(KeyError, match="lacks"):
+        loaded(lines, Model())
+
+
+def main(lines: str, out: str, shard: str) -> None:
+    """Load both models, then fail to load what is not whole."""
     torch.set_num_threads(1)
     torch.manual_seed(99)
     found = {"plain": loaded(lines, Model())}
@@ -36,7 +46,8 @@ def main(lines: str, out: str) -> None:
         found["fsdp2"] = loaded(lines, model)
         dist.destroy_process_group()
     torch.save(found, out)
+    check_strict(lines, Path(shard))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

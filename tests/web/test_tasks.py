@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -123,7 +123,8 @@ def test_why_is_it_slow(tab: Tab, door: Door) -> None:
 def test_a_checkpoint_now_where_it_is_and_loaded(
     tab: Tab, door: Door, exports: Path, tmp_path: Path
 ) -> None:
-    """Named after the step that it holds; its lines load it; one button puts it back."""
+    """Named after the step that it holds, from the header and from the form; its lines load all
+    files of it, or nothing."""
     with begun(tab, "checkpoint now, where is it", most=3) as task:
         task.click(task.page.get_by_text("Actions", exact=True))
         task.press("Checkpoint …")
@@ -133,19 +134,36 @@ def test_a_checkpoint_now_where_it_is_and_loaded(
         shown.get_by_text("DONE").wait_for()
         made = door.get("exports")["exports"][0]
         assert made["destination"] == f"local/step-{made['step']}"
-        place = exports / f"step-{made['step']}"
-        assert shown.locator("code").first.inner_text() == str(place)
-        lines = shown.get_by_role("region", name="Lines that load").inner_text()
+        assert shown.locator("code").first.inner_text() == str(exports / f"step-{made['step']}")
+        assert "strict=True" in shown.get_by_role("region", name="Lines that load").inner_text()
         shown.get_by_role("button", name="Download").first.wait_for()
+    with begun(tab, "export in several files", most=3) as task:
+        task.go("Exports")
+        form = task.page.get_by_role("form", name="Export", exact=True)
+        assert form.get_by_label("Folder name").input_value() == "step-{step}"
+        form.get_by_label("Largest file").fill("8KB")
+        task.click(form.get_by_role("button", name="Export", exact=True))
+        made = wait_for("the export", lambda: _newest(door, made["id"]))
+        shown = task.page.locator(f"li[data-export='{made['id']}']")
+        task.click(shown.get_by_role("button", name="Files and code"))
+        lines = shown.get_by_role("region", name="Lines that load").inner_text()
     (tmp_path / "lines.py").write_text(lines)
-    (file,) = place.glob("*.safetensors")
+    place = exports / f"step-{made['step']}"
+    files = sorted(place.glob("*.safetensors"))
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert len(files) > 1
     out = tmp_path / "loaded.pt"
     command = [sys.executable, "-m", "tests.web.loads", str(tmp_path / "lines.py"), str(out)]
-    subprocess.run(command, check=True, timeout=120 * busy())
-    written = load_file(file)
+    subprocess.run([*command, str(files[0])], check=True, timeout=120 * busy())
     for kind, state in torch.load(out).items():
         assert state.keys() == written.keys(), kind
         assert all(torch.equal(state[name], value) for name, value in written.items()), kind
+
+
+def _newest(door: Door, before: str) -> dict[str, Any] | None:
+    """The export after that one, once it is done."""
+    last: dict[str, Any] = door.get("exports")["exports"][0]
+    return last if last["id"] != before and last["state"] == "DONE" else None
 
 
 def test_a_checkpoint_is_loaded_back(tab: Tab, door: Door, exports: Path) -> None:

@@ -11,6 +11,9 @@ export function defaultKey(job: string, jobs: readonly { job: string }[]): strin
 /**
  * A script that loads a checkpoint into a model, whole and strictly: a name that is missing or too
  * many is an error. It works on any model, and sharded ones (FSDP2) on all ranks at once.
+ *
+ * The script itself compares the names: with `full_state_dict`, torch fills in what is missing from
+ * the model before it looks, so that its `strict` refuses only names that are too many.
  */
 export function loadText(format: string, place: string): string {
   if (place.startsWith("s3://")) {
@@ -29,14 +32,24 @@ const SAFETENSORS = `import json
 from pathlib import Path
 
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 folder = Path(PLACE)
+manifest = json.loads((folder / "paramd-export.json").read_text())
 state = {}
 for file in sorted(folder.glob("model*.safetensors")):
     state |= load_file(file)
-for name, first in json.loads((folder / "paramd-export.json").read_text())["tied"].items():
+for file in folder.glob("extra_state.json"):
+    state |= json.loads(file.read_text())
+for name, first in manifest["tied"].items():
     state.setdefault(name, state[first])
+lacking = get_model_state_dict(model).keys() - state.keys() - manifest["missing"].keys()
+if lacking:
+    raise KeyError(f"{folder} lacks {sorted(lacking)}")
 set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=True))`;
 
 const DCP = `import torch.distributed.checkpoint as dcp

@@ -32,6 +32,7 @@ from paramd.errors import NotFoundError, ParamdError, UsageError
 from paramd.filters import Facts
 from paramd.layout.stats import STATISTICS, Statistic, Summary
 from paramd.layout.types import TensorKind, TensorLayout, joined
+from paramd.mesh.peers.ends import ended_well
 from paramd.mesh.peers.grpc import PHASE_NAMES
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.peers.waits import NOBODY, Awaited, awaited_of, with_waits
@@ -56,6 +57,7 @@ _REASONS = {
     "orphaned": "its trainer has ended; its last step is still served",
     "torn": "its trainer ended inside an update; its parameters are refused",
 }
+_ENDED_WELL = "its script has ended (exit code 0)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -402,8 +404,10 @@ class RankStatus(Shown):
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong with the rank; one that is paused on request is healthy."""
-        return not self.reason or self.phase == "paused" or bool(self.awaits)
+        """Whether nothing is wrong with the rank. One that is paused on request is healthy, and so
+        is one whose script ran to its end (exit code 0)."""
+        told = self.phase == "paused" or self.reason == _ENDED_WELL
+        return not self.reason or told or bool(self.awaits)
 
 
 class MeshStatus(Table[RankStatus]):
@@ -738,6 +742,8 @@ def rank_status(
     state = with_waits(told, awaited)
     phase = PHASE_NAMES.get(state.phase, "unknown")  # from a newer sidecar
     reason = _REASONS.get(phase, state.phase_reason)
+    if ended_well(state):
+        reason = _ENDED_WELL
     if not reason and state.unserved_reason:
         reason = f"its parameters are not served: {state.unserved_reason}"
     if not reason and not state.agreement_works and state.agreement_reason:

@@ -142,6 +142,7 @@ class RankState(google.protobuf.message.Message):
     WAITS_FOR_OTHERS_FIELD_NUMBER: builtins.int
     WORKS_FIELD_NUMBER: builtins.int
     TRAINER_SIGNAL_FIELD_NUMBER: builtins.int
+    TRAINER_ENDED_WELL_FIELD_NUMBER: builtins.int
     rank: builtins.int
     phase: global___Phase.ValueType
     step: builtins.int
@@ -179,6 +180,7 @@ class RankState(google.protobuf.message.Message):
     waits_for_others: builtins.bool
     works: builtins.bool
     trainer_signal: builtins.int
+    trainer_ended_well: builtins.bool
     @property
     def alerts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -231,9 +233,10 @@ class RankState(google.protobuf.message.Message):
         waits_for_others: builtins.bool = ...,
         works: builtins.bool = ...,
         trainer_signal: builtins.int = ...,
+        trainer_ended_well: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["host", b"host"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "host", b"host", "last_refusal", b"last_refusal", "logged_count", b"logged_count", "optimizer_live", b"optimizer_live", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "refused_call_count", b"refused_call_count", "rewinds", b"rewinds", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "stands", b"stands", "step", b"step", "step_time_ns", b"step_time_ns", "stray_count", b"stray_count", "stream_port", b"stream_port", "strict", b"strict", "trainer_ended_ms", b"trainer_ended_ms", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes", "trainer_signal", b"trainer_signal", "unserved_reason", b"unserved_reason", "waits_for_others", b"waits_for_others", "works", b"works"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "host", b"host", "last_refusal", b"last_refusal", "logged_count", b"logged_count", "optimizer_live", b"optimizer_live", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "refused_call_count", b"refused_call_count", "rewinds", b"rewinds", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "stands", b"stands", "step", b"step", "step_time_ns", b"step_time_ns", "stray_count", b"stray_count", "stream_port", b"stream_port", "strict", b"strict", "trainer_ended_ms", b"trainer_ended_ms", "trainer_ended_well", b"trainer_ended_well", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes", "trainer_signal", b"trainer_signal", "unserved_reason", b"unserved_reason", "waits_for_others", b"waits_for_others", "works", b"works"]) -> None: ...
 
 global___RankState = RankState
 

@@ -33,8 +33,9 @@ FIRST_STEP_S = 900.0
 """The same while no step has ended yet: the first one compiles, warms up and fills caches."""
 
 WORKING_S = 600.0
-"""The same while the trainer works: one long step after short ones saves, evaluates or compiles.
-Not longer, because a hang may look like work too: waits for a device keep a core busy."""
+"""The same while the trainer works, or is in code of its own: one long step after short ones saves,
+evaluates, compiles, or waits for a slow disk. Not longer, because a hang may look like work too:
+waits for a device keep a core busy."""
 
 WORK_WINDOW_S = 5.0
 WORK_CORES = 0.2
@@ -62,6 +63,9 @@ LASTING = frozenset(
 MEETING = frozenset({"paramd", "optimizer", "backward", "forward"})
 """Activities that call collectives in native code, where the Python stack does not show them."""
 
+BY_ITSELF = frozenset({"code", "lock", "dataloader", "checkpoint", "debugger"})
+"""Activities in which a trainer waits for no other rank: it is slow, even if it uses no CPU."""
+
 _HELD = 1
 
 _ENDED = {
@@ -81,7 +85,7 @@ class Doing:
     waits: bool = False
     """No boundary for longer than a step takes, and it only waits for other ranks."""
     works: bool = False
-    """No boundary for longer than a step takes, and it works by itself."""
+    """No boundary for longer than a step takes, and it works, or is in code of its own."""
 
 
 class Work:
@@ -131,7 +135,7 @@ def doing(
     age_ns = max(now_ns - boundary_ns, 0) if boundary_ns else 0
     late = not boundary_ns or age_ns > max(IDLE_STEPS * step_ns, IDLE_LEAST_S * 1e9)
     waits = late and waits_for_others(activity, works=works)
-    works = late and works and not waits
+    works = late and not waits and (works or activity in BY_ITSELF)
     if age_ns > stall_after_ns(step_ns, works=works):
         reason = _overdue(age_ns, step_ns, inside=inside)
         return Doing(common_pb2.PHASE_STALLED, reason, waits, works)

@@ -3,6 +3,8 @@
 import pytest
 
 from paramd.v1 import common_pb2
+from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.rules import rank_inputs, stale_ranks
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.origin import Origin
 from paramd_service.control.mesh.registry import (
@@ -55,7 +57,7 @@ def test_ranks_that_only_wait_for_one_that_works_are_well_and_say_for_whom() -> 
     assert waiting.state is State.OK
     assert waiting.report is not None
     assert waiting.report.state.phase == common_pb2.PHASE_IDLE
-    assert waiting.reason == "waits for rank 1, which works: no boundary there for 69 s"
+    assert waiting.reason == "waits for rank 1, in its step for 69 s"
     assert working.reason == ""
     assert waited_for(found).startswith("rank 1 (idle, step 7): no boundary for 70 s")
 
@@ -98,7 +100,7 @@ def test_each_part_of_a_large_mesh_knows_whom_all_wait_for() -> None:
     ]
     for begin in range(2):
         (one,) = registry.rank_views(range(begin, begin + 1))
-        assert one.reason.startswith("waits for rank 2, which works")
+        assert one.reason.startswith("waits for rank 2, in its step")
     # The long step is over: nothing is left of it.
     for rank, member in enumerate(members):
         registry.update(member, join_request(rank, world_size=3))
@@ -120,6 +122,29 @@ def test_the_mesh_names_the_rank_that_the_others_end_because_of() -> None:
     assert view(other, lost).reason == (
         "rank 1: its sidecar was lost 1 s ago (1 of 2 ranks are joined; not: 1)"
     )
+
+
+def test_scripts_that_run_to_their_ends_are_an_end_and_no_trouble() -> None:
+    well = {
+        "phase": common_pb2.PHASE_ORPHANED,
+        "phase_reason": "exited with code 0: the trainer has ended; its last step is still served",
+        "trainer_ended_well": True,
+    }
+    found = view(report(0, **well), report(1, **well))
+    assert found.ended_well
+    assert found.reason.startswith("all 2 ranks exited with code 0, after step ")
+    one = view(report(0, **well), report(1))
+    assert one.is_late, "the other one has a little to do"
+    assert not one.ended_well
+    torn = well | {"phase": common_pb2.PHASE_TORN}
+    for other in (report(1, **torn), report(1, connected=False)):
+        assert not view(report(0, **well), other).ended_well
+        assert not view(report(0, **well), other).is_late
+    for fine in (found, one):
+        assert not list(stale_ranks(rank_inputs(fine, watched_s=60.0), AlertConfig()))
+    failed = well | {"trainer_ended_well": False}
+    trouble = rank_inputs(view(report(0, **well), report(1, **failed)), watched_s=60.0)
+    assert len(list(stale_ranks(trouble, AlertConfig()))) == 2
 
 
 def test_a_mesh_is_late_only_where_nothing_else_is_wrong() -> None:

@@ -26,7 +26,7 @@ def test_a_status_calls_ranks_that_wait_healthy_and_says_for_whom() -> None:
     assert [row.healthy for row in rows] == [True, True, False]
     assert [row.awaits for row in rows] == [(1,), (), ()]
     assert [row.phase for row in rows] == ["idle", "idle", "stalled"]
-    assert rows[0].reason == "waits for rank 1, which works: no boundary there for 70 s"
+    assert rows[0].reason == "waits for rank 1, in its step for 70 s"
     status = MeshStatus(rows, job="run", incarnation=1, world_size=3)
     assert "2 of 3 ranks healthy" in status.summary()
 
@@ -35,5 +35,5 @@ def test_many_are_counted_and_one_before_its_first_boundary_has_no_age() -> None
     states = [state(rank, works=True) for rank in range(MOST_NAMED + 2)]
     states[0].boundary_age_ns = -1
     text = awaited_of(states).text()
-    assert text == "waits for ranks 0, 1, 2, 3 and 2 more, which work: no boundary there yet"
+    assert text == "waits for ranks 0, 1, 2, 3 and 2 more, in their first step"
     assert awaited_of([state(0), state(1, waits=True)]) is NOBODY

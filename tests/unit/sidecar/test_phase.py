@@ -10,6 +10,7 @@ from paramd.memory.control_page import Word
 from paramd.v1 import common_pb2
 from paramd_service.sidecar.owner import Ownership, Worked, exit_of, worked
 from paramd_service.sidecar.phase import (
+    BY_ITSELF,
     FIRST_STEP_S,
     STALL_LEAST_S,
     WORKING_S,
@@ -101,14 +102,15 @@ def test_one_long_step_in_which_the_trainer_works_is_no_stall_for_minutes_and_a_
         ("collective", True, True),
         ("backward", False, True),
         ("backward", True, False),
-        # These wait for nobody else.
+        # These wait for nobody else: slow, perhaps in a sleep, and no stall yet.
         ("dataloader", False, False),
         ("lock", False, False),
         ("code", False, False),
+        ("code", True, False),
         ("", False, False),
     ],
 )
-def test_a_late_trainer_waits_for_others_or_works_by_itself(
+def test_a_late_trainer_waits_for_others_or_is_busy_by_itself(
     activity: str, works: bool, waits: bool
 ) -> None:
     def found(age_s: float) -> Doing:
@@ -121,10 +123,12 @@ def test_a_late_trainer_waits_for_others_or_works_by_itself(
             activity=activity,
         )
 
+    busy = not waits and (works or activity in BY_ITSELF)
     stalled = found(70).phase == common_pb2.PHASE_STALLED
-    assert stalled == (waits or not works)
-    assert (found(70).waits, found(70).works) == (waits, works and not waits)
+    assert stalled != busy
+    assert (found(70).waits, found(70).works) == (waits, busy)
     assert (found(0).waits, found(0).works) == (False, False), "on schedule"
+    assert found(WORKING_S + 1).phase == common_pb2.PHASE_STALLED
 
 
 def test_a_trainer_works_while_it_computes_or_writes_and_no_longer() -> None:

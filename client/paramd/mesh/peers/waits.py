@@ -1,7 +1,9 @@
-"""Which ranks only wait for others that work: they are well, although they pass no boundary. Pure.
+"""Which ranks only wait for others that are still in their step: they are well, although they pass
+no boundary. Pure.
 
 A sidecar knows its own trainer alone, so it reports a trainer that waits for long as stalled, and
-that it waits (`RankState.waits_for_others`). Only all states together show that another rank works.
+that it waits (`RankState.waits_for_others`). Only all states together show that another rank is
+busy by itself (`RankState.works`), whether it computes or sleeps.
 """
 
 from __future__ import annotations
@@ -37,15 +39,16 @@ class Awaited:
         )
 
     def text(self) -> str:
-        """For example "waits for rank 1, which works: no boundary there for 70 s"."""
+        """For example "waits for rank 1, in its step for 70 s"."""
         named = ", ".join(map(str, self.ranks[:MOST_NAMED]))
         more = len(self.ranks) - MOST_NAMED
         who = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {named}"
         if more > 0:
             who += f" and {more:,} more"
-        verb = "works" if len(self.ranks) == 1 else "work"
-        since = f"for {self.age_s:.0f} s" if self.age_s < float("inf") else "yet"
-        return f"waits for {who}, which {verb}: no boundary there {since}"
+        whose = "its" if len(self.ranks) == 1 else "their"
+        if self.age_s == float("inf"):
+            return f"waits for {who}, in {whose} first step"
+        return f"waits for {who}, in {whose} step for {self.age_s:.0f} s"
 
 
 NOBODY = Awaited()

@@ -280,13 +280,15 @@ class LookRounds:
 
 def is_stuck(seen: Sequence[Evidence]) -> bool:
     """Whether ranks hang: stopped, or waiting in a collective that does not end. Where all are at
-    work, as in an evaluation, or one is gone, which is told already, none is stuck."""
+    work, as in an evaluation, or one is gone, which is told already, none is stuck. A rank whose
+    script ran to its end is not told of, unless others wait for it."""
     if any(one.stopped for one in seen):
         return True
     late = [one for one in seen if one.overdue]
     waiting = [one for one in late if one.waits]
     busy = [one for one in late if not one.waits]
-    if not waiting or any(one.gone for one in seen) or any(one.kind in WILFUL for one in busy):
+    told = any(one.gone and not one.ended_well for one in seen)
+    if not waiting or told or any(one.kind in WILFUL for one in busy):
         return False
     seen_s = [max(one.seen_for_s for one in waiting), *(one.seen_for_s for one in busy)]
     return min(seen_s) >= STUCK_S

@@ -80,6 +80,8 @@ class RankInput:
     killed: bool = False
     """A signal has killed the trainer, as far as is known."""
     sidecar_pid: int = 0
+    ended_well: bool = False
+    """Whether its script ran to its end."""
     clock_jump_s: float = 0.0
     """How far the wall clock of its host has jumped since its sidecar began."""
 
@@ -152,16 +154,15 @@ def failed_export(failed: ExportRow | None, now_s: float, config: AlertConfig) -
 
 def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
     """Ranks that do not report, and those whose trainer has ended. The first to end is critical;
-    others end because of it."""
+    others end because of it. Scripts that ran to their end are told of only where others did not:
+    ranks may end one after the other, and one that waits for such a rank is stuck."""
+    lost = (rank for rank in now.values() if _is_lost(rank, config))
+    if all(rank.ended_well for rank in lost):
+        return
     first = first_ended(now)
     for rank in sorted(now.values(), key=lambda rank: (rank is not first, -rank.over_s)):
-        # While a mesh starts, and after a restart of the control plane, ranks are missing for
-        # as long as a sidecar may wait before it joins again.
-        after_s = config.stale_after_s
-        if rank.membership == "missing":
-            after_s = max(after_s, JOIN_S)
-        silent = rank.membership == "gone" or rank.age_s >= after_s
-        if rank.membership != "left" and (silent or not rank.trainer_lives):
+        if _is_lost(rank, config):
+            silent = _is_silent(rank, config)
             old = (
                 f"its last report is {rank.age_s:.0f} s old" if silent else "its trainer has ended"
             )
@@ -171,6 +172,20 @@ def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
                 yield _of_rank(Rule.STALE_RANK, rank, Severity.WARNING, why)
             else:
                 yield _of_rank(Rule.STALE_RANK, rank, Severity.CRITICAL, why)
+
+
+def _is_lost(rank: RankInput, config: AlertConfig) -> bool:
+    """Whether it does not report, or its trainer has ended without having detached."""
+    return rank.membership != "left" and (_is_silent(rank, config) or not rank.trainer_lives)
+
+
+def _is_silent(rank: RankInput, config: AlertConfig) -> bool:
+    # While a mesh starts, and after a restart of the control plane, ranks are missing for
+    # as long as a sidecar may wait before it joins again.
+    after_s = config.stale_after_s
+    if rank.membership == "missing":
+        after_s = max(after_s, JOIN_S)
+    return rank.membership == "gone" or rank.age_s >= after_s
 
 
 def first_ended(ranks: Ranks) -> RankInput | None:
@@ -335,6 +350,7 @@ def _input(rank: RankView, watched_s: float) -> RankInput:
         trainer_lives=state.phase not in _ENDED,
         ended_s=ended_s_of(rank),
         killed=is_killed(rank),
+        ended_well=rank.ended_well,
         sidecar_pid=state.sidecar_pid,
         clock_jump_s=clock_jump_s(state),
     )

@@ -20,6 +20,8 @@ class Evidence:
     """Why nothing more is known: its sidecar does not answer, or its trainer has ended."""
     ended_s: float = 0.0
     """Seconds since its trainer's process ended; 0 while it lives or when unknown."""
+    ended_well: bool = False
+    """Its script ran to its end."""
     stopped: bool = False
     """Its process is stopped by a signal."""
     held: bool = False

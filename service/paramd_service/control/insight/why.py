@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from paramd import places, state_files
 from paramd.errors import NotFoundError, ParamdError
 from paramd.mesh.insight.reports import Collective, LogTail
+from paramd.mesh.peers.ends import ended_well
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.insight.verdict import Evidence
@@ -97,7 +98,13 @@ def evidence_of(found: Found) -> Evidence:
     state = answer.state
     if state.phase in (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN, common_pb2.PHASE_WAITING):
         ended_s = state.trainer_ended_ms / 1e3
-        return Evidence(rank=rank.rank, step=state.step, gone=state.phase_reason, ended_s=ended_s)
+        return Evidence(
+            rank=rank.rank,
+            step=state.step,
+            gone=state.phase_reason,
+            ended_s=ended_s,
+            ended_well=ended_well(state),
+        )
     return Evidence(
         rank=rank.rank,
         step=state.step,

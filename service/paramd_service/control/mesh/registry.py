@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from paramd.errors import ConflictError, UsageError
 from paramd.mesh.peers.control import PeerAddress
+from paramd.mesh.peers.ends import ended_well
 from paramd.mesh.peers.grpc import RankUnreachableError, boundary_age_s, no_way, slow_text
 from paramd.mesh.peers.waits import NOBODY, Awaited, awaited_of, with_waits
 from paramd.security.tls import check_address
@@ -137,6 +138,12 @@ class RankView(NamedTuple):
         return self.membership in (Membership.JOINED, Membership.SILENT)
 
     @property
+    def ended_well(self) -> bool:
+        """Whether its trainer's script ran to its end, and its last step is served."""
+        joined = self.membership is Membership.JOINED and self.report is not None
+        return joined and self.report is not None and ended_well(self.report.state)
+
+    @property
     def is_late(self) -> bool:
         """Whether its report, or its next boundary, should have come, and nothing else is wrong."""
         if self.membership is Membership.SILENT:
@@ -169,10 +176,18 @@ class MeshView:
     @property
     def is_late(self) -> bool:
         """Whether all that is wrong is that reports or boundaries of some ranks are late, which may
-        be a busy machine, or an evaluation."""
-        late = [rank for rank in self.ranks if rank.is_late]
+        be a busy machine, or an evaluation, or that some ranks' scripts have ended before others'.
+        """
+        late = [rank for rank in self.ranks if rank.is_late or rank.ended_well]
         well = sum(rank.state in (State.OK, State.STARTING) for rank in self.ranks)
         return bool(late) and len(late) + well == len(self.ranks)
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether all ranks' scripts ran to their ends, or have detached; some did not detach, and
+        their last step is served."""
+        over = all(r.ended_well or r.membership is Membership.LEFT for r in self.ranks)
+        return over and any(rank.ended_well for rank in self.ranks)
 
     @property
     def highest_boundary(self) -> int:
@@ -413,6 +428,10 @@ def _by_cause(rank: RankView) -> tuple[bool, bool, float]:
 
 
 def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:
+    if all(rank.ended_well for rank in ranks):
+        who = f"all {len(ranks)} ranks" if len(ranks) > 1 else "the training"
+        step = max(rank.report.step for rank in ranks if rank.report is not None)
+        return f"{who} exited with code 0, after step {step:,}"
     absent = [rank.rank for rank in ranks if not rank.connected]
     if absent:
         count = (

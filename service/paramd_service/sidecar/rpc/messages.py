@@ -166,6 +166,7 @@ def rank_state(rank: SidecarHost) -> common_pb2.RankState:
         state.trainer_ended_ms = max(1, round(1e3 * (time.monotonic() - ended_s)))
         if how is not None:
             state.trainer_signal = how.signal
+            state.trainer_ended_well = not (how.signal or how.code)
             state.phase_reason = f"{how.text}: {state.phase_reason}"
     rank.parts.report(state)
     if rank.shortage:

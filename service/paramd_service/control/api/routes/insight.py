@@ -13,6 +13,7 @@ from paramd.mesh.insight.reports import RankActivity, RankLog, StackFrame, Threa
 from paramd.mesh.insight.spectrum import Spectrum
 from paramd.mesh.insight.updates import UpdateRow
 from paramd.mesh.peers.grpc import PHASE_NAMES
+from paramd.mesh.peers.waits import Awaited, with_waits
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.doorway import check_job, may_see_logs, principal_of
@@ -31,6 +32,7 @@ from paramd_service.control.insight.why import (
     looks,
     tails_of,
 )
+from paramd_service.control.mesh.registry import awaited_now
 from paramd_service.logs import without_secrets
 
 NO_LOG = "what the training prints is for editors and admins"
@@ -145,13 +147,14 @@ def router(services: Services) -> APIRouter:
         ranks = chosen(mesh.registry.view().ranks, rank or ())
         sees_logs = may_see_logs(request)
         before = await looks(mesh.calls, ranks)
+        awaited = awaited_now(mesh.registry.view().joined)
         found = await inspect(mesh.calls, ranks, log_lines=log_lines if sees_logs else 0)
         return WhyDocument(
             job=mesh.job,
             incarnation=mesh.number,
             verdict=verdict_of([evidence_of(one) for one in found], before),
             world_size=mesh.bootstrap.world_size,
-            ranks=[_row(one, no_log="" if sees_logs else NO_LOG) for one in found],
+            ranks=[_row(one, awaited, no_log="" if sees_logs else NO_LOG) for one in found],
         )
 
     @routes.get("/jobs/{job}/ranks/{rank}/log")
@@ -240,14 +243,14 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-def _row(found: Found, *, no_log: str) -> RankActivity:
+def _row(found: Found, awaited: Awaited, *, no_log: str) -> RankActivity:
     rank, answer = found
     error = ""
     if answer is None or isinstance(answer, ParamdError):
         error = str(answer) if answer is not None else rank.reason or "its sidecar has not joined"
         state = rank.report.state if rank.report is not None else common_pb2.RankState()
         answer = _unknown(state)
-    state = answer.state
+    state = with_waits(answer.state, awaited)
     return RankActivity(
         rank=rank.rank,
         error=error,

@@ -32,7 +32,7 @@ from paramd_service.control.api.models import (
 from paramd_service.control.api.services import Services
 from paramd_service.control.edits.pauses import pause_word
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.registry import MeshView, alive_count
+from paramd_service.control.mesh.registry import MeshView, State, alive_count
 
 MINTED_AT_ONCE = 32
 """Ranks whose two tickets (60 us each) are signed before the event loop serves other tasks."""
@@ -179,7 +179,7 @@ def verdict_of_job(services: Services, mesh: Incarnation) -> VerdictDocument:
     return VerdictDocument.of(
         verdict_on(
             services.watchers.get(mesh.job),
-            state=view.state,
+            state=State.ENDED if view.ended_well else view.state,
             reason=reason_of(mesh, view),
             pause=pause_word(view.joined),
             is_late=view.is_late,
@@ -194,7 +194,11 @@ def summary_of(services: Services, mesh: Incarnation, view: MeshView) -> JobSumm
     critical = sum(alert.severity == Severity.CRITICAL for alert in firing)
     reason, pause = reason_of(mesh, view), pause_word(joined)
     verdict = verdict_on(
-        watcher, state=view.state, reason=reason, pause=pause, is_late=view.is_late
+        watcher,
+        state=State.ENDED if view.ended_well else view.state,
+        reason=reason,
+        pause=pause,
+        is_late=view.is_late,
     )
     return JobSummary(
         job=mesh.job,

@@ -8,7 +8,7 @@ import torch
 
 import paramd
 from paramd.errors import ConflictError, UsageError
-from paramd.trainer.attaching.checks import check_trained, optimizers_of
+from paramd.trainer.attaching.checks import check_attachable, check_trained, optimizers_of, resolve
 from paramd.trainer.home.mirrored import MirroredHome
 
 
@@ -124,3 +124,20 @@ def test_a_model_that_has_nothing_to_serve_says_why() -> None:
         check_trained(torch.nn.ReLU(), [sgd()])
     with pytest.raises(ConflictError, match=r"'weight' is on meta, so .*model\.to_empty\("):
         MirroredHome(torch.nn.Linear(2, 2, device="meta"))
+
+
+def test_an_average_that_no_optimizer_updates_is_no_reason_for_a_warning() -> None:
+    net, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    models = {"net": net, "ema": torch.optim.swa_utils.AveragedModel(net)}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    # A warning would be an error.
+    check_attachable(*_resolved(models, optimizer), "averages")
+    with pytest.warns(UserWarning, match="belong to none of the given optimizers"):
+        check_attachable(*_resolved(models | {"other": other}, optimizer), "averages")
+
+
+def _resolved(
+    models: dict[str, torch.nn.Module], optimizer: torch.optim.Optimizer
+) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
+    model, found = resolve(models, optimizer, "averages", None)
+    return model, optimizers_of(found)

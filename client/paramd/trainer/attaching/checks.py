@@ -6,7 +6,7 @@ Frameworks are recognised by their classes in modules that the script has loaded
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -215,13 +215,22 @@ def check_attachable(
     if model in partitions.declared:
         # The groups list partitions, and DeepSpeed's not even those while it does not step.
         return
-    updated = check_trained(model, optimizers)
-    if optimizers and not all(id(p) in updated for p in model.parameters() if p.requires_grad):
+    known = {*check_trained(model, optimizers), *_averages(model)}
+    if optimizers and not all(id(p) in known for p in model.parameters() if p.requires_grad):
         warnings.warn(
             "paramd.attach: some trainable parameters belong to none of the given optimizers; "
             "pass all optimizers, or change those parameters inside attachment.update()",
             stacklevel=2,
         )
+
+
+def _averages(model: torch.nn.Module) -> Iterator[int]:
+    """The `id` of every parameter that averages others. `AveragedModel` copies a model whole, so
+    its parameters require gradients, although no optimizer is meant to update them."""
+    # Not imported here: a model can only have one if its module has been imported.
+    for module in model.modules():
+        if of_class(module, "torch.optim.swa_utils", "AveragedModel"):
+            yield from map(id, module.parameters())
 
 
 def check_trained(

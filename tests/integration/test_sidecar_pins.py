@@ -27,6 +27,15 @@ def capture(
     return answer
 
 
+DEADLINES_S = (1.0, *[2.5] * 10)
+"""Deadlines of a call that cannot succeed, tried in turn: its reason comes a tenth of it before,
+which may be too little for a busy machine."""
+
+
+def over_time(error: grpc.RpcError) -> bool:
+    return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 def test_a_stray_state_is_void_however_many_stray_later(
     trainer: FakeTrainer, client: Client
 ) -> None:
@@ -58,8 +67,11 @@ def test_a_pin_that_never_finds_a_boundary_is_aborted_with_the_reason(
     trainer: FakeTrainer, client: Client
 ) -> None:
     trainer.begin_update()
-    with pytest.raises(grpc.RpcError) as refused:
-        client.pin(timeout_s=1.0)
+    for timeout_s in DEADLINES_S:
+        with pytest.raises(grpc.RpcError) as refused:
+            client.pin(timeout_s=timeout_s)
+        if not over_time(refused.value):
+            break
     trainer.end_update()
     assert refused.value.code() is grpc.StatusCode.ABORTED
     assert "is inside an update" in refused.value.details()
@@ -85,12 +97,19 @@ def test_a_request_that_is_not_agreed_is_withdrawn(trainer: FakeTrainer) -> None
     trainer.start()
     with client_of(trainer, Role.CONTROL) as client:
         prepared = client.pin(at_boundary=True)
-        answer = capture(client, 7, prepared.snapshot_id, timeout_s=1.0)
+        for number, timeout_s in enumerate(DEADLINES_S, 7):
+            try:
+                answer = capture(client, number, prepared.snapshot_id, timeout_s=timeout_s)
+            except grpc.RpcError as error:
+                if not over_time(error):
+                    raise
+            else:
+                break
         assert not answer.captured
-        assert "did not agree on boundary 7" in answer.reason
+        assert f"did not agree on boundary {number}" in answer.reason
         assert trainer.page[Word.READY] == trainer.page[Word.AGREED] == 0
         trainer.settings.agrees = True
-        assert capture(client, 8, prepared.snapshot_id).captured
+        assert capture(client, number + 1, prepared.snapshot_id).captured
     trainer.finish()
 
 

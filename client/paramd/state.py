@@ -7,6 +7,7 @@ incarnation counts edits from 0.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -49,3 +50,22 @@ class StateName(NamedTuple):
         if self.label:
             said += f" ({self.label!r} weights)"
         return said
+
+
+class Settling(IntEnum):
+    """How far a state of one update has come. Numbers as in `paramd.v1.Settling`.
+
+    A script may change parameters after an update, until training continues. So the same step has
+    two states wherever it does, and ranks come to the second one at different times.
+    """
+
+    UNKNOWN = 0
+    """Settled, and not known how; or of no training."""
+    LEFT = 1
+    """As the update left it; the script may change it yet."""
+    KEPT = 2
+    """Settled, as the update left it."""
+    CHANGED = 3
+    """Settled, after changes of the script's."""
+    CHANGING = 4
+    """Not settled; the script has changed it and may go on."""

@@ -55,11 +55,11 @@ SIDECARS = planted(CLIENT + "mesh/peers/sidecars.py", "unit/mesh/test_pin.py")
 STREAM = planted(CLIENT + "mesh/reading/stream.py", "unit/mesh/test_read.py")
 TICKETS = planted(CLIENT + "security/tickets.py", "unit/test_tickets.py")
 ORDERS = planted(SIDECAR + "orders.py", "unit/test_tickets.py", "integration/test_identity.py")
-AUTH = planted(
-    SIDECAR + "rpc/auth.py", "unit/sidecar/test_sidecar_parts.py", "integration/test_identity.py"
+CALLS = planted(
+    SIDECAR + "calls.py", "unit/sidecar/test_sidecar_parts.py", "integration/test_identity.py"
 )
 OWNER = planted(SIDECAR + "owner.py", "unit/sidecar/test_sidecar_parts.py")
-RANK = planted(SIDECAR + "rank.py", "integration/test_sidecar_admission.py")
+PARTS = planted(SIDECAR + "parts.py", "integration/test_sidecar_admission.py")
 ADMISSION = planted("service/paramd_service/admission.py", "integration/test_bounds.py")
 UNIX_SERVER = planted(SIDECAR + "rpc/unix_server.py", "integration/test_auth_grpc.py")
 SNAPSHOTS = planted(SIDECAR + "snapshots/store.py", "unit/sidecar/test_sidecar_snapshots.py")
@@ -92,11 +92,11 @@ MEGATRON = planted(CLIENT + "integrations/megatron.py", "unit/test_partitioned.p
 BUGS = (
     GATE(
         "the gate is not looked at after a copy",
-        """        at_point("copy-moved")
+        """        settling = settling_of(words, moment, rests=proof is Word.REST)
         if words[proof] != value:
             return CopyEnd.OVERTAKEN, state
 """,
-        """        at_point("copy-moved")
+        """        settling = settling_of(words, moment, rests=proof is Word.REST)
 """,
     ),
     GATE(
@@ -139,6 +139,11 @@ BUGS = (
         "tensors whose `.data` was replaced seem unchanged at a glance",
         "            and take(self._inner).tobytes() == self._inner_words\n",
         "",
+    ),
+    BOUNDARY(
+        "a state that the script changed late settles as its update left it",
+        "note_settled(self._page, moment, changed=digest != left)",
+        "note_settled(self._page, moment, changed=False)",
     ),
     BOUNDARY(
         "buffers that a forward has changed are copied as those of the step before",
@@ -226,6 +231,11 @@ BUGS = (
         "found = {(pin.state, pin.boundary_token) for pin in pins}",
         "found = {(pin.state._replace(edits=0), pin.boundary_token) for pin in pins}",
     ),
+    SIDECARS(
+        "ranks before and after a late change are one state",
+        "if len(found) != 1 or not _settled_alike(pins):",
+        "if len(found) != 1:",
+    ),
     STREAM(
         "another step's bytes are read",
         "if sent != expected:",
@@ -257,12 +267,12 @@ BUGS = (
         "pass",
     ),
     ORDERS("an order of the control plane is taken again", "number in self._taken:", "False:"),
-    AUTH(
+    CALLS(
         "an order of the control plane is good for another request",
         "if order is not None and order.digest != CALLER.get().told:",
         "if False:",
     ),
-    AUTH(
+    CALLS(
         "two authorization values are as good as one",
         "if len(values) == 1 and isinstance",
         "if values and isinstance",
@@ -277,15 +287,15 @@ BUGS = (
         "torn = inside or words",
         "torn = words",
     ),
-    RANK(
+    PARTS(
         "a plan of another incarnation is served",
         "if incarnation != self.incarnation or layout_digest != mesh.layout_digest:",
         "if layout_digest != mesh.layout_digest:",
     ),
     UNIX_SERVER(
         "a viewer maps snapshots",
-        "check_role(self._caller(message), GATHERERS)\n        snapshot_id",
-        "self._caller(message)\n        snapshot_id",
+        "check_role(self.caller(message), GATHERERS)\n        snapshot_id",
+        "self.caller(message)\n        snapshot_id",
     ),
     ADMISSION(
         "a request's parts are not counted before they are parsed",

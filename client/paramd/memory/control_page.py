@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from enum import Enum, IntEnum, IntFlag, unique
 from typing import NamedTuple, Protocol
 
+from paramd.state import Settling
+
 PAGE_BYTES = 4096
 MAGIC = 0x7061_7261_6D64_0001
 
@@ -251,6 +253,7 @@ class Word(IntEnum):
     # Words 449 to 460 are the trainer's: what held up its updates besides copies (`Stand`).
     # Words 461 to 492 are the trainer's: its last rollbacks (`Rewind`).
     CHANGES = 493  # update (`in_time`) with its `Changes`; while its state is waited for
+    SETTLED_AS = 494  # last update (`in_time`) whose state has settled, and whether changed before
 
 
 class Changed(IntFlag):
@@ -290,6 +293,24 @@ def changes_of(words: memoryview, moment: int) -> Changes:
     if word >> 6 != moment:
         return NO_CHANGES
     return Changes(*(Changed(word >> shift & 3) for shift in (0, 2, 4)))
+
+
+def note_settled(page: Page, moment: int, *, changed: bool) -> None:
+    """Trainer's side: publish that the state of this update (`in_time`) has settled.
+
+    `changed`: whether it differs from what the update left; remembered for as long as the state is.
+    """
+    known = page.words[Word.SETTLED_AS]
+    before = known & 1 if known >> 1 == moment else 0
+    page.words[Word.SETTLED_AS] = moment << 1 | before | changed
+
+
+def settling_of(words: memoryview, moment: int, *, rests: bool) -> Settling:
+    """How far the state of this update has come. `rests`: of a resting state."""
+    word = words[Word.SETTLED_AS]
+    if word >> 1 == moment:
+        return Settling.CHANGED if word & 1 else Settling.KEPT
+    return Settling.LEFT if rests else Settling.UNKNOWN
 
 
 class Stand(IntEnum):

@@ -34,7 +34,9 @@ from paramd.memory.control_page import (
     changes_of,
     in_time,
     label_of,
+    settling_of,
 )
+from paramd.state import Settling
 
 if TYPE_CHECKING:
     from paramd.memory.device_arena import TrainerDevice
@@ -84,6 +86,8 @@ class State(NamedTuple):
     """Rollbacks before it, as in `paramd.state.StateName`."""
     changes: Changes = NO_CHANGES
     """What its trainer knows of changes outside of its update."""
+    settling: Settling = Settling.UNKNOWN
+    """How far it had come when it was copied."""
 
 
 STALL_BUDGET_MS: Final = 5.0
@@ -322,7 +326,8 @@ def copy_at_rest(
     state = state._replace(changes=copied.changes)
     if end is CopyEnd.DONE and digest() != before:
         return CopyEnd.CHANGED, state
-    return end, state
+    as_published = before == page.words[_REST_DIGEST]
+    return end, state._replace(settling=copied.settling if as_published else Settling.CHANGING)
 
 
 def copy_at_one_step(
@@ -391,9 +396,12 @@ def _copy_while(
                 move(batch)
             at_point("copy-chunk")
         at_point("copy-moved")
+        # As late as the proof covers it: a state's settling is published right after its SEQ.
+        moment = in_time(step, rewound=history)
+        settling = settling_of(words, moment, rests=proof is Word.REST)
         if words[proof] != value:
             return CopyEnd.OVERTAKEN, state
-        return CopyEnd.DONE, state
+        return CopyEnd.DONE, state._replace(settling=settling)
     except LateError:
         return CopyEnd.OVERTAKEN, state
     finally:

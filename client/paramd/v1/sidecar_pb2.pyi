@@ -65,6 +65,27 @@ NO_GRADIENT_FROZEN: NoGradient.ValueType  # 5
 NO_GRADIENT_CHANGED: NoGradient.ValueType  # 6
 global___NoGradient = NoGradient
 
+class _Settling:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SettlingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Settling.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SETTLING_UNSPECIFIED: _Settling.ValueType  # 0
+    SETTLING_LEFT: _Settling.ValueType  # 1
+    SETTLING_KEPT: _Settling.ValueType  # 2
+    SETTLING_CHANGED: _Settling.ValueType  # 3
+    SETTLING_CHANGING: _Settling.ValueType  # 4
+
+class Settling(_Settling, metaclass=_SettlingEnumTypeWrapper): ...
+
+SETTLING_UNSPECIFIED: Settling.ValueType  # 0
+SETTLING_LEFT: Settling.ValueType  # 1
+SETTLING_KEPT: Settling.ValueType  # 2
+SETTLING_CHANGED: Settling.ValueType  # 3
+SETTLING_CHANGING: Settling.ValueType  # 4
+global___Settling = Settling
+
 class _BoundaryAction:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -494,11 +515,13 @@ class PinSnapshotResponse(google.protobuf.message.Message):
     STATS_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
+    SETTLING_FIELD_NUMBER: builtins.int
     snapshot_id: builtins.str
     size_bytes: builtins.int
     lease_ms: builtins.int
     ended: builtins.bool
     optimizer: builtins.bytes
+    settling: global___Settling.ValueType
     @property
     def header(self) -> paramd.v1.common_pb2.Header: ...
     @property
@@ -516,9 +539,10 @@ class PinSnapshotResponse(google.protobuf.message.Message):
         stats: collections.abc.Iterable[global___Stats] | None = ...,
         ended: builtins.bool = ...,
         optimizer: builtins.bytes = ...,
+        settling: global___Settling.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["gradients", b"gradients", "header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ended", b"ended", "gradients", b"gradients", "header", b"header", "lease_ms", b"lease_ms", "optimizer", b"optimizer", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "stats", b"stats"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "gradients", b"gradients", "header", b"header", "lease_ms", b"lease_ms", "optimizer", b"optimizer", "settling", b"settling", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "stats", b"stats"]) -> None: ...
 
 global___PinSnapshotResponse = PinSnapshotResponse
 

@@ -18,9 +18,17 @@ from typing import TypeAlias
 
 from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.arena import is_mirror
-from paramd.memory.control_page import Word, is_stray, label_of, unserved_reason
+from paramd.memory.control_page import (
+    Word,
+    in_time,
+    is_stray,
+    label_of,
+    settling_of,
+    unserved_reason,
+)
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.memory.left import HEADROOM, Room
+from paramd.state import Settling
 from paramd_service.admission import CALLER, Who
 from paramd_service.aio import in_executor, kept, post
 from paramd_service.sidecar.boundaries import Boundaries
@@ -242,6 +250,17 @@ class Pins:
             return None
         return self.store.find(key, proof=state.proof)
 
+    def settling(self, snapshot: Snapshot) -> Settling:
+        """How far the snapshot's state had come.
+
+        A copy that was made in the microseconds after its state had settled does not know it yet.
+        """
+        words = self._attached.page.words
+        if snapshot.settling is Settling.UNKNOWN and snapshot.proof == words[Word.SEQ]:
+            moment = in_time(snapshot.step, rewound=snapshot.history)
+            snapshot.settling = settling_of(words, moment, rests=False)
+        return snapshot.settling
+
     def check_true(self, snapshot: Snapshot) -> None:
         """Raise AbortedError if the trainer has since found that the bytes mix two states."""
         if snapshot.is_true:
@@ -404,7 +423,7 @@ class Pins:
             snapshot.step, snapshot.edits = state.step, state.edits
             snapshot.iteration, snapshot.unsettled = state.iteration, state.unsettled
             snapshot.label, snapshot.history = state.label, state.history
-            snapshot.changes = state.changes
+            snapshot.changes, snapshot.settling = state.changes, state.settling
             # 0: never share a state that may have been changed at rest.
             snapshot.proof = state.proof if not filling.unsettled else 0
             if is_moments(snapshot.key) and not is_table(snapshot.key):

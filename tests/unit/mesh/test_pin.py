@@ -7,9 +7,9 @@ import pytest
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ParamdError, UnreachableError
 from paramd.layout.replicas import Sample
-from paramd.mesh.peers.sidecars import Captured, PinKind, RankPin
+from paramd.mesh.peers.sidecars import Captured, PinKind, RankPin, one_step
 from paramd.mesh.reading.pin import Pinner
-from paramd.state import StateName
+from paramd.state import Settling, StateName
 
 SPANS = {0: [(0, 8)], 1: [(0, 8)]}
 
@@ -106,6 +106,31 @@ async def test_one_step_before_and_after_an_edit_is_not_one_state() -> None:
         assert (pinned.state.step, pinned.state.edits) == (7, 3)
         assert ranks.held == {"0/1", "1/1"}
     assert ranks.schedule_count == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "alike"),
+    [
+        (Settling.LEFT, Settling.LEFT, True),
+        (Settling.LEFT, Settling.KEPT, True),
+        (Settling.KEPT, Settling.CHANGED, True),
+        (Settling.UNKNOWN, Settling.CHANGED, True),
+        (Settling.CHANGING, Settling.CHANGING, True),
+        (Settling.LEFT, Settling.CHANGED, False),
+        (Settling.LEFT, Settling.UNKNOWN, False),
+        (Settling.LEFT, Settling.CHANGING, False),
+        (Settling.KEPT, Settling.CHANGING, False),
+    ],
+)
+def test_before_and_after_a_change_of_the_scripts_is_not_one_state(
+    first: Settling, second: Settling, alike: bool
+) -> None:
+    pins = [
+        RankPin(rank, "", StateName(1, 0, 7, 0), 8, 30.0, settling=settling)
+        for rank, settling in enumerate((first, second))
+    ]
+    assert (one_step(pins) is not None) is alike
+    assert (one_step(pins[::-1]) is not None) is alike
 
 
 async def test_a_boundary_that_never_comes_is_given_up_when_training_comes_to_rest() -> None:

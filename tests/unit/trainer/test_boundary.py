@@ -30,8 +30,9 @@ from paramd.memory.control_page import (
     sample_digest,
     unserved_reason,
 )
-from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step, copy_at_rest
+from paramd.memory.gate import CopyEnd, CopySpan, State, copy_at_one_step, copy_at_rest
 from paramd.memory.handover import Descriptors
+from paramd.state import Settling
 from paramd.trainer.attaching.checks import changes_in_forward
 from paramd.trainer.boundary.agreement import CAPTURE, Agreement, Request
 from paramd.trainer.boundary.boundary import LEFT_AT_REST, MOST_SEARCHES, PROBATION, Boundary
@@ -500,6 +501,32 @@ def _halves(bench: Bench) -> tuple[Failing, torch.optim.Optimizer]:
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # wraps the base's step as well
     one, two = bench.model
     return Failing(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("rounds", [1, PROBATION + 2])
+def test_a_copy_says_whether_the_script_had_changed_its_state(make: Make, rounds: int) -> None:
+    """With one round the attachment is strict: after its boundary the state rests again."""
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer, rounds)
+    assert bench.at_rest()[1].settling is Settling.LEFT
+    with torch.no_grad():
+        bench.model[0].weight.mul_(0.5)
+    assert bench.at_rest()[0] is CopyEnd.CHANGED
+    assert bench.at_rest(changed_too=True)[1].settling is Settling.CHANGING
+    bench.forward_backward()
+    assert _of_what_settled(bench).settling is Settling.CHANGED
+
+    optimizer.step()
+    assert bench.at_rest()[1].settling is Settling.LEFT
+    bench.model(torch.ones(2, WIDTH))
+    assert _of_what_settled(bench).settling is Settling.KEPT
+
+
+def _of_what_settled(bench: Bench) -> State:
+    end, state = bench.copy(copy_at_one_step) if bench.settled else bench.at_rest()
+    assert end is CopyEnd.DONE
+    return state
 
 
 def test_a_step_that_raised_and_is_never_tried_again_holds_nothing_open(make: Make) -> None:

@@ -41,7 +41,7 @@ from paramd.mesh.peers.grpc import (
     watched,
 )
 from paramd.security.tls import host_of, is_loopback
-from paramd.state import StateName
+from paramd.state import Settling, StateName
 from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
 from paramd.wire import LEASE_S, Chunk, checksum_of
 
@@ -62,6 +62,8 @@ class RankPin:
     """Training has not continued since its update."""
     boundary_token: int = 0
     """Of the agreed request that filled it, or of a mark its history; 0: neither, or not yet."""
+    settling: Settling = Settling.UNKNOWN
+    """How far the state had come, as far as its samples show."""
 
     @classmethod
     def of(cls, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> RankPin:
@@ -74,6 +76,7 @@ class RankPin:
             iteration=answer.header.iteration,
             unsettled=answer.header.unsettled,
             boundary_token=answer.header.boundary_token,
+            settling=Settling(answer.settling),
         )
 
 
@@ -140,12 +143,29 @@ class PinKind:
 def one_step(pins: Sequence[RankPin]) -> StateName | None:
     """The state that all pins share, or None; ConflictError: one step, several iterations."""
     found = {(pin.state, pin.boundary_token) for pin in pins}
-    if len(found) != 1:
+    if len(found) != 1 or not _settled_alike(pins):
         return None
     ((state, _),) = found
     if state.step >= 0 and len({pin.iteration for pin in pins}) > 1:
         raise out_of_lockstep(state.step, {pin.rank: pin.iteration for pin in pins})
     return state if state.step >= 0 else None
+
+
+_SETTLED = frozenset({Settling.UNKNOWN, Settling.KEPT, Settling.CHANGED})
+_UNCHANGED = frozenset({Settling.LEFT, Settling.KEPT})
+
+
+def _settled_alike(pins: Sequence[RankPin]) -> bool:
+    """Whether no pin is of before a change of the script's, and another of after it."""
+    found = {pin.settling for pin in pins}
+    return found <= _SETTLED or found <= _UNCHANGED or found == {Settling.CHANGING}
+
+
+_TOLD = {
+    Settling.LEFT: ", as its update left it",
+    Settling.CHANGED: ", as changed after its update",
+    Settling.CHANGING: ", which the script is changing",
+}
 
 
 def out_of_lockstep(step: int, iterations: Mapping[int, int]) -> ConflictError:
@@ -176,7 +196,7 @@ def pinned_at(common: StateName, pins: Sequence[RankPin], beside: Sequence[RankP
 
 def told_step(pin: RankPin) -> str:
     """Step of a pin, its number of edits if any, and the label of replacing weights."""
-    return str(pin.state).removeprefix("step ")
+    return str(pin.state).removeprefix("step ") + _TOLD.get(pin.settling, "")
 
 
 def _listed(ranks: Sequence[int]) -> str:

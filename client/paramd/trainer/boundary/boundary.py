@@ -36,6 +36,8 @@ from paramd.memory.control_page import (
     MAX_SAMPLES,
     ControlPage,
     Word,
+    in_time,
+    note_settled,
     note_stray,
     write_samples,
     write_text,
@@ -763,14 +765,29 @@ class Boundary:
         # Without readers or earlier strays, a tensor that strays may wait its turn to be noticed.
         quiet = words[_CLIENTS_UNTIL_NS] < words[_BOUNDARY_NS]
         contents.remember(sparing=quiet and not self._strict_left)
+        digest = contents.digest()
+        self._note_settled(digest)
         # The digest first: a reader that finds the SEQ takes the digest for that state's.
-        words[Word.SETTLED_DIGEST] = contents.digest()
+        words[Word.SETTLED_DIGEST] = digest
         words[Word.SETTLED_SEQ] = words[_SEQ]
         self._outside.has_settled(self._done)
         if self._strict_left or self._always_strict:
             # Copies got their even SEQ while this waits; later reads find a resting state.
             self._gate.begin_update()
             self._rest()
+
+    def _note_settled(self, digest: int) -> None:
+        """Publish whether the state that has settled is what its update left, by its samples.
+
+        Before another rest begins under the same step (strict mode), whose digest is of that.
+        """
+        words = self._words
+        moment = in_time(self._done, rewound=words[Word.REWOUND])
+        if words[Word.SETTLED_AS] >> 1 == moment:
+            left = words[Word.SETTLED_DIGEST]
+        else:
+            left = words[Word.REST_DIGEST] if words[Word.REST_STEP] == self._done else CHANGED
+        note_settled(self._page, moment, changed=digest != left)
 
     def _boundary(self, *, keeps: bool = False) -> None:
         """Settle the state and do what this boundary calls for.

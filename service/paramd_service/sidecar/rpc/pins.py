@@ -185,6 +185,7 @@ def _answer(rank: RankSidecar, lease: Lease, lease_s: float) -> pb.PinSnapshotRe
         size_bytes=lease.snapshot.size_bytes,
         lease_ms=int(lease_s * 1000),
         optimizer=lease.snapshot.optimizer,
+        settling=int(rank.pins.settling(lease.snapshot)),  # type: ignore[arg-type]  # the same numbers
     )
 
 

@@ -39,7 +39,7 @@ from paramd.memory.device_arena import DeviceReader
 from paramd.memory.gate import CopySpan
 from paramd.memory.gradient_program import Notes
 from paramd.memory.left import HEADROOM, Purpose, Room
-from paramd.state import StateName
+from paramd.state import Settling, StateName
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import Shares, Who
 
@@ -170,6 +170,8 @@ class Snapshot:
     """Proof of the copy, as in `memory.gate.State`; 0 if it cannot be shared, or of a mirror."""
     changes: Changes = NO_CHANGES
     """What its trainer knew of changes outside of its update when it was copied."""
+    settling: Settling = Settling.UNKNOWN
+    """How far the state had come when it was copied."""
     is_true: bool = False
     """The state is over, and no change outside of updates was found in it."""
     token: int = 0

@@ -10,6 +10,7 @@ Part = TypeVar("Part")
 
 SIDECAR: Final = (
     "paramd_service.resume.sidecar:Resume",
+    "paramd_service.edits.sidecar:RankEdits",
     "paramd_service.insight.sidecar:Insight",
     "paramd_service.hosts.sidecar:Hosts",
     "paramd_service.statistics.sidecar:Statistics",

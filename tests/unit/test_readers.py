@@ -114,7 +114,7 @@ READERS = {
     "paramd_service/formats/dcp.py:dcp_files run": CHILD,
     "paramd_service/formats/dcp_writer.py:_written read_bytes": CHILD,
     "paramd_service/formats/dcp_writer.py:main json.load": CHILD,
-    "paramd_service/sidecar/edits/notes.py:check json.loads": BOUNDED + "a manifest of an edit",
+    "paramd_service/edits/notes.py:check json.loads": BOUNDED + "a manifest of an edit",
     "paramd_service/insight/line.py:TrainerLine._readable json.loads": BOUNDED
     + "MAX_MESSAGE_BYTES",
     "paramd_service/insight/process.py:_fields read_text": KERNEL,

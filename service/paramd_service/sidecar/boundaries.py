@@ -24,7 +24,6 @@ from paramd_service.sidecar.copying.page_requests import (
     apart_reason,
     fate_of,
 )
-from paramd_service.sidecar.edits.manager import Edits
 from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.moments import Moments, is_extra, is_moments, is_table
 from paramd_service.sidecar.snapshots.store import Fill, Snapshot, SnapshotStore, copy_spans
@@ -95,6 +94,31 @@ class _Unserved:
         return why if lasts else ""
 
 
+class BoundaryChanges:
+    """What changes parameters at agreed boundaries; this class changes nothing. Event loop only."""
+
+    def make_ready(self, name: str, *, boundary: int, token: int) -> int:
+        """Prepare a change for a request, before the request is written; return its argument.
+
+        Idempotent for the same request. Raises NotFoundError: there is no such change.
+        ConflictError: it is not complete, was made already, or is in doubt for another request.
+        """
+        raise ConflictError("this sidecar does not take edits")
+
+    def settle(self) -> None:
+        """Learn from the page what was made."""
+
+    def withdrawn(self, boundary: int) -> None:
+        """The request was withdrawn, and will not be carried out."""
+
+    def request_ended(self, boundary: int) -> None:
+        """The request has ended, with or without the change."""
+
+    def why_refused(self, name: str) -> str:
+        """Why the trainer has not made the change; empty: it did not say."""
+        return ""
+
+
 class Boundaries:
     """Carries out requests at boundaries that all trainers agree on."""
 
@@ -107,10 +131,13 @@ class Boundaries:
         self._ended = ""
         self._apart_since = -1
         """Rounds collected when the ranks were first seen apart; -1: they are not."""
-        self.edits: Edits | None = None
-        """Staged edits; None: edit requests are refused."""
+        self._changes = BoundaryChanges()
         self.moments: Moments | None = None
         """Optimizer state; None: requests for it are refused."""
+
+    def change_with(self, changes: BoundaryChanges) -> None:
+        """Have `changes` made at boundaries from now on."""
+        self._changes = changes
 
     def end(self, reason: str) -> None:
         """Record that no further boundary will come; the copier gives up pending requests."""
@@ -192,10 +219,9 @@ class Boundaries:
             if fate != pb.BOUNDARY_FATE_IN_DOUBT or self._loop.time() > doubt_until_s:
                 break
             await asyncio.sleep(_DOUBT_POLL_S)
-        if self.edits is not None:
-            self.edits.settle()
-            if fate == pb.BOUNDARY_FATE_WITHDRAWN:
-                self.edits.withdrawn(number)
+        self._changes.settle()
+        if fate == pb.BOUNDARY_FATE_WITHDRAWN:
+            self._changes.withdrawn(number)
         return fate
 
     def renew_hold(self, lease_s: float) -> None:
@@ -297,9 +323,7 @@ class Boundaries:
             keys = [one.key for one in snapshots if not is_table(one.key)]
             return pack_wanted(span for key in keys for span in key.spans)
         if reach.action == EDIT:
-            if self.edits is None:
-                raise ConflictError("this sidecar does not take edits")
-            return self.edits.make_ready(reach.edit_id, boundary=reach.number, token=reach.token)
+            return self._changes.make_ready(reach.edit_id, boundary=reach.number, token=reach.token)
         return reach.step_count if reach.action == STEP else 0
 
     def _end(self, asked: _Asked, snapshots: Sequence[Snapshot], outcome: Outcome) -> None:
@@ -310,10 +334,10 @@ class Boundaries:
             snapshot.token = outcome.token
             snapshot.is_true = False
             self._store.drop(snapshot)
-        if asked.reach.action == EDIT and self.edits is not None:
-            if not outcome.captured and (why := self.edits.why_refused(asked.reach.edit_id)):
+        if asked.reach.action == EDIT:
+            if not outcome.captured and (why := self._changes.why_refused(asked.reach.edit_id)):
                 outcome = Outcome(-1, why)
-            self.edits.request_ended(asked.reach.number)
+            self._changes.request_ended(asked.reach.number)
         asked.done.set_result(outcome)
 
     def _why_not_agreed(self, number: int, timeout_s: float) -> str:

@@ -9,6 +9,7 @@ part.
 from __future__ import annotations
 
 import asyncio
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -24,7 +25,6 @@ from paramd.v1 import common_pb2
 from paramd_service.aio import kept, uncancelled
 from paramd_service.sidecar.calls import CallTable
 from paramd_service.sidecar.config import SidecarConfig
-from paramd_service.sidecar.edits.manager import Edits
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.kept_states import KeptStates
 from paramd_service.sidecar.log import Log
@@ -36,6 +36,7 @@ from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
 from paramd_service.sidecar.room import HostRoom
 from paramd_service.sidecar.snapshots.store import BlockMaker
+from paramd_service.sidecar.uploads import Uploads
 
 if TYPE_CHECKING:
     from paramd_service.tls import JobPems, ServerTls
@@ -97,7 +98,6 @@ class SidecarHost:
         self.attaching = asyncio.Lock()
         """Held while a trainer takes the sidecar over."""
         self._pins: Pins | None = None
-        self._edits: Edits | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -129,20 +129,6 @@ class SidecarHost:
     def has_pins(self) -> bool:
         """Whether a trainer has attached."""
         return self._pins is not None
-
-    @property
-    def edits(self) -> Edits:
-        """Edits of the current incarnation. Raises UnreachableError if no trainer has attached yet,
-        or edit memory could not be allocated."""
-        if self._edits is None:
-            why = self.ownership.value if self._pins is None else "edits have no memory here"
-            raise UnreachableError(f"{why}; try again when training runs")
-        return self._edits
-
-    @property
-    def has_edits(self) -> bool:
-        """Whether edits can be staged."""
-        return self._edits is not None
 
     @property
     def trainer_lives(self) -> bool:
@@ -243,9 +229,10 @@ class Peer(ABC):
     def kept(self, kind: type[Kept]) -> Kept:
         """What this connection keeps of a kind, made at the first call; closed when it ends."""
 
+    @property
     @abstractmethod
-    def fileno(self) -> int:
-        """The connection's descriptor, for an operation that reads on within its own message."""
+    def sock(self) -> socket.socket:
+        """The connection, for an operation that reads on within its own message."""
 
 
 Op: TypeAlias = Callable[[Peer, dict[str, Any], list[int]], Coroutine[Any, Any, None]]
@@ -320,6 +307,10 @@ class SidecarPart:
         """Its metrics."""
         return ()
 
+    def uploads(self) -> Uploads | None:
+        """What clients upload to it; None: nothing."""
+        return None
+
     def kept_states(self) -> KeptStates | None:
         """The states that it keeps beside the present one; None: it keeps none."""
         return None
@@ -392,6 +383,13 @@ class Parts:
     def meshed(self, mesh: Mesh) -> None:
         for part in self:
             part.meshed(mesh)
+
+    def uploads(self) -> Uploads:
+        """Raises ConflictError: no part takes uploads."""
+        for part in self:
+            if (found := part.uploads()) is not None:
+                return found
+        raise ConflictError("this sidecar takes no uploads")
 
     def kept_states(self) -> KeptStates:
         found = (part.kept_states() for part in self)

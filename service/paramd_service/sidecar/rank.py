@@ -19,16 +19,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from paramd import clock, places
-from paramd.errors import ConflictError, ExhaustedError, ParamdError, UnreachableError
+from paramd.errors import ConflictError, ParamdError, UnreachableError
 from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.descriptors import same_object
 from paramd.security.tickets import CLOCK_SKEW_S, OF_RANKS, Claims, Role, Verifier
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copying.capture import Capture
 from paramd_service.sidecar.copying.copier import Copier
-from paramd_service.sidecar.edits.entry import EditLimits
-from paramd_service.sidecar.edits.manager import Edits, Scope
-from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.slots import EndedError
 from paramd_service.sidecar.log import Log
@@ -51,8 +48,6 @@ from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
 
 if TYPE_CHECKING:
     pass
-
-_PROGRAM_BYTES = 4 << 20
 
 CLOSE_S = 5.0
 """Closing an attachment takes milliseconds; after this long, the log says what it waits for."""
@@ -92,33 +87,6 @@ def make_pins(rank: RankSidecar, attached: AttachedMemory) -> Pins:
     )
     copier.start()
     return pins
-
-
-def make_edits(rank: RankSidecar, attached: AttachedMemory) -> Edits:
-    """Set up edits of a trainer's memory; call `Edits.start` next."""
-    config, arena_bytes = rank.config, attached.request.arena_bytes
-    memory = EditMemory(
-        attached.shared.edits,
-        # No edit needs more than the whole arena plus its programs.
-        pool_bytes=min(config.edit_pool_bytes, arena_bytes + _PROGRAM_BYTES),
-        idle_s=config.idle_memory_s,
-        executor=rank.executor,
-        room=rank.room,
-    )
-    budget = config.edit_budget_bytes
-    scope = Scope(
-        page=attached.page,
-        rank=config.rank,
-        arena_bytes=arena_bytes,
-        limits=EditLimits(
-            budget_bytes=budget if budget is not None else 3 * arena_bytes + (64 << 20),
-            undo_budget_bytes=config.undo_budget_bytes,
-            expiry_s=config.edit_expiry_s,
-        ),
-        layout=lambda: rank.ready_mesh().layout,
-        kept_states=rank.parts.kept_states,
-    )
-    return Edits(memory, scope, rank.faults)
 
 
 class RankSidecar(SidecarHost):
@@ -285,7 +253,6 @@ class RankSidecar(SidecarHost):
             self.parts.attaching(request, reached=reached, refreshed=refreshed)
             self._had_trainer = True
             self._own(attached)
-            await self._start_edits(attached)
             await self.parts.attached(attached)
             self.log(
                 "attached",
@@ -347,14 +314,12 @@ class RankSidecar(SidecarHost):
     def idle_bytes(self) -> int:
         """Bytes that `take_idle` would take, but for a little."""
         pins_bytes = self._pins.idle_bytes if self._pins is not None else 0
-        edits_bytes = self._edits.memory.idle_bytes if self._edits is not None else 0
-        return pins_bytes + edits_bytes + self.parts.idle_bytes()
+        return pins_bytes + self.parts.idle_bytes()
 
     def take_idle(self) -> list[Callable[[], object]]:
         """Take memory away that is only kept for the next reader, follower, edit or gradient frame;
         return what frees it, on any thread."""
         freeing = self._pins.take_idle() if self._pins is not None else []
-        freeing += self._edits.memory.take_idle() if self._edits is not None else []
         return freeing + self.parts.take_idle()
 
     def set_mesh(self, mesh: Mesh) -> None:
@@ -411,19 +376,6 @@ class RankSidecar(SidecarHost):
         asyncio.get_running_loop().add_reader(attached.pidfd, self._trainer_ended)
         self._changed()
 
-    async def _start_edits(self, attached: AttachedMemory) -> None:
-        edits = make_edits(self, attached)
-        try:
-            await edits.start()
-        except ExhaustedError as error:
-            # Keep serving reads without edits.
-            self.log("no-edits", reason=str(error))
-            await edits.close()
-            return
-        self._edits = edits
-        if self._pins is not None:
-            self._pins.boundaries.edits = edits
-
     def _trainer_ended(self) -> None:
         assert self.attached is not None
         assert self._pins is not None
@@ -451,11 +403,9 @@ class RankSidecar(SidecarHost):
         assert self.attached is not None
         assert self._pins is not None
         self.ownership = ownership
+        self.parts.trainer_ended(self.ownership)
         self._ended.set()
         self._pins.trainer_ended(self.ownership)
-        if self._edits is not None:
-            self._edits.trainer_ended(self.ownership)
-        self.parts.trainer_ended(self.ownership)
         self.log(
             "trainer-ended",
             ownership=self.ownership.name,
@@ -493,9 +443,6 @@ class RankSidecar(SidecarHost):
         if pins is not None:
             await pins.close()
         await self.parts.released()
-        edits, self._edits = self._edits, None
-        if edits is not None:
-            await edits.close()
         if attached is not None:
             asyncio.get_running_loop().remove_reader(attached.pidfd)
             async with self.using_memory:

@@ -17,12 +17,13 @@ from paramd.memory.handover import edits_bytes
 from paramd.tensors.edit_ops import Views, run
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk, checksum_of
-from paramd_service.sidecar.edits.entry import EditLimits, Entry
-from paramd_service.sidecar.edits.manager import Edits, Scope
-from paramd_service.sidecar.edits.memory import EditMemory
-from paramd_service.sidecar.edits.receive import Fill, copy_of
+from paramd_service.edits.entry import EditLimits, Entry
+from paramd_service.edits.manager import Edits, Scope
+from paramd_service.edits.memory import EditMemory
+from paramd_service.edits.receive import copy_of
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.kept_states import KeptStates
+from paramd_service.sidecar.uploads import Fill
 
 
 class Rank:

@@ -20,9 +20,9 @@ from paramd.layout.types import Box
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate
-from paramd_service.sidecar.edits.memory import HEAD_BYTES
-from paramd_service.sidecar.edits.receive import is_finite
+from paramd_service.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate
+from paramd_service.edits.memory import HEAD_BYTES
+from paramd_service.edits.receive import is_finite
 from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.ranges import Ranges
 from tests.edit_ops import edit_op

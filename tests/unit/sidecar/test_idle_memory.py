@@ -16,10 +16,10 @@ from paramd.memory.descriptors import reserved_bytes
 from paramd.memory.gradient_program import ARM_WORDS
 from paramd.memory.left import Limit, Memory, Purpose
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.edits.memory import HEAD_BYTES, EditMemory
 from paramd_service.follow.bases import Bases
 from paramd_service.sidecar.copying.capture import Capture
 from paramd_service.sidecar.copying.copier import Copier
-from paramd_service.sidecar.edits.memory import HEAD_BYTES, EditMemory
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.pins import Pins

@@ -206,8 +206,6 @@ def rank_state(rank: SidecarHost) -> common_pb2.RankState:
     state.ready_boundary = page[Word.HIGHEST]
     state.edits = page[Word.EDITS]
     state.gradient_bytes = reserved_bytes(attached.shared.gradients)
-    if rank.has_edits:
-        state.edit_bytes = rank.edits.staged_bytes + rank.edits.undo_bytes
     if page[Word.HELD]:
         state.hold_left_ms = max(0, page[Word.HOLD_UNTIL_NS] - time.monotonic_ns()) // 1_000_000
         state.hold_steps_left = page[Word.HOLD_STEPS_LEFT]

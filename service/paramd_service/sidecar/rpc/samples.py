@@ -56,7 +56,6 @@ def _rank_samples(rank: RankSidecar) -> list[Row]:
         ("snapshot_budget_bytes", "Most that snapshots may hold", budget_bytes),
         ("agreement_works", "1 while agreeing", state.agreement_works),
         ("refused_calls_total", "Calls without a ticket that permits them", rank.refusals.count),
-        *_edit_samples(rank),
         *_tls_samples(rank),
         *_process_samples(),
     ]
@@ -76,19 +75,6 @@ def _tls_samples(rank: RankSidecar) -> list[Row]:
     return [
         ("tls_expiry_timestamp_seconds", "End of the certificate in force", rank.tls.expires_s),
         ("tls_files_ok", "0 while newer files of TLS cannot be used", not rank.tls.failure),
-    ]
-
-
-def _edit_samples(rank: RankSidecar) -> list[Row]:
-    applied = staged_bytes = undo_bytes = 0
-    if rank.has_edits:
-        edits = rank.edits
-        applied, staged_bytes = edits.applied_count, edits.staged_bytes
-        undo_bytes = edits.undo_bytes
-    return [
-        ("edits_applied_total", "Edits that this process saw applied", applied),
-        ("edit_staged_bytes", "Memory of edits that are not applied", staged_bytes),
-        ("edit_undo_bytes", "Memory kept to undo applied edits", undo_bytes),
     ]
 
 

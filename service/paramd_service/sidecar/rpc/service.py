@@ -25,7 +25,7 @@ from paramd_service.admission import Shares, TokenRevokedError, check_parts
 from paramd_service.sidecar import calls
 from paramd_service.sidecar.calls import CALLER, SERVICE, Answers, Call, CallTable, Requests, Unary
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc import edits, messages, pins
+from paramd_service.sidecar.rpc import messages, pins
 from paramd_service.sidecar.rpc.messages import abort_internal, abort_with
 from paramd_service.sidecar.rpc.samples import sidecar_metrics
 from paramd_service.sidecar.rpc.streams import StreamServer
@@ -50,7 +50,6 @@ class SidecarServicer:
         rank = self._rank
         table: dict[str, Call] = {
             **self._calls(),
-            **edits.calls(rank),
             **pins.calls(rank),
             **self._streams.calls(),
             **rank.parts.calls(),

@@ -40,11 +40,10 @@ from paramd_service import admission
 from paramd_service.admission import Shares, Who
 from paramd_service.aio import post
 from paramd_service.sidecar.calls import CALLER, EDITORS, Call, CallTable, check_range, check_role
-from paramd_service.sidecar.edits.entry import Entry
-from paramd_service.sidecar.edits.receive import Part
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.snapshots.store import Snapshot, SnapshotStore
+from paramd_service.sidecar.uploads import Part, Upload
 
 GRANT_S = 10.0
 """Validity of a grant."""
@@ -108,7 +107,7 @@ class _Stream:
     sock: socket.socket
     store: SnapshotStore
     snapshot: Snapshot | None
-    entry: Entry | None
+    entry: Upload | None
     thread: threading.Thread = field(init=False)
 
 
@@ -170,7 +169,7 @@ class StreamServer:
         answer = pb.GrantStreamResponse(port=rank.stream_port)
         if request.edit_id:
             check_role(CALLER.get(), EDITORS)
-            entry = await rank.edits.opened(request.edit_id, CALLER.get().token_id)
+            entry = await rank.parts.uploads().opened(request.edit_id, CALLER.get().token_id)
             answer.header.CopyFrom(messages.header(rank))
             answer.staged_bytes, answer.size_bytes = entry.staged_bytes, entry.size_bytes
         else:
@@ -213,7 +212,7 @@ class StreamServer:
             raise NotFoundError("the run of the stream's snapshot has ended")
         store, snapshot, entry = rank.pins.store, None, None
         if granted.edit_id:
-            entry = rank.edits.get(granted.edit_id)
+            entry = rank.parts.uploads().upload(granted.edit_id)
             size_bytes = entry.size_bytes
         else:
             snapshot = store.filled(granted.snapshot_id)
@@ -304,7 +303,7 @@ class StreamServer:
         if self._rank.incarnation != granted.incarnation:
             raise NotFoundError("the run of the stream's snapshot has ended")
         if granted.edit_id:
-            self._rank.edits.get(granted.edit_id)
+            self._rank.parts.uploads().upload(granted.edit_id)
         else:
             self._rank.pins.store.filled(granted.snapshot_id)
 
@@ -371,7 +370,7 @@ class StreamServer:
                     )
                 if taking is not None:
                     taking.result()
-                work = self._rank.edits.take(entry, [_part_of(at, part)])
+                work = self._take(entry, _part_of(at, part))
                 taking = asyncio.run_coroutine_threadsafe(work, self._loop)
                 at += window.size
                 self._rank.faults.at("stream-window")
@@ -384,6 +383,9 @@ class StreamServer:
                 # It reads one of the buffers, whose memory must not be reused before.
                 wait([taking])
         return streams.Window(streams.LAST, at, 0).packed()
+
+    async def _take(self, upload: Upload, part: Part) -> None:
+        await self._rank.parts.uploads().take_parts(upload, [part])
 
     async def _checked(self, stream: _Stream) -> None:
         self._check(stream)

@@ -21,8 +21,7 @@ from paramd.security.tickets import Claims, Role
 from paramd.security.tls import Pems
 from paramd_service.admission import Shares, Who
 from paramd_service.aio import in_executor
-from paramd_service.sidecar.calls import EDITORS, GATHERERS, READERS, check_role
-from paramd_service.sidecar.edits.receive import Lent
+from paramd_service.sidecar.calls import GATHERERS, READERS, check_role
 from paramd_service.sidecar.owner import (
     AttachedMemory,
     AttachRequest,
@@ -128,7 +127,6 @@ class _Connection(Peer):
         """A pidfd of a peer in another container."""
         self._attached: AttachedMemory | None = None
         self._maps: dict[str, list[Snapshot]] = {}
-        self._lent = Lent()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._claims: dict[str | None, Claims] = {}
@@ -145,9 +143,6 @@ class _Connection(Peer):
             "live": self._live,
             "map": self._map,
             "unmap": self._unmap,
-            "lend": self._lend,
-            "stage": self._stage,
-            "take": self._take,
         }
 
     def start(self) -> None:
@@ -300,8 +295,9 @@ class _Connection(Peer):
     def answer(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         handover.send(self._socket, dict(message), list(descriptors))
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
+    @property
+    def sock(self) -> socket.socket:
+        return self._socket
 
     def kept(self, kind: type[Kept]) -> Kept:
         found = self._kept.get(kind)
@@ -369,23 +365,6 @@ class _Connection(Peer):
         if mapped:
             mapped.pop().map_count -= 1
 
-    async def _lend(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        check_role(self.caller(message), EDITORS)
-        handover.send(self._socket, self._lent.lend(descriptors) | self._rank.identity())
-
-    async def _stage(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        claims = self.caller(message)
-        check_role(claims, EDITORS)
-        edit_id = str(message.get("edit_id", ""))
-        entry = await self._rank.edits.opened(edit_id, claims.token_id)
-        handover.send(self._socket, self._lent.stage(entry) | self._rank.identity())
-
-    async def _take(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        lent = self._lent
-        # Its thread may read the socket, since the reader here is off while a message is served.
-        await self._rank.edits.take(lent.entry, lent.arriving(self._socket, message))
-        handover.send(self._socket, lent.taken())
-
     def _refuse(self, error: ParamdError) -> None:
         answer = {"op": "error", "code": codes_of(error).grpc, "message": str(error)}
         try:
@@ -401,7 +380,6 @@ class _Connection(Peer):
         if self._elsewhere is not None:
             os.close(self._elsewhere)
             self._elsewhere = None
-        self._lent.close()
         for kept in self._kept.values():
             kept.close()
         self._kept.clear()

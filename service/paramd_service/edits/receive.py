@@ -17,9 +17,9 @@ import mmap
 import os
 import select
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -27,16 +27,10 @@ from paramd.errors import ExhaustedError, UsageError
 from paramd.layout.dtypes import DTYPES, item_bytes
 from paramd.memory import handover
 from paramd.wire import Chunk
+from paramd_service.sidecar.uploads import Fill, Part
 
 if TYPE_CHECKING:
-    from paramd_service.sidecar.edits.entry import Entry
-
-Fill = Callable[[int, int, int], None]
-"""(address, begin, size) -> None: writes bytes [begin, begin + size) of a part to an address.
-Called for the whole part, in blocks and in order; if the first call raises, nothing was written."""
-
-Part: TypeAlias = tuple[int, int, Fill]
-"""Offset and size in bytes, and the function that writes it."""
+    from paramd_service.edits.entry import Entry
 
 _GRAIN = 64
 """Blocks end at multiples of this, so that no element is split."""

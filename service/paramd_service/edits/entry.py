@@ -32,8 +32,8 @@ from paramd.memory.edit_program import (
 )
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import Who
-from paramd_service.sidecar.edits.memory import Slot, id_words
-from paramd_service.sidecar.edits.receive import Intake
+from paramd_service.edits.memory import Slot, id_words
+from paramd_service.edits.receive import Intake
 from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.ranges import Range
 

@@ -27,8 +27,8 @@ from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import CALLER, Who
 from paramd_service.aio import in_executor, kept, stopped
-from paramd_service.sidecar.edits import notes
-from paramd_service.sidecar.edits.entry import (
+from paramd_service.edits import notes
+from paramd_service.edits.entry import (
     WITHDRAWN_NS,
     EditLimits,
     Entry,
@@ -40,13 +40,15 @@ from paramd_service.sidecar.edits.entry import (
     records_of,
     write_undo,
 )
-from paramd_service.sidecar.edits.memory import EditMemory
-from paramd_service.sidecar.edits.receive import DataRange, Intake, NonfiniteError, Part
-from paramd_service.sidecar.edits.table import EditBook, UndoBook
+from paramd_service.edits.memory import EditMemory
+from paramd_service.edits.receive import DataRange, Intake, NonfiniteError
+from paramd_service.edits.table import EditBook, UndoBook
+from paramd_service.sidecar.boundaries import BoundaryChanges
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.kept_states import KeptStates
 from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.ranges import Range
+from paramd_service.sidecar.uploads import Part, Upload, Uploads
 
 Answer = TypeVar("Answer")
 
@@ -250,7 +252,7 @@ def expect_request(words: Words) -> None:
     words[Word.EXPECTED_NS] = time.monotonic_ns() + EXPECTED_NS
 
 
-class Edits:
+class Edits(BoundaryChanges, Uploads):
     """The edits of one rank in one incarnation."""
 
     def __init__(self, memory: EditMemory, scope: Scope, faults: Faults) -> None:
@@ -338,6 +340,13 @@ class Edits:
             self._faults.at("edit-staging")
             await self._complete(entry)
 
+    def upload(self, upload_id: str) -> Entry:
+        return self.get(upload_id)
+
+    async def take_parts(self, upload: Upload, parts: Iterable[Part]) -> None:
+        assert isinstance(upload, Entry)
+        await self.take(upload, parts)
+
     def get(self, edit_id: str) -> Entry:
         """The edit as it is now. Raises NotFoundError."""
         self.settle()
@@ -349,9 +358,9 @@ class Edits:
             )
         return entry
 
-    async def opened(self, edit_id: str, who: Who) -> Entry:
+    async def opened(self, upload_id: str, who: Who) -> Entry:
         """The edit that its author stages, once it is open. Raises NotFoundError, DeniedError."""
-        entry = self.get(edit_id)
+        entry = self.get(upload_id)
         # Shielded: other callers may wait for the same edit.
         await asyncio.shield(entry.opened)
         entry.check_author(who)
@@ -387,7 +396,7 @@ class Edits:
             else:
                 self._book.forget(entry)
 
-    def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
+    def make_ready(self, name: str, *, boundary: int, token: int) -> int:
         """Declare a staged edit ready for a boundary request, before READY is written.
 
         Idempotent for the same request. The edit's memory is kept until `request_ended` and the
@@ -396,20 +405,20 @@ class Edits:
         Returns: Word.ARGUMENT: offset of its program in the edits' memory. Raises NotFoundError:
         the edit is unknown. ConflictError: it is incomplete, already applied, or in doubt for
         another request."""
-        entry = self.get(edit_id)
+        entry = self.get(name)
         if entry.phase in (Phase.READY, Phase.APPLIED):
             if (entry.boundary, entry.token) == (boundary, token):
                 entry.requested = entry.phase is Phase.READY
                 return entry.program_begin
             raise ConflictError(
-                f"edit {edit_id} was already applied, at boundary {entry.boundary}"
+                f"edit {name} was already applied, at boundary {entry.boundary}"
                 if entry.phase is Phase.APPLIED
-                else f"edit {edit_id} is in doubt for boundary {entry.boundary}; withdraw that "
+                else f"edit {name} is in doubt for boundary {entry.boundary}; withdraw that "
                 "boundary, and retry when its round has ended"
             )
         if entry.phase is Phase.STAGING:
             raise ConflictError(
-                f"edit {edit_id} is not complete on this rank: {entry.staged_bytes:,} "
+                f"edit {name} is not complete on this rank: {entry.staged_bytes:,} "
                 f"of {entry.size_bytes:,} bytes are staged"
             )
         entry.boundary, entry.token, entry.unready_ns = boundary, token, 0
@@ -512,9 +521,9 @@ class Edits:
         self.applied_count += 1
         self._book.applied(entry)
 
-    def why_refused(self, edit_id: str) -> str:
+    def why_refused(self, name: str) -> str:
         """The trainer's message when it refused an edit that has a note; else empty."""
-        entry = self._book.entries.get(edit_id)
+        entry = self._book.entries.get(name)
         return self._told(entry) if entry is not None else ""
 
     def _told(self, entry: Entry) -> str:

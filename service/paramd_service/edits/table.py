@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from paramd.errors import ConflictError, ExhaustedError
 from paramd.memory.edit_program import record_count
 from paramd_service.admission import CALLER, Shares
-from paramd_service.sidecar.edits.entry import (
+from paramd_service.edits.entry import (
     Body,
     EditLimits,
     Entry,
@@ -22,7 +22,7 @@ from paramd_service.sidecar.edits.entry import (
     body_of,
     entry_of,
 )
-from paramd_service.sidecar.edits.memory import EditIndex, EditMemory, Slot
+from paramd_service.edits.memory import EditIndex, EditMemory, Slot
 
 MAX_META_BYTES = 32 << 20
 """Most bytes of manifests and digests kept of applied edits; the oldest go first."""

@@ -26,7 +26,7 @@ from paramd.memory.edit_program import (
     write_program,
 )
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.edits.entry import Body
+from paramd_service.edits.entry import Body
 from paramd_service.sidecar.owner import check_keeps_states
 
 if TYPE_CHECKING:

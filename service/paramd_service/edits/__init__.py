@@ -1,0 +1,1 @@
+"""Edits of one rank: what is staged, checked and made ready in its sidecar."""

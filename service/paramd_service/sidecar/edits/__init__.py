@@ -1,1 +1,0 @@
-"""Staged edits of this rank, from the first byte to applied, undone or gone."""

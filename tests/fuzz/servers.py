@@ -26,7 +26,7 @@ import grpc
 import httpx2
 from google.protobuf.message_factory import GetMessageClass
 
-from paramd import streams
+from paramd import parts, streams
 from paramd.answers import asked_once
 from paramd.bounds import Bound, OverBoundError
 from paramd.layout.merge import layout_digest
@@ -36,7 +36,7 @@ from paramd.v1 import control_pb2, export_pb2, sidecar_pb2
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.base.endpoint import Claim
 from paramd_service.control.control_plane import ControlPlane
-from paramd_service.parts import SIDECAR, loaded
+from paramd_service.parts import SIDECAR
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.log import Log
@@ -107,7 +107,7 @@ class Servers:
             stats_executor=ThreadPoolExecutor(1),
             faults=Faults(""),
             log=Log(fields={}, stream=_Lines(self.saw)),
-            parts=loaded(SIDECAR, SidecarPart),
+            parts=parts.found(SIDECAR, "sidecar", SidecarPart),
         )
         self.server = GrpcServer(self.rank)
         await self.server.start()

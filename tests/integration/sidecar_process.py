@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,38 @@ from tests.integration.fake_trainer import SIGNER, FakeTrainer, layout_of
 from tests.longer import wait_until
 from tests.orders import Metadata, Ordering, bound
 
+WITHOUT = """
+import sys
+from paramd_service import parts
+
+without = sys.argv.pop(1).split(",")
+parts.SIDECAR = tuple(name for name in parts.SIDECAR if name.split(".")[1] not in without)
+from paramd_service.sidecar.main import main
+
+sys.exit(main())
+"""
+"""`python -m paramd_service.sidecar` without some subjects."""
+
 
 class SidecarProcess:
     """`python -m paramd_service.sidecar`, ended with the block."""
 
-    def __init__(self, directory: Path, *options: str, faults: str = "", rank: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        faults: str = "",
+        rank: int = 0,
+        without: Sequence[str] = (),
+    ) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         self.socket_path = directory / f"rank-{rank}.sock"
         self.log_path = directory / f"sidecar-{uuid.uuid4().hex}.log"
         environment = {**os.environ, "PARAMD_FAULTS": faults}
-        command = [sys.executable, "-m", "paramd_service.sidecar", "--job", "job"]
+        program = (
+            ["-c", WITHOUT, ",".join(without)] if without else ["-m", "paramd_service.sidecar"]
+        )
+        command = [sys.executable, *program, "--job", "job"]
         command += ["--rank", str(rank), "--socket", str(self.socket_path), *options]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
@@ -57,10 +79,10 @@ class SidecarProcess:
 
 @contextmanager
 def sidecar(
-    directory: Path, *options: str, faults: str = "", rank: int = 0
+    directory: Path, *options: str, faults: str = "", rank: int = 0, without: Sequence[str] = ()
 ) -> Iterator[SidecarProcess]:
-    """A started sidecar."""
-    process = SidecarProcess(directory, *options, faults=faults, rank=rank)
+    """A started sidecar; `without`: subjects whose parts it does not have."""
+    process = SidecarProcess(directory, *options, faults=faults, rank=rank, without=without)
     try:
         process.wait_until_started()
         yield process

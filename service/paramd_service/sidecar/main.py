@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import BinaryIO
 
-from paramd import clock, gone
+from paramd import clock, gone, parts
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.helpers import be_first_victim
 from paramd.memory import descriptors, handover
@@ -21,7 +21,7 @@ from paramd.security.tls import Pems
 from paramd_service import core_dumps
 from paramd_service.admission import few_heaps, give_back_memory, raise_descriptor_limit
 from paramd_service.aio import stopped
-from paramd_service.parts import SIDECAR, loaded
+from paramd_service.parts import SIDECAR
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults, from_environment
 from paramd_service.sidecar.log import Log
@@ -155,7 +155,7 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         stats_executor=stats_thread,
         faults=faults,
         log=log,
-        parts=loaded(SIDECAR, SidecarPart),
+        parts=parts.found(SIDECAR, "sidecar", SidecarPart),
     )
     if pems is not None:
         rank.own_pems = JobPems(pems, mutual=True)

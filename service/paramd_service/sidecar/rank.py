@@ -22,6 +22,7 @@ from paramd import clock, places
 from paramd.errors import ConflictError, ParamdError, UnreachableError
 from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.descriptors import same_object
+from paramd.parts import traced
 from paramd.security.tickets import CLOCK_SKEW_S, OF_RANKS, Claims, Role, Verifier
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copying.capture import Capture
@@ -120,7 +121,7 @@ class RankSidecar(SidecarHost):
         self._had_trainer = False
         self._tickets_time: float | None = None
         """The control plane's time minus the monotonic clock, if this host's clock differs."""
-        self.parts = Parts(part(self) for part in parts)
+        self.parts = Parts(traced(part(self), SidecarPart, self._tell_call) for part in parts)
 
     def check_meant(self, rank: object) -> None:
         """Raise UnreachableError if a request names another rank; None: it names none."""
@@ -414,6 +415,9 @@ class RankSidecar(SidecarHost):
         )
         self.wait_for_trainer()
         self._changed()
+
+    def _tell_call(self, part: str, method: str, took_s: float) -> None:
+        self.log("part-called", part=part, method=method, took_us=round(1e6 * took_s))
 
     def _linger_over(self) -> None:
         self.log("leaving", reason=f"{self.ownership.value}, for {self.config.linger_s:.0f} s")

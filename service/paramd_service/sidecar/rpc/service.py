@@ -55,7 +55,7 @@ class SidecarServicer:
             **rank.parts.calls(),
         }
         methods = pb.DESCRIPTOR.services_by_name[SERVICE.rpartition(".")[2]].methods_by_name
-        served = {
+        served = {name: _missing(name) for name in methods} | {
             name: self._served(call, GetMessageClass(methods[name].input_type))
             for name, call in table.items()
         }
@@ -227,6 +227,18 @@ class SidecarServicer:
     async def _metrics(self, _request: pb.GetMetricsRequest, _timeout_s: float) -> Message:
         header = messages.header(self._rank)
         return pb.GetMetricsResponse(header=header, text=sidecar_metrics(self._rank))
+
+
+def _missing(name: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """Refuses a method that no part of this sidecar has."""
+
+    async def refuse(_requests: Any, context: Context) -> None:
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED,
+            f"{name} is not served here: the part of paramd that has it is not installed",
+        )
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _parse(request_type: type[Message], data: bytes) -> Message:

@@ -139,6 +139,8 @@ async def _state_of(target: Target) -> tuple[str, int]:
     except (ParamdError, TimeoutError):
         return "unreachable", -1
     phases = {row.phase for row in found}
+    if phases == {"unreachable"}:
+        return "unreachable", found.step
     if phases - {"orphaned", "torn"}:
         return "running", found.step
     return "torn" if "torn" in phases else "orphaned", found.step
@@ -244,7 +246,7 @@ def status(
             f"job {found.job!r}, run {found.incarnation}, is starting: none of its "
             f"{found.world_size} ranks has joined yet; try again in a few seconds"
         )
-    say(f"job {found.job}, run {found.incarnation}, step {found.step}")
+    say(_head(found))
     if target.format is Format.TABLE:
         say(_health(target, found.job))
         say(f"dashboard: {url} (paramd dashboard opens it, signed in)")
@@ -261,6 +263,11 @@ def status(
             f"{len(found) - len(bad)} of {found.world_size} ranks are healthy; see column NOTE, "
             "the sidecar logs in the state dir, and: paramd doctor"
         )
+
+
+def _head(found: MeshStatus) -> str:
+    step = f"step {found.step}" if found.step >= 0 else "step unknown"
+    return f"job {found.job}, run {found.incarnation}, {step}"
 
 
 def _health(target: Target, job: str) -> str:
@@ -339,7 +346,7 @@ def follow(
             text = io.StringIO()
             emit(listing(found), form, out=text, width=terminal_width(out))
             now = datetime.now().astimezone().strftime("%H:%M:%S")
-            head = f"job {found.job}, run {found.incarnation}, step {found.step}, {now}\n"
+            head = f"{_head(found)}, {now}\n"
             if form.is_table:
                 head += f"{health()}\n"
                 out.write((CLEAR if clears else "") + head)

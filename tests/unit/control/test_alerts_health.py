@@ -11,8 +11,11 @@ from paramd_service.control.alerts.health import Verdict, Watch, WatchState, ver
 from paramd_service.control.alerts.pace import (
     CREDIT_S,
     HURRY_S,
+    LAST,
     LONGEST_S,
+    PROBE_S,
     QUICK_COUNT,
+    REPAYING,
     USUAL_S,
     Pace,
 )
@@ -50,8 +53,12 @@ def test_ok_says_what_was_looked_at_and_when() -> None:
         ((replace(OFF, detail="look = false"),), "values are not watched (look = false)"),
         ((), "nothing is watched yet"),
         ((Watch(what="values", state=WatchState.FAILING, detail="gone"),), "could not be checked"),
-        ((Watch(what="values", state=WatchState.ON, every_s=40.0),), "not yet"),
-        ((replace(ON, age_s=301.0),), "values were last checked 301 s ago"),
+        (
+            (Watch(what="values", state=WatchState.ON, every_s=40.0),),
+            "are not checked yet (every 40 s)",
+        ),
+        ((replace(ON, age_s=301.0),), "values were last checked 5 min ago"),
+        ((replace(ON, every_s=8685.0, age_s=3e4),), "values were last checked 8 h 20 min ago"),
     ],
 )
 def test_where_nobody_looked_it_is_not_ok(watches: tuple[Watch, ...], said: str) -> None:
@@ -160,6 +167,23 @@ def test_one_dear_sample_leaves_nobody_blind() -> None:
     # What is spent is repaid before samples are as frequent as they were.
     assert pace.usual_s(60.0) > LONGEST_S
     assert pace.usual_s(5000.0) == pytest.approx(20.0)
+
+
+def test_a_start_that_makes_the_first_samples_dear_leaves_nobody_blind_either() -> None:
+    pace = Pace(share=0.001)
+    pace.begin(0.0)
+    pace.paid(3.0)
+    # The machine is still busy at the second one, whose cost alone is known then.
+    pace.paid(4.3)
+    assert pace.usual_s(60.0) == PROBE_S
+    for _ in range(LAST - 1):
+        pace.paid(0.020)
+    assert pace.cost_s == 0.020
+    assert pace.usual_s(60.0) == REPAYING * LONGEST_S
+    # What is dear for good comes as rarely as it has to.
+    for _ in range(LAST):
+        pace.paid(4.3)
+    assert pace.usual_s(60.0) > 4300.0
 
 
 def test_the_rank_that_waits_longest_counts_whatever_others_have_waited_before() -> None:

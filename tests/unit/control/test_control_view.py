@@ -1,5 +1,7 @@
 """The mesh view: every rank's standing and its reason follow from reports and time alone."""
 
+from dataclasses import replace
+
 import pytest
 
 from paramd.v1 import common_pb2
@@ -118,6 +120,12 @@ def test_the_mesh_names_the_rank_that_the_others_end_because_of() -> None:
         trainer_ended_ms=2500, trainer_signal=9,
     )  # fmt: skip
     assert view(other, killed).reason.startswith("rank 1: killed by SIGKILL")
+    # Its sidecar leaves some time after it: how it died stays the reason.
+    left = replace(killed, connected=False)
+    assert view(other, left).ranks[1].reason == (
+        "killed by SIGKILL: the trainer has ended; its sidecar was lost 1 s ago"
+    )
+    assert view(other, left).reason.startswith("rank 1: killed by SIGKILL")
     lost = report(1, connected=False)
     assert view(other, lost).reason == (
         "rank 1: its sidecar was lost 1 s ago (1 of 2 ranks are joined; not: 1)"

@@ -86,7 +86,7 @@ function Where(props: { alert: Alert }): ReactNode {
 
 /** The last lines of a rank that was lost, and what one can do. */
 function Lost(props: { alert: Alert }): ReactNode {
-  const { job } = useShared();
+  const { job, summary } = useShared();
   const rank = props.alert.ranks[0] ?? 0;
   const maySee = useMay("logs");
   const log = usePoll(
@@ -97,9 +97,13 @@ function Lost(props: { alert: Alert }): ReactNode {
   return (
     <>
       <LogEnds rank={rank} logs={log.data?.logs ?? NO_LOGS} />
-      <p className="faint">
-        To go on from the last step, start the training again (with resume="auto"). To free the memory of what is left: <code>paramd cleanup {job}</code>
-      </p>
+      {summary && summary.joined_count === 0 ? (
+        <p className="faint">Its sidecars are gone, and with them its last step. To go on from the newest export, start the training again (with resume="auto").</p>
+      ) : (
+        <p className="faint">
+          To go on from the last step, start the training again (with resume="auto"). To free the memory of what is left: <code>paramd cleanup {job}</code>
+        </p>
+      )}
     </>
   );
 }

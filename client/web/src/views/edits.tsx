@@ -8,7 +8,7 @@ import { discardedOf, newId, opText } from "../lib/edits";
 import { clock, count, duration, plural } from "../lib/format";
 import { editText, sizeOf } from "../lib/timeline";
 import { Badge, Dialog, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
-import { useShared, useWhyNot } from "../ui/context";
+import { useShared, useWhyNot, whyDead } from "../ui/context";
 import { Question, useSending } from "../ui/form";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 import { textOf } from "../ui/problems";
@@ -19,7 +19,8 @@ import { Rates } from "./rates";
 export default function Edits(): ReactNode {
   const whyNot = useWhyNot("edit");
   const mayEdit = whyNot === "";
-  const over = useShared().summary?.state === "ended";
+  const { summary } = useShared();
+  const over = summary?.state === "ended";
   const [pattern] = useQuery("pattern");
   // A link that names parameters is for changing them.
   const [open, setOpen] = useState(pattern !== "");
@@ -27,7 +28,7 @@ export default function Edits(): ReactNode {
     <>
       <div className="head">
         <h1>Edits</h1>
-        {whyNot && <span className="faint">{whyNot}</span>}
+        {whyNot && whyNot !== whyDead(summary) && <span className="faint">{whyNot}</span>}
         {mayEdit && (
           <button type="button" aria-expanded={open} onClick={() => setOpen(!open)}>
             {open ? "Close the form" : "Change parameters …"}

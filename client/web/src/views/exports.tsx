@@ -7,7 +7,7 @@ import type { DestinationDocument, ExportInfo } from "../api/schema";
 import { bytes, clock, count, duration } from "../lib/format";
 import { loadText } from "../lib/checkpoint";
 import { Badge, Bar, Empty, Line, Name, Panel, Snippet, Source, Trouble } from "../ui/bits";
-import { useHas, useMay, useShared, useWhyNot } from "../ui/context";
+import { useHas, useMay, useShared, useWhyNot, whyDead } from "../ui/context";
 import { useSending } from "../ui/form";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
 import { save } from "../ui/save";
@@ -17,7 +17,7 @@ import { Load, whyNoLoad } from "./load";
 const UNDER_WAY = new Set(["PLANNED", "RUNNING", "VERIFYING"]);
 
 export default function Exports(): ReactNode {
-  const { job, live } = useShared();
+  const { job, live, summary } = useShared();
   const whyNot = useWhyNot("export");
   const mayExport = whyNot === "";
   const destinations = usePoll("destinations", (signal) => get("/api/v1/destinations", { signal }), 0);
@@ -42,7 +42,7 @@ export default function Exports(): ReactNode {
     <>
       <div className="head">
         <h1>Exports</h1>
-        {whyNot && <span className="faint">{whyNot}</span>}
+        {whyNot && whyNot !== whyDead(summary) && <span className="faint">{whyNot}</span>}
       </div>
       {mayExport && destinations.error && <Trouble>{destinations.error}</Trouble>}
       {mayExport && <ExportForm destinations={destinations.data?.destinations ?? []} at={destinations.at} onStarted={onStarted} />}

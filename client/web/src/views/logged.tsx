@@ -112,7 +112,7 @@ export function LoggedNumbers(props: { logged: Logged; incarnation: number; even
     >
       {(series.error ?? found.error) && <Trouble>{series.error ?? found.error}</Trouble>}
       {!series.loaded && !series.error && <ChartSpace height={250}>Loading …</ChartSpace>}
-      {series.loaded && names.length === 0 && <Empty>None; the script may call attachment.log(loss=loss).</Empty>}
+      {series.loaded && names.length === 0 && <Empty>None so far. A script logs them with attachment.log(loss=loss).</Empty>}
       {names.length > 1 && (
         <div className="choice many" role="group" aria-label="Metrics">
           {names.map((name) => (

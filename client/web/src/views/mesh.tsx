@@ -94,6 +94,7 @@ function Live(): ReactNode {
   const pick = (rank: number): void => patchQuery({ rank: String(rank) === picked ? "" : String(rank) });
   const chosen = picked === "" ? undefined : tiles.find((rank) => String(rank.rank) === picked);
   const alive = summary !== null && summary.state !== "ended" && whyDead(summary) === "";
+  const step = summary ? Math.max(summary.step, live.incarnation === summary.incarnation ? live.step : -1) : -1;
   const axesText = axes.map((axis) => `${axis.name} ${axis.size}`).join(" × ");
   return (
     <>
@@ -102,15 +103,14 @@ function Live(): ReactNode {
         {summary && <Badge state={health.word} tone={health.tone} />}
         {summary && (
           <span>
-            {count(summary.joined_count)} of {count(world)} ranks · step{" "}
-            {count(Math.max(summary.step, live.incarnation === summary.incarnation ? live.step : -1))} · run {summary.incarnation}
+            {count(summary.joined_count)} of {count(world)} ranks{step >= 0 ? ` · step ${count(step)}` : ""} · run {summary.incarnation}
           </span>
         )}
         <Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />
       </div>
       {health.tone !== "ok" && health.tone !== "info" && !old && health.why && <Trouble>{health.why}</Trouble>}
       {ranks.error && <Trouble>{ranks.error}</Trouble>}
-      <Totals ranks={tiles} />
+      <Totals ranks={tiles} alive={alive} />
       <Panel
         title="Ranks"
         source={<span className="source" title="From the placements of the parameters">axes {axesText}</span>}
@@ -133,11 +133,13 @@ function Live(): ReactNode {
 
 const NO_RANKS: readonly RankDocument[] = [];
 
-function Totals(props: { ranks: readonly TileData[] }): ReactNode {
-  const { ranks } = props;
-  const loading = ranks.length === 0;
+/** Of the ranks that are there: what one that is gone last said holds no memory and makes no steps. */
+function Totals(props: { ranks: readonly TileData[]; alive: boolean }): ReactNode {
+  const { alive } = props;
+  const loading = props.ranks.length === 0;
+  const ranks = props.ranks.filter((rank) => rank.membership === "joined" || rank.membership === "silent");
   const phases = [...countBy(ranks.filter((r) => r.membership === "joined"), (r) => r.phase)];
-  const middle = median(ranks.filter((r) => r.step_time_ns > 0).map((r) => r.step_time_ns));
+  const middle = alive ? median(ranks.filter((r) => r.step_time_ns > 0).map((r) => r.step_time_ns)) : Number.NaN;
   const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes" | "trainer_rss_bytes"): number =>
     ranks.reduce((total, rank) => total + rank[key], 0);
   return (
@@ -146,8 +148,8 @@ function Totals(props: { ranks: readonly TileData[] }): ReactNode {
         rows={[
           ["phases", loading ? "…" : phases.map(([phase, n]) => `${count(n)} ${phaseText(phase)}`).join(", ") || "–"],
           ["median step time", duration(middle / 1e9)],
-          ["stragglers", count(ranks.filter((rank) => rank.late).length)],
-          ["not ok", count(ranks.filter((rank) => wordOf(rank) !== "ok").length)],
+          ["stragglers", alive ? count(ranks.filter((rank) => rank.late).length) : "–"],
+          ["not ok", count(props.ranks.filter((rank) => wordOf(rank) !== "ok").length)],
           ["shared parameter memory", bytes(sum("arena_bytes"))],
           ["snapshot memory", bytes(sum("snapshot_bytes"))],
           ["trainers' memory", bytes(sum("trainer_rss_bytes"))],

@@ -195,7 +195,7 @@ function useLoss(logged: Logged): { name: string; shown: string; point: Point | 
     summary?.state === "ended" ? 0 : 10_000,
   );
   const last = found.data?.points.at(-1);
-  if (!loss) return { name: "", shown: logged.busy ? WAITING : "not logged", point: undefined };
+  if (!loss) return { name: "", shown: logged.busy ? WAITING : "none logged", point: undefined };
   if (!last) return { name: loss.name, shown: found.error ? "not known" : WAITING, point: undefined };
   return { name: loss.name, shown: last.mean === null ? "not finite" : number(last.mean, 5), point: { step: last.step, time_s: last.time_s, value: last.mean } };
 }

@@ -86,89 +86,91 @@ function Live(): ReactNode {
   const onSort = useCallback((each: string) => setSort(nextSort(sort, each)), [sort, setSort]);
   const steps = numbers.steps[0] === numbers.steps[1] ? numbers.steps[0] : undefined;
   return (
-    <div className={`params ${name ? "open" : ""} ${name && listed.done && rows.length <= 1 && as === "list" ? "alone" : ""}`}>
-      <div className="list">
-        <div className="head">
-          <h1>Parameters</h1>
-          <span className="faint" role="status" data-testid="total">
-            {listed.error ? "" : listed.done ? count(listed.total) : `${count(listed.items.length)} of ${count(listed.total)} …`}
-          </span>
-          <span className="sources">
-            <Source what="layout" at={listed.at} error={listed.error} refresh={() => setRound((n) => n + 1)} />
-            <Source
-            what="/params/stats"
-            at={numbers.at}
-            step={steps}
-            incarnation={numbers.incarnation}
-            error={numbers.error}
-            busy={numbers.busy}
-            refresh={numbers.refresh}
-            />
-          </span>
-        </div>
-        <div className="stack">
-          <div className="bar-row">
-            <div className="grow">
-              <input
-                type="search"
-                data-filter
-                spellCheck={false}
-                aria-label="Filter"
-                aria-invalid={listed.error !== null}
-                placeholder="part of a name, layers.*.weight numel>1M norm>10   ( / , ? for help)"
-                value={filter}
-                onChange={(event) => setFilter(event.target.value)}
-              />
-            </div>
-            <Choice label="Show as" value={SHOWN.find(([one]) => one === as)?.[0] ?? "list"} options={SHOWN} onChange={setAs} />
-          </div>
-          {listed.error && <Trouble>{listed.error}</Trouble>}
-          {listed.error && listed.order && <button type="button" className="small" onClick={() => setSort("")}>The model's order</button>}
-          {numbers.error && !listed.error && <Trouble>{numbers.error}</Trouble>}
-          {listed.missing.length > 0 && (
-            <Trouble>
-              {listed.missing.length} not available now, first {listed.missing[0]!.name}: {listed.missing[0]!.reason}
-            </Trouble>
-          )}
-          {many && listed.step >= 0 && (
-            <p className="faint">
-              In the order of {sort.replace(/^-/, "")} at step {count(listed.step)}, without buffers. <button type="button" className="small" onClick={() => setRound((n) => n + 1)}>Order again</button>
-            </p>
-          )}
-          {many && listed.busy && <p className="faint">The ranks order {count(listed.total || undefined)} tensors …</p>}
-          {steps === undefined && numbers.steps[0] >= 0 && (
-            <p className="faint">
-              Statistics of the rows in view, loaded while scrolling: steps {count(numbers.steps[0])} to{" "}
-              {count(numbers.steps[1])}. Narrow the filter to {count(MAX_WHOLE)} tensors to get all at one step.
-            </p>
-          )}
-        </div>
-        {listed.done && listed.items.length === 0 && (
-          <Empty>
-            {asked !== "*" ? `No parameter matches ${filter.trim()}.` : "This job has no parameters."}
-            {asked !== "*" && <button type="button" className="small" onClick={() => setFilter("")}>Clear the filter</button>}
-          </Empty>
-        )}
-        {as === "changes" && <Changes />}
-        {as === "states" && <States />}
-        {as !== "changes" && as !== "states" && (rows.length > 0 || !(listed.done || listed.error)) && <Rows
-          label="Parameters"
-          columns={columns}
-          items={rows}
-          keyOf={keyOf}
-          selected={name}
-          onPick={onPick}
-          onMove={onMove}
-          onClose={close}
-          sort={order}
-          onSort={as === "tree" ? noSort : onSort}
-          sortable={as === "tree" ? NONE : SORTABLE}
-          onSight={onSight}
-          toneOf={toneOf}
-        />}
+    <>
+      <div className="head">
+        <h1>Parameters</h1>
+        <span className="faint" role="status" data-testid="total">
+          {listed.error ? "" : listed.done ? count(listed.total) : `${count(listed.items.length)} of ${count(listed.total)} …`}
+        </span>
+        <span className="sources">
+          <Source what="layout" at={listed.at} error={listed.error} refresh={() => setRound((n) => n + 1)} />
+          <Source
+          what="/params/stats"
+          at={numbers.at}
+          step={steps}
+          incarnation={numbers.incarnation}
+          error={numbers.error}
+          busy={numbers.busy}
+          refresh={numbers.refresh}
+          />
+        </span>
       </div>
-      {name && <ParamDetail key={`${job} ${name}`} name={name} />}
-    </div>
+      <div className={`params ${name ? "open" : ""} ${name && listed.done && rows.length <= 1 && as === "list" ? "alone" : ""}`}>
+        <div className="list">
+          <div className="stack">
+            <div className="bar-row">
+              <div className="grow">
+                <input
+                  type="search"
+                  data-filter
+                  spellCheck={false}
+                  aria-label="Filter"
+                  aria-invalid={listed.error !== null}
+                  placeholder="part of a name, layers.*.weight numel>1M norm>10   ( / , ? for help)"
+                  value={filter}
+                  onChange={(event) => setFilter(event.target.value)}
+                />
+              </div>
+              <Choice label="Show as" value={SHOWN.find(([one]) => one === as)?.[0] ?? "list"} options={SHOWN} onChange={setAs} />
+            </div>
+            {listed.error && <Trouble>{listed.error}</Trouble>}
+            {listed.error && listed.order && <button type="button" className="small" onClick={() => setSort("")}>The model's order</button>}
+            {numbers.error && !listed.error && <Trouble>{numbers.error}</Trouble>}
+            {listed.missing.length > 0 && (
+              <Trouble>
+                {listed.missing.length} not available now, first {listed.missing[0]!.name}: {listed.missing[0]!.reason}
+              </Trouble>
+            )}
+            {many && listed.step >= 0 && (
+              <p className="faint">
+                In the order of {sort.replace(/^-/, "")} at step {count(listed.step)}, without buffers. <button type="button" className="small" onClick={() => setRound((n) => n + 1)}>Order again</button>
+              </p>
+            )}
+            {many && listed.busy && <p className="faint">The ranks order {count(listed.total || undefined)} tensors …</p>}
+            {steps === undefined && numbers.steps[0] >= 0 && (
+              <p className="faint">
+                Statistics of the rows in view, loaded while scrolling: steps {count(numbers.steps[0])} to{" "}
+                {count(numbers.steps[1])}. Narrow the filter to {count(MAX_WHOLE)} tensors to get all at one step.
+              </p>
+            )}
+          </div>
+          {listed.done && listed.items.length === 0 && (
+            <Empty>
+              {asked !== "*" ? `No parameter matches ${filter.trim()}.` : "This job has no parameters."}
+              {asked !== "*" && <button type="button" className="small" onClick={() => setFilter("")}>Clear the filter</button>}
+            </Empty>
+          )}
+          {as === "changes" && <Changes />}
+          {as === "states" && <States />}
+          {as !== "changes" && as !== "states" && (rows.length > 0 || !(listed.done || listed.error)) && <Rows
+            label="Parameters"
+            columns={columns}
+            items={rows}
+            keyOf={keyOf}
+            selected={name}
+            onPick={onPick}
+            onMove={onMove}
+            onClose={close}
+            sort={order}
+            onSort={as === "tree" ? noSort : onSort}
+            sortable={as === "tree" ? NONE : SORTABLE}
+            onSight={onSight}
+            toneOf={toneOf}
+          />}
+        </div>
+        {name && <ParamDetail key={`${job} ${name}`} name={name} />}
+      </div>
+    </>
   );
 }
 

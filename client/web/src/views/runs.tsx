@@ -9,7 +9,7 @@ import { verdictOf } from "../lib/health";
 import { placeHash } from "../lib/route";
 import { meanOf, parseRun, type Run, runText } from "../lib/runs";
 import { Badge, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
-import { useMay, useShared } from "../ui/context";
+import { useMay, useShared, whyDead } from "../ui/context";
 import { patchQuery, usePlace, usePoll, useQuery } from "../ui/hooks";
 import { ChartSpace, ModeControls, SeriesChart } from "../ui/series";
 import { lineOf } from "./logged";
@@ -85,7 +85,7 @@ function Jobs(props: { jobs: readonly JobSummary[] }): ReactNode {
                       {one.incarnation}
                     </a>
                   </td>
-                  <td>{one.state === "ended" ? "ended" : one.pause}</td>
+                  <td>{one.state === "ended" ? "ended" : whyDead(one) ? "–" : one.pause}</td>
                   <td className="wrap">{one.why}</td>
                 </tr>
               ))}

@@ -48,7 +48,7 @@ const stallColumns = (budgetS: number): readonly Column<RankDocument>[] => [
   { key: "count", title: "waits", width: "5rem", numeric: true, render: (r) => count(r.stall_count) },
   { key: "mean", title: "mean wait", width: "6rem", numeric: true, render: (r) => duration(r.stall_count ? r.stall_total_ns / r.stall_count / 1e9 : 0) },
   { key: "max", title: "longest", width: "6rem", numeric: true, render: (r) => duration(r.stall_max_ns / 1e9) },
-  { key: "share", title: "longest of budget", width: "minmax(8rem, 1fr)", render: (r) => <Bar share={r.stall_max_ns / 1e9 / budgetS} tone={r.stall_max_ns / 1e9 > budgetS ? "bad" : "ok"} label={`rank ${r.rank}: longest wait of the budget`} /> },
+  { key: "share", title: "longest of budget", width: "minmax(8rem, 1fr)", render: (r) => <Bar share={r.stall_max_ns / 1e9 / budgetS} tone="info" label={`rank ${r.rank}: longest wait of the budget`} /> },
   { key: "given", title: "abandoned", width: "6.5rem", numeric: true, render: (r) => count(r.abandoned_copy_count) },
   { key: "agreement", title: "agreement", width: "6rem", wide: true, render: (r) => (r.agreement_works ? "works" : <span title={r.agreement_reason}>failed</span>) },
   { key: "version", title: "version", width: "6rem", wide: true, render: (r) => r.version || "–" },
@@ -72,7 +72,7 @@ function Stalls(): ReactNode {
       {ranks.error && <Trouble>{ranks.error}</Trouble>}
       <Facts
         rows={[
-          ["longest wait", <span key="m" className={most > budgetS ? "source bad" : ""}>{duration(most)}</span>],
+          ["longest wait", duration(most)],
           ["budget", ranks.data ? duration(budgetS) : "–"],
           ["waits on all ranks", `${count(waits)}, ${duration(total)}`],
           ["sidecars' versions", versions.map(([version, n]) => `${version} (${count(n)})`).join(", ") || "–"],

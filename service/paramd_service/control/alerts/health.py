@@ -62,6 +62,14 @@ class WatchState(StrEnum):
     FAILING = "failing"
 
 
+def duration_text(value_s: float) -> str:
+    """Whole seconds in words: "40 s", "12 min", "2 h 24 min"."""
+    if value_s < 120:
+        return f"{value_s:.0f} s"
+    hours, minutes = divmod(round(value_s / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
     """One thing that is watched, or is not."""
@@ -93,11 +101,13 @@ class Watch:
             return f"{self.what} are not watched{f' ({self.detail})' if self.detail else ''}"
         if self.state is WatchState.FAILING:
             return f"{self.what} could not be checked ({self.detail})"
-        if self._is_old:
-            return f"{self.what} were last checked {self.age_s:.0f} s ago"
-        age = f", last {self.age_s:.0f} s ago" if self.age_s is not None else " (not yet)"
+        if self.age_s is not None and self._is_old:
+            return f"{self.what} were last checked {duration_text(self.age_s)} ago"
         warming = f" (warming up: {self.detail})" if self.state is WatchState.WARMING_UP else ""
-        return f"{self.what} checked every {self.every_s:.0f} s{age}{warming}"
+        every = f"every {duration_text(self.every_s)}"
+        if self.age_s is None:
+            return f"{self.what} are not checked yet ({every}){warming}"
+        return f"{self.what} checked {every}, last {duration_text(self.age_s)} ago{warming}"
 
     @property
     def turn_on(self) -> str:

@@ -28,6 +28,9 @@ MAX_HURRIED = 12
 """Most samples in a row that are hurried."""
 REPAYING = 2.0
 """How much rarer samples are while more has been spent than credit and share allow."""
+PROBE_S = 80.0
+"""Longest seconds between two samples before the costs of `LAST` are known: a start makes the first
+ones dear, and by those alone nothing would be sampled for hours."""
 LAST = 5
 """Samples by whose costs the next ones' is judged: by their median, because a single one is dearer
 where it loads what it needs, or where the machine is busy."""
@@ -86,7 +89,8 @@ class Pace:
     def usual_s(self, now_s: float) -> float:
         """Seconds between two samples while nothing is odd."""
         if not self._has_credit(now_s):
-            return REPAYING * max(self.affordable_s(), LONGEST_S)
+            repaying_s = REPAYING * max(self.affordable_s(), LONGEST_S)
+            return repaying_s if len(self.costs_s) == LAST else min(repaying_s, PROBE_S)
         if self.count < QUICK_COUNT:
             return min(FIRST_S, self.least_s)
         return min(self.affordable_s(), max(LONGEST_S, self.least_s))

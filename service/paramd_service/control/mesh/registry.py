@@ -354,15 +354,23 @@ def death_of(view: MeshView, now_s: float) -> Death | None:
 
 def _death(rank: RankView, now_s: float) -> Death | None:
     report = rank.report
-    if report is None or report.state.phase not in _DIED:
+    how = _how_it_died(report.state) if report is not None else ""
+    if report is None or not how:
         return None
-    reason = f"rank {rank.rank}: {rank.reason.partition(';')[0]}"
+    reason = f"rank {rank.rank}: {how}"
     return Death(
         reason=f"{reason}, after step {report.step:,}" if report.step >= 0 else reason,
         step=report.step,
         killed=is_killed(rank),
         at_s=now_s - ended_s_of(rank),
     )
+
+
+def _how_it_died(said: common_pb2.RankState) -> str:
+    """How a rank's trainer ended without having detached; empty while it lives."""
+    if said.phase not in _DIED:
+        return ""
+    return (said.phase_reason or _PHASES[said.phase][1]).partition(";")[0]
 
 
 _DIED = (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN)
@@ -387,7 +395,10 @@ def _standing(
     if report.leaving:
         return Membership.LEFT, State.ENDED, "its trainer has detached"
     if not report.connected:
-        return Membership.GONE, State.DOWN, f"its sidecar was lost {age_s:.0f} s ago"
+        lost = f"its sidecar was lost {age_s:.0f} s ago"
+        # Why its trainer ended stays the reason: a sidecar leaves some time after that.
+        died = _how_it_died(report.state)
+        return Membership.GONE, State.DOWN, f"{died}; {lost}" if died else lost
     if age_s > silent_after_s:
         reason = f"its sidecar has not reported for {age_s:.0f} s"
         return Membership.SILENT, State.DEGRADED, reason

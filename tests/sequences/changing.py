@@ -270,7 +270,7 @@ def pause(s: Session, rng: Random) -> str:
     """Holds the training."""
     if s.held_at is not None:
         raise NotNowError("it is held")
-    hold = s.ask("pause", lambda: s.mesh.pause(lease=2.0, timeout=CALL_S))
+    hold = s.ask("pause", lambda: s.mesh.pause(lease=2.0 * s.slower(), timeout=CALL_S))
     s.held_at = hold.step
     return f"at step {hold.step}"
 

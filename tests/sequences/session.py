@@ -172,13 +172,21 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    def slower(self) -> float:
+        """How many times as long what renews a lease may take: by the load, and the readers."""
+        return max(longer.busy(), 1.0 + self.crowd() / 2)
+
+    def crowd(self) -> int:
+        """Threads that read beside the operations."""
+        return 0
+
     # The job
 
     def launch(self) -> None:
         """Starts all ranks."""
         env = (
             SHORT
-            | leases()
+            | leases(self.slower())
             | {
                 "PARAMD_DESTINATIONS": json.dumps({"disk": str(self.folder / "exports")}),
                 "PARAMD_ARENA": self.kind if self.kind in ("mirror", "device") else "auto",
@@ -573,9 +581,8 @@ def late_ones() -> tuple[type[Exception], ...]:
     return (DeadlineError, LeaseEndedError) if longer.busy() > STARVED else ()
 
 
-def leases() -> dict[str, str]:
+def leases(slower: float) -> dict[str, str]:
     """As in `SHORT` on a calm machine. On a busy one nothing that is alive renews them in time."""
-    slower = longer.busy()
     return {name: f"{min(LONGEST_LEASE_S, float(SHORT[name]) * slower):g}" for name in LEASES}
 
 

@@ -75,6 +75,9 @@ class LoopSession(Session):
         self.truth = Truth(self.folder, self.world_size, how=HOW.get(self.kind, "whole"))
         super().launch()
 
+    def crowd(self) -> int:
+        return self.reader_count + self.verifies
+
     def program(self) -> tuple[str, list[str]]:
         more = ["--rest-s", str(REST_BESIDE_READERS_S)] if self.reader_count else []
         return "tests.sequences.loops.training", ["--loop", self.loop, *more]

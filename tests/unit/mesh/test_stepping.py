@@ -146,3 +146,57 @@ def test_frames_missed_before_and_after_a_rollback_are_counted(
 ) -> None:
     rewinds = {1: Rewind(1, 20, 5), 2: Rewind(2, 30, 25)}
     assert missed(last, at, rewinds, every) == count
+
+
+class Quick:
+    """A rank whose training passes steps while a request is on its way."""
+
+    ranks = (0,)
+
+    def __init__(self, late: int) -> None:
+        self.late = late
+        self.step = 100
+        self.holds = 0
+
+    async def state(self, rank: int, timeout_s: float) -> sidecar_pb2.GetStateResponse:
+        answer = sidecar_pb2.GetStateResponse()
+        answer.header.step, answer.state.step_time_ns = self.step, 10_000_000
+        return answer
+
+    async def hold(self, sidecars: object, at: At, timeout_s: float) -> None:
+        self.holds += 1
+        self.step += self.late
+        if at.step <= self.step:
+            raise AbortedError(f"step {at.step} passed before it was copied")
+        self.step = at.step
+
+    def release(self, held: None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("late", [0, 5, 40])
+def test_requests_that_come_late_are_made_further_ahead_and_near_again_later(late: int) -> None:
+    rank, reach = Quick(late), Heard()
+
+    async def sidecars() -> Quick:
+        return rank
+
+    async def read(_: object, at: At, dropped: int, held: None) -> int:
+        return at.step
+
+    reach.sidecars = sidecars  # type: ignore[attr-defined]
+
+    async def follow() -> None:
+        stream: StepStream[Any, Any] = StepStream(reach, rank, read, every=1)  # type: ignore[arg-type]
+        frames = 30
+        for _ in range(frames):
+            await stream.next()
+        assert rank.holds <= 2 * frames, "most requests are in time"
+        assert stream._further <= 4 * max(late, 1)
+        rank.late = 0
+        for _ in range(60):
+            await stream.next()
+        assert stream._further < 1
+        await stream.close()
+
+    asyncio.run(follow())

@@ -56,6 +56,12 @@ _FRESH_S = 0.25
 _ANSWER_S = 0.01
 """Assumed latency of a request: a requested step must be at least this far ahead."""
 
+MOST_FURTHER_S = 2.0
+"""Most seconds of training that requests are made further ahead because earlier ones were late."""
+
+KEPT = 0.9
+"""Part of that distance, in steps, that is kept after a frame: it shrinks when load has passed."""
+
 _STATE_TIMEOUT_S = 3.0
 _STEP_TIMEOUT_S = 480.0
 _PAUSE_S = 0.05
@@ -113,6 +119,8 @@ class Steps(Protocol[Held]):
 class _Ask(Generic[Held]):
     at: At
     task: asyncio.Task[Held]
+    further: float
+    """Steps by which it was made further ahead."""
     done_s: float = field(default=0.0)
 
 
@@ -150,6 +158,9 @@ class StepStream(Generic[Held, Result]):
         """Next step to request; 0 to ask a sidecar how far training is."""
         self._asked = 0
         """Last requested step."""
+        self._further = 0.0
+        """Steps by which requests are made further ahead: twice as many after each that was late,
+        as on a busy host, where each request takes as long as several steps."""
         self._last = At(0, 0)
         """Step of the last frame returned."""
         self._history = 0
@@ -185,7 +196,7 @@ class StepStream(Generic[Held, Result]):
             finally:
                 self._steps.release(held)
             if found is not None:
-                self._last = ask.at
+                self._last, self._further = ask.at, KEPT * self._further
                 self._down_since_s = self._unserved_since_s = None
                 self._frame_s, self._told_quiet = time.monotonic(), False
                 self._look_at_s = self._frame_s + UNSERVED_LOOK_S
@@ -247,18 +258,20 @@ class StepStream(Generic[Held, Result]):
 
     async def _ask_ahead(self) -> None:
         while len(self._asks) < AHEAD:
-            if not self._next:
-                self._next = await self._first_step()
+            # While requests are late, the step after the last one may be past, too.
+            if not self._next or self._further >= 1:
+                self._next = await self._first_step(further=True)
             sidecars = await self._reach.sidecars()
             step, self._asked, self._next = self._next, self._next, self._next + self._every
             at = At(self._history, step)
             task = asyncio.create_task(self._steps.hold(sidecars, at, _STEP_TIMEOUT_S))
-            ask = _Ask(at, task)
+            ask = _Ask(at, task, self._further)
             task.add_done_callback(partial(_note_time, ask))
             self._asks.append(ask)
 
-    async def _first_step(self) -> int:
-        """The next multiple of `every` that can still be requested in time."""
+    async def _first_step(self, *, further: bool = False) -> int:
+        """The next multiple of `every` that can still be requested in time; `further`: also while
+        requests are late."""
         while True:
             try:
                 sidecars = await self._reach.sidecars()
@@ -276,6 +289,9 @@ class StepStream(Generic[Held, Result]):
             }
         step_s = found.state.step_time_ns / 1e9
         lead = 1 + int(_ANSWER_S / step_s) if step_s > 0 else 1
+        if further:
+            self._further = min(self._further, MOST_FURTHER_S / step_s if step_s > 0 else 1.0)
+            lead += int(self._further)
         earliest = max(found.header.step + 1 + lead, self._asked + 1)
         return -(-earliest // self._every) * self._every
 
@@ -284,6 +300,9 @@ class StepStream(Generic[Held, Result]):
         error = ask.task.exception() if not ask.task.cancelled() else None
         if ask.task.cancelled() or error is not None:
             self._asks.popleft()
+            # Once for requests that were made together.
+            if isinstance(error, AbortedError) and ask.further >= self._further:
+                self._further = max(1.0, 2 * ask.further)
             if error is not None:
                 await self._after(error)
             return False

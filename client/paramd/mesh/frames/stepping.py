@@ -453,8 +453,9 @@ class PinnedStep:
         answers: Mapping[int, Any],
         pins: Mapping[int, RankPin],
         hold_s: float = HOLD_S,
+        lease_s: float = CAPTURE_LEASE_S,
     ) -> None:
-        self._hold_s = hold_s
+        self._hold_s, self._lease_s = hold_s, lease_s
         self.state = state
         """The state of all ranks."""
         self.answers: Mapping[int, sidecar_pb2.PinSnapshotResponse] = answers
@@ -487,7 +488,7 @@ class PinnedStep:
             self._hold_s -= CAPTURE_LEASE_S / 3
             # A failed renewal surfaces as NOT_FOUND at the next read.
             await asyncio.gather(
-                *(self.sidecars.renew(pin, CAPTURE_LEASE_S) for pin in self.pins.values()),
+                *(self.sidecars.renew(pin, self._lease_s) for pin in self.pins.values()),
                 return_exceptions=True,
             )
 
@@ -499,8 +500,10 @@ async def hold_step(
     timeout_s: float,
     *,
     hold_s: float = HOLD_S,
+    lease_s: float = CAPTURE_LEASE_S,
 ) -> PinnedStep:
-    """Pin a step on the ranks of `templates`, requests without a step, or on none.
+    """Pin a step on the ranks of `templates`, requests without a step, or on none. `lease_s`: of
+    each renewal.
 
     The responses must name one state: an edit between two updates changes parameters but not the
     step, and one rank may have copied before the edit, another after it.
@@ -526,7 +529,7 @@ async def hold_step(
     pins = {
         rank: RankPin.of(rank, answer) for rank, answer in answers.items() if answer.snapshot_id
     }
-    return PinnedStep(sidecars, state, answers, pins, hold_s)
+    return PinnedStep(sidecars, state, answers, pins, hold_s, lease_s)
 
 
 def _check(

@@ -77,6 +77,7 @@ async def hold(
     key: str | None,
     at: At,
     deadline_s: float,
+    lease_s: float = CAPTURE_LEASE_S,
 ) -> PinnedStep:
     """Pin spans of parameters ("" as key), of one kind of optimizer state, or of gradients (None),
     at a step to come, by the ranks of `spans`; `stack` releases it. State is laid out as the
@@ -91,11 +92,11 @@ async def hold(
     elif key:
         source = pb.SOURCE_MOMENTS
     templates = {
-        rank: sidecars.pin_request(of, CAPTURE_LEASE_S, source=source, state_key=key or "")
+        rank: sidecars.pin_request(of, lease_s, source=source, state_key=key or "")
         for rank, of in spans.items()
     }
     left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
-    held = await hold_step(sidecars, templates, at, left_s, hold_s=left_s)
+    held = await hold_step(sidecars, templates, at, left_s, hold_s=left_s, lease_s=lease_s)
     stack.callback(held.release)
     return held
 
@@ -120,7 +121,12 @@ async def next_step(reach: SidecarFinder, deadline_s: float) -> At:
 
 
 async def pin_step(
-    stack: AsyncExitStack, sidecars: Sidecars, plan: ReadPlan, at: At, deadline_s: float
+    stack: AsyncExitStack,
+    sidecars: Sidecars,
+    plan: ReadPlan,
+    at: At,
+    deadline_s: float,
+    lease_s: float = CAPTURE_LEASE_S,
 ) -> Pinned:
     """Pin a step to come on all ranks; `stack` releases it.
 
@@ -130,7 +136,7 @@ async def pin_step(
     spans = {read.rank: read.spans for read in plan.ranks}
     try:
         left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
-        held = await hold(stack, sidecars, spans, "", at, deadline_s)
+        held = await hold(stack, sidecars, spans, "", at, deadline_s, lease_s)
     except (AbortedError, DeadlineError, TrainingEndedError) as error:
         raise await _why_not_pinned(sidecars, list(spans), at, left_s, error) from error
     return held.pinned

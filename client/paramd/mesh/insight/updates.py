@@ -28,10 +28,10 @@ from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import Pattern, SelectedTensor, select
 from paramd.mesh.exports.download import batches
-from paramd.mesh.frames.stepping import PinnedStep
+from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, PinnedStep
 from paramd.mesh.insight.steps import Facts, facts_of, hold, pin_step, present
 from paramd.mesh.peers.discovery import SidecarFinder
-from paramd.mesh.peers.grpc import all_ended
+from paramd.mesh.peers.grpc import LeaseEndedError, all_ended
 from paramd.mesh.peers.sidecars import Pinned, Sidecars, Spans
 from paramd.mesh.reading.reductions import compute_stats
 from paramd.mesh.reading.stream import Reading
@@ -45,6 +45,10 @@ SLOW_S = 0.5
 """Steps that take longer leave time to ask for the next one."""
 
 MOST_AHEAD = 100
+
+MOST_LEASE_S = 8 * CAPTURE_LEASE_S
+"""Longest lease, in seconds, of steps that were pinned again: twice as long each time."""
+
 STATUS_S = 5.0
 MAX_STEPS = 100_000
 
@@ -185,7 +189,7 @@ async def _next_update(
     deadline_s: float,
     steps: int,
 ) -> _Part:
-    ahead = 0
+    ahead, lease_s = 0, CAPTURE_LEASE_S
     while True:
         status = await mesh_status(sidecars, time.monotonic() + STATUS_S)
         ahead = ahead or (1 if min(row.step_time_s for row in status) > SLOW_S else AHEAD)
@@ -195,7 +199,7 @@ async def _next_update(
             async with AsyncExitStack() as stack:
                 between = At(history, step), At(history, step + steps)
                 before, after, moments = await _two_steps(
-                    stack, sidecars, plan, between, deadline_s
+                    stack, sidecars, plan, between, deadline_s, lease_s
                 )
                 if before.state.edits != after.state.edits:
                     raise ConflictError("an edit was applied between the two steps")
@@ -212,6 +216,14 @@ async def _next_update(
             ahead = min(2 * ahead, MOST_AHEAD)
             if time.monotonic() > deadline_s:
                 raise DeadlineError(f"two steps in a row could not be pinned: {error}") from error
+        except LeaseEndedError as error:
+            # This host was too busy to renew it in time: pin the next steps, for longer.
+            lease_s = min(2 * lease_s, MOST_LEASE_S)
+            if time.monotonic() > deadline_s:
+                raise DeadlineError(
+                    "two steps were pinned, but this host is too busy to keep them until they are "
+                    "read; allow more time (timeout=), or name fewer parameters"
+                ) from error
 
 
 async def _two_steps(
@@ -220,13 +232,16 @@ async def _two_steps(
     plan: ReadPlan,
     steps: tuple[At, At],
     deadline_s: float,
+    lease_s: float,
 ) -> tuple[Pinned, Pinned, Moments | str]:
     spans = {read.rank: read.spans for read in plan.ranks}
-    pins: list[Awaitable[Any]] = [pin_step(stack, sidecars, plan, at, deadline_s) for at in steps]
+    pins: list[Awaitable[Any]] = [
+        pin_step(stack, sidecars, plan, at, deadline_s, lease_s) for at in steps
+    ]
     last = At(steps[1].history, steps[1].step - 1)
     # The hyper-parameters that the last update used are those of the step before it.
     pins += [
-        _moments(stack, sidecars, of, at, deadline_s)
+        _moments(stack, sidecars, of, at, deadline_s, lease_s)
         for of, at in ((dict.fromkeys(spans, ()), last), (spans, steps[1]))
     ]
     # If one fails, the others must not enter their leases into a closed stack.
@@ -237,11 +252,16 @@ async def _two_steps(
 
 
 async def _moments(
-    stack: AsyncExitStack, sidecars: Sidecars, spans: Spans, at: At, deadline_s: float
+    stack: AsyncExitStack,
+    sidecars: Sidecars,
+    spans: Spans,
+    at: At,
+    deadline_s: float,
+    lease_s: float,
 ) -> PinnedStep | str:
     """The second moments at a step; or the reason why there are none."""
     try:
-        return await hold(stack, sidecars, spans, KEY, at, deadline_s)
+        return await hold(stack, sidecars, spans, KEY, at, deadline_s, lease_s)
     except AbortedError as error:
         raise ConflictError(str(error)) from error
     except (ConflictError, NotFoundError, ExhaustedError) as error:

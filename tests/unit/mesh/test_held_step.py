@@ -24,12 +24,14 @@ class Answering:
     def __init__(self, answers: Mapping[int, pb.PinSnapshotResponse]) -> None:
         self.document = SimpleNamespace(incarnation=INCARNATION)
         self.answers = answers
+        self.asked: list[pb.PinSnapshotRequest] = []
         self.released: list[str] = []
         self.renewed = 0
 
     async def pin_step(
         self, rank: int, request: pb.PinSnapshotRequest, timeout_s: float
     ) -> pb.PinSnapshotResponse:
+        self.asked.append(request)
         return self.answers[rank]
 
     def release(self, pin: RankPin) -> None:
@@ -97,6 +99,7 @@ async def test_what_is_being_read_is_kept_longer_than_what_nobody_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stepping, "CAPTURE_LEASE_S", 0.003)
+    monkeypatch.setattr(stepping, "CAPTURE_LEASE", stepping.CaptureLease())
     sidecars = Answering({0: answer(0, edits=2)})
     held = await hold(sidecars)
     held._hold_s = 0.002
@@ -105,3 +108,26 @@ async def test_what_is_being_read_is_kept_longer_than_what_nobody_reads(
         while sidecars.renewed < 9:
             await asyncio.sleep(0.001)
     held.release()
+
+
+def test_captures_are_leased_for_as_long_as_this_process_needs_to_renew_them() -> None:
+    lease = stepping.CaptureLease()
+    lease.renewed(0.3)
+    assert lease.seconds == stepping.CAPTURE_LEASE_S
+    # Starved: the renewal that is due every 0.3 s comes after 2 s.
+    lease.renewed(2.0)
+    assert lease.seconds == 6.0
+    lease.ended()
+    assert lease.seconds == stepping.MOST_CAPTURE_LEASE_S
+    for _ in range(40):
+        lease.renewed(0.1)
+    assert lease.seconds == stepping.CAPTURE_LEASE_S
+
+
+async def test_a_capture_asks_for_that_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = stepping.CaptureLease()
+    lease.seconds = 4.5
+    monkeypatch.setattr(stepping, "CAPTURE_LEASE", lease)
+    sidecars = Answering({0: answer(0, edits=2)})
+    (await hold(sidecars)).release()
+    assert [one.lease_ms for one in sidecars.asked] == [4500]

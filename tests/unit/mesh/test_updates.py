@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paramd.errors import DeadlineError
+from paramd.mesh.frames import stepping
 from paramd.mesh.frames.stepping import CAPTURE_LEASE_S
 from paramd.mesh.insight import updates
 from paramd.mesh.peers.grpc import LeaseEndedError
@@ -28,7 +29,7 @@ def leases(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return At(0, 7)
 
     async def two_steps(*given: Any) -> tuple[SimpleNamespace, SimpleNamespace, str]:
-        asked.append(given[-1])
+        asked.append(stepping.CAPTURE_LEASE.seconds)
         pinned = SimpleNamespace(state=SimpleNamespace(edits=0))
         return pinned, pinned, "no moments"
 
@@ -37,6 +38,9 @@ def leases(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             raise LeaseEndedError("its lease has ended. Pin again")
         return []
 
+    lease = stepping.CaptureLease()
+    monkeypatch.setattr(stepping, "CAPTURE_LEASE", lease)
+    monkeypatch.setattr(updates, "CAPTURE_LEASE", lease)
     monkeypatch.setattr(updates, "mesh_status", status)
     monkeypatch.setattr(updates, "present", present)
     monkeypatch.setattr(updates, "_two_steps", two_steps)

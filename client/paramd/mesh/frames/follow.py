@@ -31,7 +31,6 @@ from paramd.layout.select import Pattern, select
 from paramd.memory.left import check_client
 from paramd.mesh.frames.frames import ParamFrame
 from paramd.mesh.frames.stepping import (
-    CAPTURE_LEASE_S,
     READ_S,
     PinnedStep,
     ReachLike,
@@ -394,9 +393,7 @@ class FollowSteps:
         self._plan = plan
         self._names = names
         spans = spans_of(sidecars, plan)
-        self._requests = {
-            rank: sidecars.pin_request(of, CAPTURE_LEASE_S) for rank, of in spans.items()
-        }
+        self._requests = {rank: sidecars.pin_request(of) for rank, of in spans.items()}
         self.ranks = tuple(self._requests)
         self._digests: list[tuple[bytes, ...]] = []
         self._handed = _Handed(transfer, names)

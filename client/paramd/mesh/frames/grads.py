@@ -24,7 +24,6 @@ from paramd.mesh.frames.frames import (
     make_plan,
 )
 from paramd.mesh.frames.stepping import (
-    CAPTURE_LEASE_S,
     READ_S,
     PinnedStep,
     ReachLike,
@@ -311,9 +310,7 @@ def pin_request(
 ) -> pb.PinSnapshotRequest:
     """Template of the request to one rank."""
     every = wanted.every if wanted.lossless else 0
-    return sidecars.pin_request(
-        spans, CAPTURE_LEASE_S, source=pb.SOURCE_GRADIENTS, lossless_every=every
-    )
+    return sidecars.pin_request(spans, source=pb.SOURCE_GRADIENTS, lossless_every=every)
 
 
 async def read_parts(

@@ -30,7 +30,7 @@ from paramd.errors import (
 from paramd.layout.select import NameIndex, Pattern
 from paramd.memory.control_page import Rewind
 from paramd.mesh.peers.control import JobDocument
-from paramd.mesh.peers.grpc import all_ended
+from paramd.mesh.peers.grpc import LeaseEndedError, all_ended
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars, out_of_lockstep
 from paramd.mesh.reading.stream import Reading, Transport
 from paramd.state import At, StateName
@@ -191,6 +191,8 @@ class StepStream(Generic[Held, Result]):
                 sidecars = await self._reach.sidecars()
                 found = await self._read(sidecars, ask.at, self._dropped(ask.at), held)
             except (NotFoundError, UnreachableError) as error:
+                if isinstance(error, LeaseEndedError):
+                    CAPTURE_LEASE.ended()
                 await self._after(error)
                 continue
             finally:
@@ -433,8 +435,34 @@ def _note_time(ask: _Ask[Held], _task: asyncio.Task[Held]) -> None:
     ask.done_s = time.monotonic()
 
 
-CAPTURE_LEASE_S = 0.9
-"""Longest time that a killed reader keeps memory."""
+CAPTURE_LEASE_S, MOST_CAPTURE_LEASE_S = 0.9, 10.0
+"""Longest time that a killed reader keeps memory: usually, and on a host that is starved."""
+
+RENEWALS = 3
+"""Renewals within one lease."""
+
+
+class CaptureLease:
+    """How long this process leases captures. Any thread.
+
+    Where every process waits for a core, a lease of `CAPTURE_LEASE_S` ends before it is renewed,
+    again and again. So leases are as long as `RENEWALS` renewals have lately taken.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = CAPTURE_LEASE_S
+
+    def renewed(self, took_s: float) -> None:
+        """A renewal has come `took_s` after the one before it."""
+        wanted_s = max(RENEWALS * took_s, KEPT * self.seconds, CAPTURE_LEASE_S)
+        self.seconds = min(wanted_s, MOST_CAPTURE_LEASE_S)
+
+    def ended(self) -> None:
+        """A lease has ended before it was renewed."""
+        self.seconds = min(2 * self.seconds, MOST_CAPTURE_LEASE_S)
+
+
+CAPTURE_LEASE = CaptureLease()
 
 HOLD_S = 10.0
 """How long, in seconds, a capture is kept for its reader."""
@@ -453,9 +481,8 @@ class PinnedStep:
         answers: Mapping[int, Any],
         pins: Mapping[int, RankPin],
         hold_s: float = HOLD_S,
-        lease_s: float = CAPTURE_LEASE_S,
     ) -> None:
-        self._hold_s, self._lease_s = hold_s, lease_s
+        self._hold_s = hold_s
         self.state = state
         """The state of all ranks."""
         self.answers: Mapping[int, sidecar_pb2.PinSnapshotResponse] = answers
@@ -483,14 +510,18 @@ class PinnedStep:
                 self.sidecars.release(pin)
 
     async def _renew(self) -> None:
+        lease_s = CAPTURE_LEASE.seconds
         while self._hold_s > 0:
-            await asyncio.sleep(CAPTURE_LEASE_S / 3)
-            self._hold_s -= CAPTURE_LEASE_S / 3
+            began_s = time.monotonic()
+            await asyncio.sleep(lease_s / RENEWALS)
+            self._hold_s -= lease_s / RENEWALS
+            lease_s = CAPTURE_LEASE.seconds
             # A failed renewal surfaces as NOT_FOUND at the next read.
             await asyncio.gather(
-                *(self.sidecars.renew(pin, self._lease_s) for pin in self.pins.values()),
+                *(self.sidecars.renew(pin, lease_s) for pin in self.pins.values()),
                 return_exceptions=True,
             )
+            CAPTURE_LEASE.renewed(time.monotonic() - began_s)
 
 
 async def hold_step(
@@ -500,10 +531,8 @@ async def hold_step(
     timeout_s: float,
     *,
     hold_s: float = HOLD_S,
-    lease_s: float = CAPTURE_LEASE_S,
 ) -> PinnedStep:
-    """Pin a step on the ranks of `templates`, requests without a step, or on none. `lease_s`: of
-    each renewal.
+    """Pin a step on the ranks of `templates`, requests without a step, or on none.
 
     The responses must name one state: an edit between two updates changes parameters but not the
     step, and one rank may have copied before the edit, another after it.
@@ -516,6 +545,7 @@ async def hold_step(
         request = sidecar_pb2.PinSnapshotRequest()
         request.CopyFrom(templates[rank])
         request.at_step, request.at_history = at.step, at.history
+        request.lease_ms = round(1000 * CAPTURE_LEASE.seconds)
         return await sidecars.pin_step(rank, request, timeout_s)
 
     found = await all_ended(map(pin, templates), partial(_release, sidecars))
@@ -529,7 +559,7 @@ async def hold_step(
     pins = {
         rank: RankPin.of(rank, answer) for rank, answer in answers.items() if answer.snapshot_id
     }
-    return PinnedStep(sidecars, state, answers, pins, hold_s, lease_s)
+    return PinnedStep(sidecars, state, answers, pins, hold_s)
 
 
 def _check(

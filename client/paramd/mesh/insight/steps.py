@@ -14,7 +14,7 @@ from paramd.answers import unpacked
 from paramd.bounds import FACTS
 from paramd.errors import AbortedError, ConflictError, DataLossError, DeadlineError, ParamdError
 from paramd.layout.plan import ReadPlan
-from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, PinnedStep, TrainingEndedError, hold_step
+from paramd.mesh.frames.stepping import PinnedStep, TrainingEndedError, hold_step
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Pinned, Sidecars, Spans
 from paramd.mesh.results import STATE_TIMEOUT_S
@@ -77,7 +77,6 @@ async def hold(
     key: str | None,
     at: At,
     deadline_s: float,
-    lease_s: float = CAPTURE_LEASE_S,
 ) -> PinnedStep:
     """Pin spans of parameters ("" as key), of one kind of optimizer state, or of gradients (None),
     at a step to come, by the ranks of `spans`; `stack` releases it. State is laid out as the
@@ -92,11 +91,11 @@ async def hold(
     elif key:
         source = pb.SOURCE_MOMENTS
     templates = {
-        rank: sidecars.pin_request(of, lease_s, source=source, state_key=key or "")
+        rank: sidecars.pin_request(of, source=source, state_key=key or "")
         for rank, of in spans.items()
     }
     left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
-    held = await hold_step(sidecars, templates, at, left_s, hold_s=left_s, lease_s=lease_s)
+    held = await hold_step(sidecars, templates, at, left_s, hold_s=left_s)
     stack.callback(held.release)
     return held
 
@@ -126,7 +125,6 @@ async def pin_step(
     plan: ReadPlan,
     at: At,
     deadline_s: float,
-    lease_s: float = CAPTURE_LEASE_S,
 ) -> Pinned:
     """Pin a step to come on all ranks; `stack` releases it.
 
@@ -136,7 +134,7 @@ async def pin_step(
     spans = {read.rank: read.spans for read in plan.ranks}
     try:
         left_s = min(deadline_s - time.monotonic(), MAX_WAIT_S)
-        held = await hold(stack, sidecars, spans, "", at, deadline_s, lease_s)
+        held = await hold(stack, sidecars, spans, "", at, deadline_s)
     except (AbortedError, DeadlineError, TrainingEndedError) as error:
         raise await _why_not_pinned(sidecars, list(spans), at, left_s, error) from error
     return held.pinned

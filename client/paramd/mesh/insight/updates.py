@@ -28,7 +28,7 @@ from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import Pattern, SelectedTensor, select
 from paramd.mesh.exports.download import batches
-from paramd.mesh.frames.stepping import CAPTURE_LEASE_S, PinnedStep
+from paramd.mesh.frames.stepping import CAPTURE_LEASE, PinnedStep
 from paramd.mesh.insight.steps import Facts, facts_of, hold, pin_step, present
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError, all_ended
@@ -45,9 +45,6 @@ SLOW_S = 0.5
 """Steps that take longer leave time to ask for the next one."""
 
 MOST_AHEAD = 100
-
-MOST_LEASE_S = 8 * CAPTURE_LEASE_S
-"""Longest lease, in seconds, of steps that were pinned again: twice as long each time."""
 
 STATUS_S = 5.0
 MAX_STEPS = 100_000
@@ -189,7 +186,7 @@ async def _next_update(
     deadline_s: float,
     steps: int,
 ) -> _Part:
-    ahead, lease_s = 0, CAPTURE_LEASE_S
+    ahead = 0
     while True:
         status = await mesh_status(sidecars, time.monotonic() + STATUS_S)
         ahead = ahead or (1 if min(row.step_time_s for row in status) > SLOW_S else AHEAD)
@@ -199,7 +196,7 @@ async def _next_update(
             async with AsyncExitStack() as stack:
                 between = At(history, step), At(history, step + steps)
                 before, after, moments = await _two_steps(
-                    stack, sidecars, plan, between, deadline_s, lease_s
+                    stack, sidecars, plan, between, deadline_s
                 )
                 if before.state.edits != after.state.edits:
                     raise ConflictError("an edit was applied between the two steps")
@@ -218,7 +215,7 @@ async def _next_update(
                 raise DeadlineError(f"two steps in a row could not be pinned: {error}") from error
         except LeaseEndedError as error:
             # This host was too busy to renew it in time: pin the next steps, for longer.
-            lease_s = min(2 * lease_s, MOST_LEASE_S)
+            CAPTURE_LEASE.ended()
             if time.monotonic() > deadline_s:
                 raise DeadlineError(
                     "two steps were pinned, but this host is too busy to keep them until they are "
@@ -232,16 +229,13 @@ async def _two_steps(
     plan: ReadPlan,
     steps: tuple[At, At],
     deadline_s: float,
-    lease_s: float,
 ) -> tuple[Pinned, Pinned, Moments | str]:
     spans = {read.rank: read.spans for read in plan.ranks}
-    pins: list[Awaitable[Any]] = [
-        pin_step(stack, sidecars, plan, at, deadline_s, lease_s) for at in steps
-    ]
+    pins: list[Awaitable[Any]] = [pin_step(stack, sidecars, plan, at, deadline_s) for at in steps]
     last = At(steps[1].history, steps[1].step - 1)
     # The hyper-parameters that the last update used are those of the step before it.
     pins += [
-        _moments(stack, sidecars, of, at, deadline_s, lease_s)
+        _moments(stack, sidecars, of, at, deadline_s)
         for of, at in ((dict.fromkeys(spans, ()), last), (spans, steps[1]))
     ]
     # If one fails, the others must not enter their leases into a closed stack.
@@ -257,11 +251,10 @@ async def _moments(
     spans: Spans,
     at: At,
     deadline_s: float,
-    lease_s: float,
 ) -> PinnedStep | str:
     """The second moments at a step; or the reason why there are none."""
     try:
-        return await hold(stack, sidecars, spans, KEY, at, deadline_s, lease_s)
+        return await hold(stack, sidecars, spans, KEY, at, deadline_s)
     except AbortedError as error:
         raise ConflictError(str(error)) from error
     except (ConflictError, NotFoundError, ExhaustedError) as error:

@@ -37,5 +37,5 @@ def run(*, quick: bool) -> Report:
     from benchmarks.verdicts.run import campaign
 
     if quick:
-        return campaign(OF_CI, minutes=1.0, parallel=10)
+        return campaign(OF_CI, minutes=1.0, parallel=4)
     return campaign(list(cases()), minutes=3.0, parallel=4)

@@ -116,7 +116,7 @@ def grad_scaler(t: Training) -> None:
 @HEALTHY.add("Each step accumulates eight batches.", pace_s=0.4)
 def accumulation(t: Training) -> None:
     net = t.net()
-    net.slow_down(1 / 8)
+    net.slow_down(1 / 8, t.pace_s)
     model, optimizer = t.prepare(net)
     for _ in t.steps():
         for _ in range(7):
@@ -266,7 +266,7 @@ def curriculum(t: Training) -> None:
     model, optimizer = t.prepare(net)
     for step in t.steps():
         if step in (150, 300, 450, 600):
-            net.slow_down(1.5)
+            net.slow_down(1.5, t.pace_s)
         t.update(t.loss(model, 8 * (1 + step // 150)), optimizer)
 
 

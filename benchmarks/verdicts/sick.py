@@ -264,7 +264,7 @@ def _slower(t: Training, factor: float) -> None:
     model, optimizer = t.prepare(net)
     for _ in t.steps():
         if t.begins() and t.is_sick:
-            net.slow_down(factor)
+            net.slow_down(factor, t.step_s)
         t.update(t.loss(model), optimizer)
 
 
@@ -289,7 +289,7 @@ def _starves(t: Training, *, all_ranks: bool) -> None:
     items = iter(torch.utils.data.DataLoader(data, 1, sampler=in_order))
     for _ in t.steps():
         if t.begins() and (all_ranks or t.is_sick):
-            data.pause_s = 5 * t.pace_s
+            data.pause_s = 5 * t.step_s
         next(items)
         t.update(t.loss(model), optimizer)
 

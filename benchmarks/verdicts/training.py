@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,8 @@ CLOCK_FILE = "clock"
 SICK_RANK = 1
 AGREE_EVERY = 5
 """Steps between two questions whether the sickness begins."""
+MEASURED = 21
+"""Ends of steps whose distances are the usual time of a step."""
 
 
 class Block(nn.Module):
@@ -62,11 +67,11 @@ class Net(nn.Module):
         out: Tensor = self.head(x)
         return out
 
-    def slow_down(self, factor: float) -> None:
-        """Make each forward pass take `factor` times as long."""
-        for layer in self.layers:
-            assert isinstance(layer, Block)
-            layer.pause_s *= factor
+    def slow_down(self, factor: float, step_s: float) -> None:
+        """Make each step, which takes `step_s` now, take `factor` times as long."""
+        first = self.layers[0]
+        assert isinstance(first, Block)
+        first.pause_s += (factor - 1.0) * step_s
 
 
 class Training:
@@ -82,6 +87,7 @@ class Training:
         self.rank = rank
         self.folder = folder
         self.pace_s = pace_s
+        self._ends_s: deque[float] = deque(maxlen=MEASURED)
         self.onset_step = -1
         """The step in which the sickness begins; -1 until the ranks have agreed on it."""
         self.step = 0
@@ -136,7 +142,14 @@ class Training:
             if self.onset_step < 0 and self.step % AGREE_EVERY == AGREE_EVERY - 1:
                 self._agree(due=time.monotonic() - began_s >= self._onset_s)
             yield self.step
+            self._ends_s.append(time.monotonic())
             self.step += 1
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step lately: on a busy machine they are more than `pace_s`."""
+        times_s = [later - earlier for earlier, later in pairwise(self._ends_s)]
+        return median(times_s) if times_s else self.pace_s
 
     def _agree(self, *, due: bool) -> None:
         """Agree on the step of the onset: by time, because steps are few on a busy machine."""

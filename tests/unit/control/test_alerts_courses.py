@@ -176,3 +176,21 @@ def warm_up(layer: int, sample: int, chance: random.Random) -> float:
 )  # fmt: skip
 def test_of_healthy_training_nothing_is_told(norm: Norm, seed: int) -> None:
     assert told(norm, seed=seed) == []
+
+
+def test_a_norm_higher_than_ever_that_matters_is_followed_by_more_samples_at_once() -> None:
+    chance, courses = random.Random(3), Courses()
+
+    def take(step: int, layer: int, factor: float) -> bool:
+        courses.take([
+            Sampled(fqn=fqn, norm=usual(n, step, chance) * (factor if n == layer else 1.0))
+            for n, fqn in enumerate(LAYERS)
+        ], step)  # fmt: skip
+        return courses.suspicious
+
+    assert not any(take(step, 0, 1.0) for step in range(LEAST, AT))
+    # A small layer alone changes nothing.
+    assert not take(AT, 0, 5.0)
+    assert take(AT + 1, 23, 6.0)
+    # It was one bad batch.
+    assert not take(AT + 2, 23, 1.0)

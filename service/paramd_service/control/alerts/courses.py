@@ -37,6 +37,9 @@ GROWN = math.log(20.0)
 """Least factor over everything before its rise for a norm that grows slowly."""
 RISING = 5
 """Samples of a rise that must have been the highest so far."""
+HIGHER = math.log(2.0)
+"""Factor over everything before for a norm that more samples follow at once: of a slow growth each
+usual interval hides a large part, and an alert may come too late."""
 HALVED = math.log(2.0)
 """How far below its highest a norm ends its rise."""
 MATTERS = 0.5
@@ -274,8 +277,12 @@ class Courses:
             why = f"is {ratio:.1g} of its usual norm"
             return [Told(kind=VANISHES, fqn=one.fqn, weight=middle, why=why)]
         course.odd = 0
+        higher = value - course.highest > HIGHER and (total_far > HIGHER or share > MATTERS)
         grown = self._grows(course, value)
         course.take(value, step)
+        # Until it is known whether the rise goes on, or was one bad batch.
+        rises = course.rising > 0 and value - course.rise_from > HIGHER and share > MATTERS
+        self.suspicious |= higher or rises
         if grown > 0 and (total_far > TOTAL_JUMP or share > MATTERS):
             self.suspicious = True
             why = f"has grown to {math.exp(grown):.3g} times what it was, and grows on"

@@ -24,7 +24,7 @@ LONGEST_S = 40.0
 """Longest seconds between two samples, while credit lasts."""
 HURRY_S = 1.5
 """Seconds between two samples while the last one was odd."""
-MAX_HURRIED = 12
+MAX_HURRIED = 20
 """Most samples in a row that are hurried."""
 REPAYING = 2.0
 """How much rarer samples are while more has been spent than credit and share allow."""

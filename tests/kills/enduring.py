@@ -1,6 +1,6 @@
 """Trains until it is told to stop, or, without paramd, for a number of steps; the same bits.
 
-<folder>/stop              ends all ranks after the same step
+<folder>/stop              ends all ranks after the same epoch; a number of steps is of whole epochs
 <folder>/at-<rank>         steps made
 <folder>/final-<rank>      digests by name, JSON, and the number of steps as "steps"
 
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -57,7 +59,8 @@ def main(
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (model.up, model.laden, model):
         fully_shard(part, mesh=mesh)
-    torch.manual_seed(100 + rank)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(100 + rank)
     optimizer = OPTIMIZERS["adamw"]([p for p in model.parameters() if p.requires_grad])
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
     loader = Loader(rank, rank, folder, draws=True)
@@ -72,8 +75,6 @@ def main(
             made += 1
             (folder / f"at-{rank}").write_text(str(made))
             time.sleep(pause_s)
-            if made == steps:
-                break
     found = digests(model, optimizer, scheduler, loader)
     (folder / f"final-{rank}").write_text(json.dumps(found | {"steps": str(made)}, indent=1))
     if attachment is not None:

@@ -48,7 +48,11 @@ class Listener(socket.socket):
         self.listen(BACKLOG)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection whose peer is still there. Raises BlockingIOError: none is, now."""
+        """The next connection whose peer is still there.
+
+        Raises:
+            BlockingIOError: None is, now.
+        """
         for _ in range(GONE_AT_ONCE):
             try:
                 connection, address = super().accept()

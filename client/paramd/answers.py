@@ -78,8 +78,11 @@ def said(command: Sequence[str], bound: Bound) -> tuple[int, bytes]:
 
 
 def parsed_json(data: bytes | str, bound: Bound) -> Any:
-    """The value of a JSON document. Raises ValueError for any that cannot be had, one of too many
-    parts or levels among them."""
+    """The value of a JSON document.
+
+    Raises:
+        ValueError: For any that cannot be had, one of too many parts or levels among them.
+    """
     text = data if isinstance(data, bytes) else data.encode(errors="surrogatepass")
     if len(text) > bound.most_bytes:
         raise bound.over()

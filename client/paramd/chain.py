@@ -29,7 +29,11 @@ class Link:
 
 
 def canonical(record: Mapping[str, Any]) -> str:
-    """The canonical JSON text of a record. Raises ValueError for NaN and infinities."""
+    """The canonical JSON text of a record.
+
+    Raises:
+        ValueError: For NaN and infinities.
+    """
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

@@ -40,8 +40,10 @@ class Delta:
 def make_delta(new: memoryview, base: memoryview, element_bytes: int) -> Delta:
     """The delta that turns `base` into `new`, which have the same length.
 
-    Uses the shorter of two encodings, or the whole range if that is no longer. Raises UsageError
-    for unsupported elements, or a length that is no whole number of them.
+    Uses the shorter of two encodings, or the whole range if that is no longer.
+
+    Raises:
+        UsageError: For unsupported elements, or a length that is no whole number of them.
     """
     import numpy as np
 
@@ -83,7 +85,9 @@ def make_delta(new: memoryview, base: memoryview, element_bytes: int) -> Delta:
 def apply_delta(target: memoryview, delta: Delta, element_bytes: int) -> None:
     """Change `target`, which contains the base, in place.
 
-    Raises DataLossError if the data do not fit (`target` is unchanged), UsageError as `make_delta`.
+    Raises:
+        DataLossError: If the data do not fit (`target` is unchanged).
+        UsageError: As `make_delta`.
     """
     import numpy as np
 

@@ -115,7 +115,10 @@ def read_document(kind: Callable[..., Shape], found: Mapping[str, Any], **given:
     """A dataclass from the fields of a JSON object that are called like its own, nested ones too.
 
     Null is no text, and no number. Fields that the object has otherwise, or not at all, have to be
-    `given`. Raises KeyError, TypeError or ValueError if a field is missing, or of another type.
+    `given`.
+
+    Raises:
+        KeyError, TypeError, ValueError: If a field is missing, or of another type.
     """
     for one in fields(kind):  # type: ignore[arg-type]
         if one.name not in given:

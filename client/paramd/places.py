@@ -142,8 +142,10 @@ class StartingError(UnreachableError):
 def write_endpoint(endpoint: Endpoint, *, past: bool = False) -> Path:
     """Replace the job's endpoint.json atomically, or with `past` its past.json.
 
-    Raises UsageError or ConflictError as `job_dir`; ConflictError if a newer incarnation of the job
-    is running, or a job of another host would replace a local one.
+    Raises:
+        UsageError, ConflictError: As `job_dir`.
+        ConflictError: If a newer incarnation of the job is running, or a job of another host
+            would replace a local one.
     """
     path = job_dir(endpoint.job) / (PAST_FILE if past else ENDPOINT_FILE)
     # Locked from check to replace: a control plane that starts late must not hide a newer one.
@@ -183,9 +185,12 @@ def read_endpoint(job: str | None = None) -> Endpoint:
     """The control plane of `job`, or of the only running job when none is named.
 
     Skips endpoints whose process has ended and, of several, jobs whose trainers have all ended.
-    Raises UsageError for no job name, or if several run and none was named; NotFoundError: this
-    host never had that job; StartingError: it is starting; UnreachableError: it has ended, or no
-    job is running here.
+
+    Raises:
+        UsageError: For no job name, or if several run and none was named.
+        NotFoundError: This host never had that job.
+        StartingError: It is starting.
+        UnreachableError: It has ended, or no job is running here.
     """
     if job is not None:
         found = _load(state_dir() / check_job_name(job) / ENDPOINT_FILE)
@@ -287,7 +292,11 @@ def known_jobs() -> list[str]:
 
 
 def is_known(job: str) -> bool:
-    """Whether a job of that name has ever begun here. Raises UsageError as `job_dir`."""
+    """Whether a job of that name has ever begun here.
+
+    Raises:
+        UsageError: As `job_dir`.
+    """
     directory = state_dir() / check_job_name(job)
     kept = (ENDPOINT_FILE, HISTORY_FILE, INCARNATION_FILE)
     return any((directory / name).is_file() for name in kept)
@@ -319,8 +328,11 @@ def end_text(last: IncarnationRecord) -> str:
 def next_incarnation(job: str, *, above: int = 0) -> int:
     """Issue the job's next incarnation: starts at 1, never repeats, durable when it returns.
 
-    The number is also above `above`, the last one known to be issued elsewhere. Raises UsageError
-    as `job_dir`; ConflictError as `job_dir`, or if the counter cannot be read.
+    The number is also above `above`, the last one known to be issued elsewhere.
+
+    Raises:
+        UsageError: As `job_dir`.
+        ConflictError: As `job_dir`, or if the counter cannot be read.
     """
     directory = job_dir(job)
     path = directory / INCARNATION_FILE

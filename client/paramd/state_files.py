@@ -136,8 +136,9 @@ def check_job_name(job: str) -> str:
 def job_dir(job: str) -> Path:
     """The job's directory, 0700 and ours, created if missing.
 
-    Raises UsageError if `job` is no job name or the state dir cannot be written, ConflictError if
-    the directory belongs to another user or is open to others.
+    Raises:
+        UsageError: If `job` is no job name or the state dir cannot be written.
+        ConflictError: If the directory belongs to another user or is open to others.
     """
     path = state_dir() / check_job_name(job)
     with state_dir_errors():
@@ -200,8 +201,9 @@ def log_path(job: str, rank: int) -> Path:
 def lines_of_log(job: str, rank: int, count: int) -> list[str]:
     """The last lines that the sidecars of a rank have logged on this host.
 
-    Raises UsageError as `socket_path`, NotFoundError if there is no such file, or it cannot be
-    read.
+    Raises:
+        UsageError: As `socket_path`.
+        NotFoundError: If there is no such file, or it cannot be read.
     """
     path = log_path(job, rank)
     try:
@@ -229,8 +231,11 @@ def opened(path: Path) -> Iterator[int]:
 def last_lines(descriptor: int, count: int) -> list[str]:
     """The last lines of an open regular file, the newest last.
 
-    At most `count`, of the last `MAX_TAIL_BYTES`, each cut to `MAX_LINE_CHARS`. The file's
-    position stays where it is. Raises OSError if it cannot be read.
+    At most `count`, of the last `MAX_TAIL_BYTES`, each cut to `MAX_LINE_CHARS`. The file's position
+    stays where it is.
+
+    Raises:
+        OSError: If it cannot be read.
     """
     begin = max(os.fstat(descriptor).st_size - MAX_TAIL_BYTES, 0)
     found = os.pread(descriptor, MAX_TAIL_BYTES, begin).decode(errors="replace").split("\n")
@@ -312,8 +317,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     """What a TOML file says; nothing if there is none, or if it is not this user's to believe.
 
     A file that belongs to another user, or that others may write, could send our token to its
-    owner: a warning names it and says why it is ignored. Raises UsageError if it is not TOML or
-    cannot be read.
+    owner: a warning names it and says why it is ignored.
+
+    Raises:
+        UsageError: If it is not TOML or cannot be read.
     """
     try:
         with path.open("rb") as file:

@@ -98,7 +98,8 @@ def refusal(error: ParamdError) -> bytes:
 def read_reply(data: bytes, opening: bytes, secret: bytes) -> tuple[int, int]:
     """Status and size of the text that follows; (0, 0): accepted, by a sidecar with the secret.
 
-    Raises DataLossError if another program, or another sidecar, answers at that port.
+    Raises:
+        DataLossError: If another program, or another sidecar, answers at that port.
     """
     magic, status, size = _unpacked(_REPLY, data, "the reply to an opening")
     if magic != MAGIC or size > MAX_TEXT_BYTES or (not status and size):

@@ -72,8 +72,13 @@ def without_secrets(line: str) -> str:
 
 
 def configure(*, level: str, stream: TextIO | None = None) -> JsonFormatter:
-    """Send all log lines of this process to `stream`, standard error by default. Returns the
-    formatter, whose `hide` takes secrets. Raises ValueError for an unknown level."""
+    """Send all log lines of this process to `stream`, standard error by default.
+
+    Returns the formatter, whose `hide` takes secrets.
+
+    Raises:
+        ValueError: For an unknown level.
+    """
     formatter = JsonFormatter()
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(formatter)

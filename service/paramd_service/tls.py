@@ -54,7 +54,8 @@ class TlsFiles:
     def read(self) -> tuple[bytes, bytes, bytes | None]:
         """Certificate, key, client CA (None: clients need no certificate).
 
-        Raises UsageError if one cannot be read, or if everybody can read the key.
+        Raises:
+            UsageError: If one cannot be read, or if everybody can read the key.
         """
         check_private(self.key)
         client_ca = read_pem(self.client_ca) if self.client_ca is not None else None
@@ -87,8 +88,11 @@ TlsSource: TypeAlias = TlsFiles | JobPems
 
 
 def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:
-    """The files named by options, else by the environment; None if there are none. Raises
-    UsageError if only one of certificate and key is given, or a client CA without them."""
+    """The files named by options, else by the environment; None if there are none.
+
+    Raises:
+        UsageError: If only one of certificate and key is given, or a client CA without them.
+    """
     names = ("PARAMD_TLS_CERT", "PARAMD_TLS_KEY", "PARAMD_TLS_CLIENT_CA")
     given = zip((cert, key, client_ca), names, strict=True)
     cert, key, client_ca = (value or os.environ.get(name, "") for value, name in given)
@@ -107,8 +111,11 @@ def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:
 
 
 def check_exposure(host: str, *, option: str, tls: bool) -> None:
-    """Return if a server may listen on `host`: every server takes tokens or tickets. Raises
-    UsageError if other hosts could reach it, and there is no TLS."""
+    """Return if a server may listen on `host`: every server takes tokens or tickets.
+
+    Raises:
+        UsageError: If other hosts could reach it, and there is no TLS.
+    """
     if is_loopback(host):
         return
     if not tls:
@@ -134,7 +141,11 @@ class ServerTls:
     """TLS of one server; its credentials follow the files as they are replaced."""
 
     def __init__(self, source: TlsSource) -> None:
-        """Read the source. Raises UsageError if it is unusable."""
+        """Read the source.
+
+        Raises:
+            UsageError: If it is unusable.
+        """
         self._source = source
         self._loaded = _load(source)
         self._tried = self._loaded.stamp
@@ -218,7 +229,10 @@ class ServerTls:
 
 def advertised(listen_host: str, advertise: str, *, tls: bool) -> str:
     """The host that others connect to: `advertise` (or PARAMD_ADVERTISE), else where it listens.
-    Raises UsageError if it listens on every address with TLS, and no name was given."""
+
+    Raises:
+        UsageError: If it listens on every address with TLS, and no name was given.
+    """
     advertise = advertise or os.environ.get("PARAMD_ADVERTISE", "")
     if advertise:
         return advertise

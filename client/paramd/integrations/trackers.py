@@ -288,8 +288,10 @@ class Following:
         patterns: Sequence[str],
         also: Collection[str] = (),
     ) -> None:
-        """`opened` begins a run of this name and history; the one before has been closed. Raises
-        UsageError if `also` has a word that is none of `ALSO`.
+        """`opened` begins a run of this name and history; the one before has been closed.
+
+        Raises:
+            UsageError: If `also` has a word that is none of `ALSO`.
         """
         for one in also:
             if one not in ALSO:

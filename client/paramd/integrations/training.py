@@ -143,8 +143,10 @@ def attach_partitioned(
     """Attach a module whose parameters `partitions` knows, until `detach`.
 
     `package` names the optimizer's package in messages; `options` are arguments of `paramd.attach`,
-    the job among them. Raises UsageError and ConflictError as `paramd.attach`, also for
-    resume="auto".
+    the job among them.
+
+    Raises:
+        UsageError, ConflictError: As `paramd.attach`, also for resume="auto".
     """
     if _chosen("resume", options) != "never" or _chosen("replicas", options):
         raise UsageError(

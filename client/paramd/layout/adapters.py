@@ -141,7 +141,9 @@ def merge_adapters(ranks: Iterable[Sequence[Adapter]]) -> tuple[Adapter, ...]:
 def find_adapter(adapters: Sequence[Adapter], name: str) -> Adapter:
     """The adapter of that name, or with an empty one the only one.
 
-    Raises NotFoundError if there is none, UsageError if several may be meant.
+    Raises:
+        NotFoundError: If there is none.
+        UsageError: If several may be meant.
     """
     found = [one for one in adapters if name in ("", one.name, one.title)]
     exact = [one for one in found if name == one.title]

@@ -61,7 +61,8 @@ class Matrix:
 def matrix_of(shape: Sequence[int], row_dims: int | None = None) -> Matrix:
     """A tensor as a matrix; by default the first dim forms the rows, and a vector is one row.
 
-    Raises UsageError if `row_dims` is negative or more than the tensor has.
+    Raises:
+        UsageError: If `row_dims` is negative or more than the tensor has.
     """
     dims = row_dims if row_dims is not None else int(len(shape) >= 2)
     if not 0 <= dims <= len(shape):

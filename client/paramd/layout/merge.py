@@ -128,9 +128,12 @@ def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> L
     Tensors are in the order of rank 0, followed by the additional ones of each further rank;
     placements are those of the first rank that has the tensor; aliases are united; trainable is
     true if it is on any rank. Empty pieces are dropped; row-major strides become None. `mirrored`:
-    the arenas are copies of parameters that stay elsewhere. Raises UsageError: a rank is missing or
-    duplicate, ranks disagree on a tensor or its names, a piece is outside of its arena or tensor,
-    or an element has no holder or holders with different regions.
+    the arenas are copies of parameters that stay elsewhere.
+
+    Raises:
+        UsageError: A rank is missing or duplicate, ranks disagree on a tensor or its names, a
+            piece is outside of its arena or tensor, or an element has no holder or holders with
+            different regions.
     """
     ordered = sorted(locals, key=lambda local: local.rank)
     ranks = [local.rank for local in ordered]

@@ -90,7 +90,10 @@ def blocks(landing: Landing, item_bytes: int, max_bytes: int) -> Iterator[Block]
     """Split a landing into disjoint blocks of at most `max_bytes`, in memory order.
 
     A stream reader fills a scratch buffer of `max_bytes` block by block and makes one strided copy
-    of each. Bytes between blocks are unused. Raises UsageError if `max_bytes` is below one element.
+    of each. Bytes between blocks are unused.
+
+    Raises:
+        UsageError: If `max_bytes` is below one element.
     """
     if max_bytes < item_bytes:
         raise UsageError(f"max_bytes is {max_bytes}; expected at least one item of {item_bytes}")
@@ -303,7 +306,11 @@ class ReadPlan:
 
 def consecutive(shape: Sequence[int], most_numel: int) -> Iterator[Box]:
     """Boxes of at most `most_numel` elements that make up the row-major result of this shape, one
-    after the other. Raises UsageError if `most_numel` is below 1."""
+    after the other.
+
+    Raises:
+        UsageError: If `most_numel` is below 1.
+    """
     if most_numel < 1:
         raise UsageError(f"most_numel: {most_numel}; expected at least 1")
     numel, begin = math.prod(shape), [0] * len(shape)
@@ -388,8 +395,11 @@ def plan_read(
     """Plan to read each element of `selection` once, from one replica.
 
     `costs`: which ranks to avoid, only without `replica`, a rank of the one to read; `others`: with
-    `replica`, those of tensors that only another has, by fqn. Raises UsageError if there is no such
-    rank, UnreachableError if every replica needs a rank that costs infinity.
+    `replica`, those of tensors that only another has, by fqn.
+
+    Raises:
+        UsageError: If there is no such rank.
+        UnreachableError: If every replica needs a rank that costs infinity.
     """
     items = list(selection)
     if replica is not None:
@@ -401,7 +411,11 @@ def plan_read(
 
 
 def cheapest(layout: Layout, plan: Callable[[Replica], Plan], costs: Costs | None) -> Plan:
-    """The plan of the replica that costs least. Raises UnreachableError: as `plan_read`."""
+    """The plan of the replica that costs least.
+
+    Raises:
+        UnreachableError: As `plan_read`.
+    """
     found = plan(Replica(layout))
     least = _cost(found, costs)
     for rank in range(1, layout.world_size):

@@ -402,8 +402,10 @@ class Names:
         """The mask of the names that a pattern means, and the slice it takes of each.
 
         A whole name comes first, then a whole name with a slice, then globs. "*" alone is all.
-        Raises UsageError for a malformed slice, or if brackets may belong to names or not and both
-        readings match.
+
+        Raises:
+            UsageError: For a malformed slice, or if brackets may belong to names or not and
+                both readings match.
         """
         found = _SUFFIX.search(pattern)
         whole = self.position.get(pattern) if pattern != "*" else None
@@ -549,7 +551,11 @@ class Selection(Sequence[SelectedTensor]):
 
 
 def each_pattern(patterns: Iterable[Pattern]) -> list[str]:
-    """Patterns one by one, from wherever they are lists. Raises UsageError for what is no text."""
+    """Patterns one by one, from wherever they are lists.
+
+    Raises:
+        UsageError: For what is no text.
+    """
     found: list[str] = []
     given = [patterns] if isinstance(patterns, str) else patterns
     for one in given:
@@ -571,9 +577,12 @@ def select(
     """Select the union of what the patterns match, among buffers too if `with_buffers`.
 
     A pattern is a whole name or a glob (`*` matches anything, dots too; `?`; `[abc]`; `[!abc]`) of
-    at most 1 KiB, with an optional slice at its end ("w[0:4, -3:]"). Raises NotFoundError if one
-    matches nothing; UsageError if one is malformed or ambiguous, a slice is out of range, or two
-    select different parts of one tensor.
+    at most 1 KiB, with an optional slice at its end ("w[0:4, -3:]").
+
+    Raises:
+        NotFoundError: If one matches nothing.
+        UsageError: If one is malformed or ambiguous, a slice is out of range, or two select
+            different parts of one tensor.
     """
     wanted = each_pattern(patterns)
     if not wanted:

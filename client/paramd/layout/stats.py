@@ -313,8 +313,10 @@ def stats_items(plan: ReadPlan) -> dict[int, tuple[StatsItem, ...]]:
     """Each rank's items to reduce, so that every element of the plan counts exactly once.
 
     The order of elements does not matter, so a piece with dense memory is one item whatever its
-    strides; a slice of it is one item per run of memory. Raises UsageError for more than `MAX_RUNS`
-    runs.
+    strides; a slice of it is one item per run of memory.
+
+    Raises:
+        UsageError: For more than `MAX_RUNS` runs.
     """
     items: dict[int, tuple[StatsItem, ...]] = {}
     run_count = 0

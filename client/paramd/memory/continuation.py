@@ -96,8 +96,10 @@ class KeptSlots:
     def write(self, payload: bytes, *, beside: int = 0) -> int:
         """Write the next payload over the last but one; return its number.
 
-        `beside` is the number of a record's table. Raises ExhaustedError if the payload is too
-        large, or the machine has no memory for it.
+        `beside` is the number of a record's table.
+
+        Raises:
+            ExhaustedError: If the payload is too large, or the machine has no memory for it.
         """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ExhaustedError(

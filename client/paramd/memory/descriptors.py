@@ -40,8 +40,10 @@ def create_memory(
 ) -> int:
     """A descriptor of `size_bytes` of zeroed shared memory, fully allocated.
 
-    With a bare ftruncate, the first store beyond the machine's memory would end in SIGBUS. Raises
-    ExhaustedError if `room` does not grant that much memory, or the kernel refuses it.
+    With a bare ftruncate, the first store beyond the machine's memory would end in SIGBUS.
+
+    Raises:
+        ExhaustedError: If `room` does not grant that much memory, or the kernel refuses it.
     """
     with room.claimed(purpose, size_bytes):
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

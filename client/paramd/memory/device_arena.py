@@ -110,7 +110,10 @@ def device_bytes(driver: Driver, device: int, arena_bytes: int) -> int:
 def create(driver: Driver, device: int, arena_bytes: int) -> int:
     """A descriptor of new device memory, which lives as long as any process has one or maps it.
 
-    Makes no context. Raises DeviceError or ExhaustedError if the driver refused.
+    Makes no context.
+
+    Raises:
+        DeviceError, ExhaustedError: If the driver refused.
     """
     return _created(driver, device, device_bytes(driver, device, arena_bytes))
 
@@ -346,9 +349,11 @@ class DeviceReader:
     def move(self, spans: Sequence[CopySpan]) -> None:
         """Copy bytes of the arena or the state, or of host memory, to host memory.
 
-        Bytes on the device are of one moment: the fence is read once, before all of them. Raises
-        LateError if the device has not finished the last published state, or never will;
-        DeviceError if the driver refused.
+        Bytes on the device are of one moment: the fence is read once, before all of them.
+
+        Raises:
+            LateError: If the device has not finished the last published state, or never will.
+            DeviceError: If the driver refused.
         """
         here = [span for span in spans if span.source >= BASE]
         for span in spans:

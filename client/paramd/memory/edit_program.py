@@ -129,7 +129,10 @@ def write_program(
     """Write a program at byte `begin` of `memory` and return its end.
 
     `if_step` is the only step at whose boundary it may be applied, `note` the byte of its note (0:
-    none). Raises UsageError for more than MAX_DIMS dims, or a dtype without a code.
+    none).
+
+    Raises:
+        UsageError: For more than MAX_DIMS dims, or a dtype without a code.
     """
     end = begin + HEADER_BYTES
     count = 0
@@ -334,13 +337,21 @@ def write_note(
     capacity: int,
     numbers: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> None:
-    """Write a whole note at byte `begin`. Raises ExhaustedError: the payload is too large."""
+    """Write a whole note at byte `begin`.
+
+    Raises:
+        ExhaustedError: The payload is too large.
+    """
     _NOTE_HEAD.pack_into(memory, begin, kind, capacity, 0, 0, *numbers)
     write_payload(memory, begin, payload)
 
 
 def write_payload(memory: memoryview, begin: int, payload: bytes) -> None:
-    """Replace the payload. Raises ExhaustedError: there is no room for it."""
+    """Replace the payload.
+
+    Raises:
+        ExhaustedError: There is no room for it.
+    """
     capacity = _NOTE_HEAD.unpack_from(memory, begin)[1]
     if len(payload) > capacity:
         raise ExhaustedError(f"{len(payload):,} bytes; there is room for {capacity:,}")
@@ -350,7 +361,11 @@ def write_payload(memory: memoryview, begin: int, payload: bytes) -> None:
 
 
 def read_note(memory: memoryview, begin: int) -> Note:
-    """The note at byte `begin`. Raises UsageError: there is none."""
+    """The note at byte `begin`.
+
+    Raises:
+        UsageError: There is none.
+    """
     if begin <= 0 or begin % 8 or begin + _PAYLOAD_BEGIN > memory.nbytes:
         raise UsageError(f"no note can begin at byte {begin} of {memory.nbytes}")
     kind, capacity, size, _, *numbers = _NOTE_HEAD.unpack_from(memory, begin)

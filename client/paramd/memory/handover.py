@@ -118,8 +118,10 @@ class Descriptors:
     ) -> Descriptors:
         """Create all of them, zeroed; of `survived` duplicates are taken instead.
 
-        `create_arena` makes an arena of that many bytes on a device. Raises ExhaustedError without
-        memory for the arena.
+        `create_arena` makes an arena of that many bytes on a device.
+
+        Raises:
+            ExhaustedError: Without memory for the arena.
         """
         made: list[int] = []
         state: list[Allocation] = []
@@ -160,8 +162,10 @@ class Descriptors:
         """Adopt descriptors from the Unix socket. On error the caller still owns `fds`.
 
         `on_device`: only a device's driver can check the arena's descriptor. `allocations`: sizes
-        of those that have optimizer state on that device. Raises UsageError for other objects than
-        expected.
+        of those that have optimizer state on that device.
+
+        Raises:
+            UsageError: For other objects than expected.
         """
         if len(fds) != _SHARED + len(allocations):
             raise UsageError(
@@ -209,8 +213,10 @@ def _duplicate(descriptor: int) -> int:
 def listen(path: Path) -> socket.socket:
     """A non-blocking listening socket at `path` (0600; its directory must be 0700 and ours).
 
-    Replaces a stale socket file. Raises UsageError if another process listens there, or the
-    directory is open to others.
+    Replaces a stale socket file.
+
+    Raises:
+        UsageError: If another process listens there, or the directory is open to others.
     """
     status = path.parent.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -240,7 +246,9 @@ def listen(path: Path) -> socket.socket:
 def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
     """A connected socket whose peer is checked to run as our own user.
 
-    Raises UnreachableError if nothing listens there, DeniedError for another user's listener.
+    Raises:
+        UnreachableError: If nothing listens there.
+        DeniedError: For another user's listener.
     """
     client = _socket()
     client.settimeout(timeout_s)

@@ -162,8 +162,9 @@ class Spare:
 def memory_now(root: Path = _ROOT) -> Memory:
     """Read what is left now.
 
-    Raises OSError or KeyError without /proc/meminfo: the limit is unknown, so nothing may be
-    granted.
+    Raises:
+        OSError, KeyError: Without /proc/meminfo: the limit is unknown, so nothing may be
+            granted.
     """
     lines = (root / "proc/meminfo").read_text().splitlines()
     figures = dict(line.split(":", 1) for line in lines if ":" in line)
@@ -426,8 +427,11 @@ class Room(Protocol):
     """Grants memory beside the training. Thread-safe."""
 
     def claimed(self, purpose: Purpose, size_bytes: int) -> AbstractContextManager[None]:
-        """Have the bytes count as taken within the block, in which they are allocated. Raises
-        ExhaustedError when there is not enough for them."""
+        """Have the bytes count as taken within the block, in which they are allocated.
+
+        Raises:
+            ExhaustedError: When there is not enough for them.
+        """
 
 
 def lacking_headroom(purpose: Purpose, size_bytes: int, memory: Memory) -> str:

@@ -245,7 +245,10 @@ def read_record(data: bytes) -> dict[str, Any]:
 def read_plain(data: bytes) -> Any:
     """Decode trainer/resume/codec.py's encoding, with None for arrays and for longer tensors.
 
-    Numbers that JSON lacks are the strings "nan", "inf" and "-inf". Raises UsageError if malformed.
+    Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
+
+    Raises:
+        UsageError: If malformed.
     """
     try:
         (size,) = _SIZE.unpack_from(data)

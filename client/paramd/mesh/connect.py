@@ -85,8 +85,9 @@ def located(
 def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, str, str | None]:
     """(url, token, job) from the arguments, else the environment, else the state dir.
 
-    Raises NotFoundError and UnreachableError as `read_endpoint`, and UsageError if several jobs
-    run here or no token is known.
+    Raises:
+        NotFoundError, UnreachableError: As `read_endpoint`.
+        UsageError: If several jobs run here or no token is known.
     """
     url = url if url is not None else os.environ.get("PARAMD_URL")
     token = token if token is not None else os.environ.get("PARAMD_TOKEN")

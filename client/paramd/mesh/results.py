@@ -633,7 +633,11 @@ _TORCH = (".pt", ".pth", ".bin")
 
 
 def file_format(path: str | os.PathLike[str]) -> Literal["safetensors", "torch"]:
-    """The format of a file of tensors, by its suffix. Raises UsageError for other formats."""
+    """The format of a file of tensors, by its suffix.
+
+    Raises:
+        UsageError: For other formats.
+    """
     suffix = PurePath(path).suffix.lower()
     if suffix in _TORCH:
         return "torch"

@@ -83,8 +83,11 @@ class JobAuthority:
         """A certificate with a fresh key, for both ends of a connection.
 
         `name` is the holder's, for people. `hosts`: addresses and names that others connect to,
-        beside those of loopback; a client has none. Raises UsageError if one of them is neither.
-        Valid for `lifetime_s` from now on; a rank's as long as its ticket.
+        beside those of loopback; a client has none.
+
+        Raises:
+            UsageError: If one of them is neither. Valid for `lifetime_s` from now on; a rank's
+                as long as its ticket.
         """
         names = [*hosts, *LOOPBACK_NAMES] if hosts else []
         purposes = _BOTH if hosts else _BOTH[:1]
@@ -107,8 +110,11 @@ def write(directory: Path, *, names: Sequence[str], days: float) -> list[Path]:
     """Write the files above, creating a CA if there is none; return their paths.
 
     `names` are DNS names and IP addresses of the server, `days` the validity of the two
-    certificates. Raises UsageError for an invalid name or a directory that cannot be written,
-    ConflictError if the directory's CA cannot be read.
+    certificates.
+
+    Raises:
+        UsageError: For an invalid name or a directory that cannot be written.
+        ConflictError: If the directory's CA cannot be read.
     """
     alternatives = [alternative(name) for name in names]
     now = datetime.now(UTC)
@@ -221,7 +227,11 @@ def common_name(text: str) -> x509.Name:
 
 
 def alternative(name: str) -> x509.GeneralName:
-    """A DNS name or an IP address. Raises UsageError if it is neither."""
+    """A DNS name or an IP address.
+
+    Raises:
+        UsageError: If it is neither.
+    """
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

@@ -143,8 +143,10 @@ class Question:
 def question(url: str, token: str, sock: socket.socket) -> Question | None:
     """What to ask over a new connection before the token; None where nothing is to be asked.
 
-    Reads this network namespace's table of sockets, which may take milliseconds. Raises
-    UnreachableError if the connection has ended already.
+    Reads this network namespace's table of sockets, which may take milliseconds.
+
+    Raises:
+        UnreachableError: If the connection has ended already.
     """
     if urlsplit(url).scheme != "http" or not token:
         return None
@@ -179,7 +181,9 @@ def way_to(host: str, port: int) -> str:
     """The gRPC target that leads to our own server at a loopback port, "unix:..."; "" without one.
 
     Its socket outlives the server, so a port that somebody else takes later is not asked instead.
-    Raises StrangerError if the socket is left over, and another user listens at the port.
+
+    Raises:
+        StrangerError: If the socket is left over, and another user listens at the port.
     """
     path = _private_socket(host, port)
     if not path:
@@ -339,8 +343,11 @@ async def _asked_over(stream: TraceStream, asked: Question) -> tuple[bytes, byte
 
 
 def answer_of(taken: bytes) -> tuple[bytes, bytes] | None:
-    """(head, body) of a whole answer; None while there is more to come. Raises ValueError: it is
-    no answer, or too long."""
+    """(head, body) of a whole answer; None while there is more to come.
+
+    Raises:
+        ValueError: It is no answer, or too long.
+    """
     if len(taken) > MAX_ANSWER_BYTES:
         raise ValueError("the answer is too long")
     head, end, body = taken.partition(HEAD_END)
@@ -351,7 +358,11 @@ def answer_of(taken: bytes) -> tuple[bytes, bytes] | None:
 
 
 def length_of(head: bytes) -> int:
-    """Bytes of the body behind this head. Raises ValueError without a length, or a long one."""
+    """Bytes of the body behind this head.
+
+    Raises:
+        ValueError: Without a length, or a long one.
+    """
     length = re.search(rb"(?im)^content-length: *(\d{1,4})\s*$", head)
     if length is None:
         raise ValueError("the answer has no length, or is too long")

@@ -206,7 +206,8 @@ def handed(ticket: str, seed: str) -> str:
 def shown_of(given: str, rank: int | None, world_size: int) -> str:
     """What the server of `rank`, None the control plane, is shown of what `handed` made.
 
-    Raises DeniedError for anything else.
+    Raises:
+        DeniedError: For anything else.
     """
     ticket, _, seed = given.partition("~")
     place = rank + 1 if rank is not None else CONTROL_PLACE
@@ -289,8 +290,11 @@ class Signer:
         `rank`, `keys`, `number` and `told` are as in `Claims`: the roles of `OF_RANKS` need `rank`,
         all others `keys`; role `control` needs `number` and `told`. `token_id`: of the token it is
         issued for, so that it ends with it; never the token itself. `now_s`: seconds since the Unix
-        epoch; the clock when None. Raises UsageError if `ttl_s` is not a positive number, or
-        nothing binds the ticket to a server.
+        epoch; the clock when None.
+
+        Raises:
+            UsageError: If `ttl_s` is not a positive number, or nothing binds the ticket to a
+                server.
         """
         if not (math.isfinite(ttl_s) and ttl_s > 0):
             raise UsageError(f"ttl_s: {ttl_s}; expected a finite number above 0")
@@ -342,7 +346,11 @@ class Verifier:
     """Verifies tickets of one key, offline. Not thread-safe."""
 
     def __init__(self, public_key: bytes, place: int = CONTROL_PLACE) -> None:
-        """`place` is the server's own. Raises UsageError unless the key has `KEY_BYTES`."""
+        """`place` is the server's own.
+
+        Raises:
+            UsageError: Unless the key has `KEY_BYTES`.
+        """
         import jwt
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -441,7 +449,10 @@ def life_s(ticket: str) -> float:
 def claimed(ticket: str) -> tuple[str, int]:
     """The job and incarnation a ticket claims, to find the key to verify it with.
 
-    Unverified; `Verifier.verify` does that. Raises DeniedError if it is no ticket.
+    Unverified; `Verifier.verify` does that.
+
+    Raises:
+        DeniedError: If it is no ticket.
     """
     claims = _parse(_payload(ticket))
     return claims.job, claims.incarnation
@@ -497,7 +508,8 @@ def _parse(payload: str) -> Claims:
 def key_from_hex(message: Mapping[str, object], name: str) -> bytes:
     """The key in a message's field of hexadecimal digits.
 
-    Raises UsageError if missing or malformed. The message never contains the field's content.
+    Raises:
+        UsageError: If missing or malformed. The message never contains the field's content.
     """
     text = message.get(name)
     try:

@@ -132,7 +132,11 @@ class ClientTls:
         return stamp_of(path for path in (self.ca, self.cert, self.key) if path is not None)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For gRPC channels. Raises UsageError when a file cannot be read."""
+        """For gRPC channels.
+
+        Raises:
+            UsageError: When a file cannot be read.
+        """
         import grpc
 
         if self.key is not None:
@@ -144,7 +148,11 @@ class ClientTls:
         return grpc.ssl_channel_credentials(*(read_pem(one) if one else None for one in files))
 
     def ssl_context(self, least: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2) -> ssl.SSLContext:
-        """For HTTPS and streams. Raises UsageError when a file cannot be used."""
+        """For HTTPS and streams.
+
+        Raises:
+            UsageError: When a file cannot be used.
+        """
         try:
             if self.pems is not None:
                 context = ssl.create_default_context(cadata=self.pems.ca.decode())
@@ -197,9 +205,12 @@ def open_channel(
     """An asyncio channel to an address. No I/O except reading the files.
 
     `tls`: None takes it from the environment; for mtls:// it must be the job's. `way`: gRPC target
-    to connect to instead, such as "unix:...": bytes written there arrive at the address. Raises
-    DeniedError for another host without TLS: the ticket would cross the network in the clear;
-    UsageError if a file cannot be read, or the address is invalid.
+    to connect to instead, such as "unix:...": bytes written there arrive at the address.
+
+    Raises:
+        DeniedError: For another host without TLS: the ticket would cross the network in the
+            clear.
+        UsageError: If a file cannot be read, or the address is invalid.
     """
     from paramd.security.channel import open_bounded
 
@@ -228,8 +239,11 @@ def open_channel(
 def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bool:
     """The `verify` argument of an HTTP client for `url`; True is the client's own default.
 
-    `tls` None takes it from the environment. Raises UsageError if the URL would send a token
-    unencrypted to another host, or a TLS file cannot be used, else as `pinned`.
+    `tls` None takes it from the environment.
+
+    Raises:
+        UsageError: If the URL would send a token unencrypted to another host, or a TLS file
+            cannot be used, else as `pinned`.
     """
     parts = urlsplit(url)
     if parts.scheme == "https":
@@ -246,8 +260,11 @@ def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bo
 def pinned(url: str, pin: str) -> ClientTls:
     """Trust in the CA of this fingerprint, which the control plane at `url` shows. Blocks.
 
-    The CA is public and is checked against `pin`; no token is sent. Raises UnreachableError without
-    an answer, UsageError for another CA, or none.
+    The CA is public and is checked against `pin`; no token is sent.
+
+    Raises:
+        UnreachableError: Without an answer.
+        UsageError: For another CA, or none.
     """
     import http.client  # here, because sidecars and ranks pin nothing
 

@@ -191,8 +191,11 @@ class AttachSettings:
 
     @classmethod
     def from_environment(cls) -> AttachSettings:
-        """Read PARAMD_STALL_BUDGET_MS, PARAMD_LISTEN and so on; others keep their defaults. Raises
-        UsageError: a value is not a number or out of range."""
+        """Read PARAMD_STALL_BUDGET_MS, PARAMD_LISTEN and so on; others keep their defaults.
+
+        Raises:
+            UsageError: A value is not a number or out of range.
+        """
         values: dict[str, float | str] = {}
         for name, option in cls.__dataclass_fields__.items():
             text = os.environ.get(f"PARAMD_{name.upper()}")

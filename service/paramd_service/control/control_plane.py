@@ -127,9 +127,13 @@ class ControlPlane:
             self.ask_to_stop("the job's next run has asked for the ports")
 
     async def start(self) -> Whereabouts:
-        """Start everything, in the numbered order. Raises UsageError: the state dir cannot be used.
-        UnreachableError: gRPC's port was taken after it had been claimed. ConflictError: a newer
-        incarnation of the job is already running."""
+        """Start everything, in the numbered order.
+
+        Raises:
+            UsageError: The state dir cannot be used.
+            UnreachableError: GRPC's port was taken after it had been claimed.
+            ConflictError: A newer incarnation of the job is already running.
+        """
         where = self._claim.whereabouts()
         # 1. Open the records, and load ended tokens before anyone is let in.
         self._records = await open_records(self._config, self._bootstrap)

@@ -52,9 +52,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read(given: argparse.Namespace) -> dict[str, Any]:
-    """The requested document. Raises NotFoundError: no such job, or no store of it here.
-    ConflictError: the directory is not private, or the store is another version's. StoreError: it
-    cannot be read."""
+    """The requested document.
+
+    Raises:
+        NotFoundError: No such job, or no store of it here.
+        ConflictError: The directory is not private, or the store is another version's.
+        StoreError: It cannot be read.
+    """
     directory = directory_of(places.check_job_name(given.job))
     address = parse_store(os.environ.get("PARAMD_STORE_URL", ""), directory=directory)
     if address.path is not None and not address.path.exists():

@@ -294,7 +294,11 @@ class HttpServer:
     async def start(
         self, app: FastAPI, listeners: Sequence[Listener], *, tls: ServerTls | None
     ) -> None:
-        """Return once it accepts connections. Raises UnreachableError if it ended at once."""
+        """Return once it accepts connections.
+
+        Raises:
+            UnreachableError: If it ended at once.
+        """
         for listener in listeners:
             listener.on_full = self._doorway.make_room
         context = tls.ssl_context() if tls is not None else None

@@ -54,14 +54,21 @@ class Destination:
 
 
 def parse_destinations(table: Mapping[str, object]) -> dict[str, Destination]:
-    """The destinations of a configuration, by name. Raises UsageError if a name, a root or an
-    option is invalid."""
+    """The destinations of a configuration, by name.
+
+    Raises:
+        UsageError: If a name, a root or an option is invalid.
+    """
     return {name: _destination(name, value) for name, value in table.items()}
 
 
 def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destination, str]:
-    """Resolve "name/key" to a destination and a key. Opens nothing. Raises UsageError if it has no
-    key, or an invalid one; NotFoundError if there is no destination of that name."""
+    """Resolve "name/key" to a destination and a key. Opens nothing.
+
+    Raises:
+        UsageError: If it has no key, or an invalid one.
+        NotFoundError: If there is no destination of that name.
+    """
     name, slash, key = text.partition("/")
     if not _NAME.fullmatch(name) or not slash:
         raise UsageError(
@@ -77,8 +84,11 @@ def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destinat
 
 
 def check_key(key: str) -> tuple[str, ...]:
-    """Check a relative key; return its segments. Raises UsageError if it is not plain names joined
-    by single slashes."""
+    """Check a relative key; return its segments.
+
+    Raises:
+        UsageError: If it is not plain names joined by single slashes.
+    """
     segments = tuple(key.split("/"))
     if len(key) > MAX_KEY_BYTES or len(segments) > MAX_SEGMENTS:
         raise UsageError(
@@ -109,7 +119,11 @@ def not_seen(where: str) -> NotFoundError:
 
 
 def check_file_name(name: str) -> str:
-    """Check a plain file name, and return it. Raises UsageError if it is not one."""
+    """Check a plain file name, and return it.
+
+    Raises:
+        UsageError: If it is not one.
+    """
     plain = _SEGMENT.fullmatch(name) is not None and len(name) <= MAX_SEGMENT_BYTES
     if not plain or _DEVICE.match(name):
         raise UsageError(
@@ -141,8 +155,11 @@ def _destination(name: str, value: object) -> Destination:
 
 
 def parse_root(text: str, name: str) -> tuple[DestinationKind, str]:
-    """Kind and canonical form of a root. Raises UsageError if it is neither an absolute path nor
-    "s3://bucket/prefix"."""
+    """Kind and canonical form of a root.
+
+    Raises:
+        UsageError: If it is neither an absolute path nor "s3://bucket/prefix".
+    """
     scheme, separator, rest = text.partition("://")
     if scheme == "s3" and separator:
         bucket, _, prefix = rest.rstrip("/").partition("/")

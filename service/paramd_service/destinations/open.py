@@ -11,8 +11,11 @@ _EXPORT_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def open_place(target: ExportTarget) -> Place:
-    """The place of a target. No I/O yet; the key is checked. Raises UsageError if the target is
-    malformed."""
+    """The place of a target. No I/O yet; the key is checked.
+
+    Raises:
+        UsageError: If the target is malformed.
+    """
     check_key(target.key)
     if not _EXPORT_ID.fullmatch(target.export_id):
         raise UsageError("export_id: expected 32 hexadecimal digits")

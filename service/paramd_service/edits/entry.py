@@ -111,7 +111,11 @@ def write_undo(
     memory: memoryview, done: int, undo: int, *, arena_bytes: int, reset_moments: bool
 ) -> None:
     """Write at `undo` the program that undoes the applied one at `done`: additions are subtracted,
-    everything else is swapped back. Raises UsageError if there is no program at `done`."""
+    everything else is swapped back.
+
+    Raises:
+        UsageError: If there is no program at `done`.
+    """
     records = parse_program(memory, done, arena_bytes=arena_bytes)
     undoing = (_undoing(one, reset_moments) for one in records)
     write_program(memory, undo, undoing, note=note_of(memory, done))

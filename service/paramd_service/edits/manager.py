@@ -109,7 +109,11 @@ class Opener:
         await self._loop.run_in_executor(None, self._threads.shutdown)
 
     async def plan(self, entry: Entry) -> None:
-        """Set `ops` and `edit`. Raises UsageError, NotFoundError if they do not fit the layout."""
+        """Set `ops` and `edit`.
+
+        Raises:
+            UsageError, NotFoundError: If they do not fit the layout.
+        """
         if entry.edit is not None:
             return
         if notes.has_note(entry.manifest):
@@ -280,10 +284,15 @@ class Edits(BoundaryChanges, Uploads):
         self._timer = self._loop.call_later(self._sweep_s, self._timed)
 
     async def begin(self, manifest: pb.EditManifest) -> Entry:
-        """Open the edit of a manifest and reserve its memory. Idempotent by id and manifest. Raises
-        ExistsError: the id has another manifest. DeniedError: another token stages it. UsageError,
-        NotFoundError: the edit does not fit the layout. ExhaustedError: no room. ConflictError: it
-        cannot undo what it names."""
+        """Open the edit of a manifest and reserve its memory. Idempotent by id and manifest.
+
+        Raises:
+            ExistsError: The id has another manifest.
+            DeniedError: Another token stages it.
+            UsageError, NotFoundError: The edit does not fit the layout.
+            ExhaustedError: No room.
+            ConflictError: It cannot undo what it names.
+        """
         if _ID.fullmatch(manifest.edit_id) is None:
             raise UsageError(f"edit_id: {manifest.edit_id[:64]!r}; expected 32 hexadecimal digits")
         digest = manifest_digest(manifest)
@@ -320,9 +329,12 @@ class Edits(BoundaryChanges, Uploads):
         return entry
 
     async def take(self, entry: Entry, parts: Iterable[Part]) -> None:
-        """Take parts of the data in order, on a thread; the last one makes the edit STAGED. Raises
-        UsageError: a part leaves a gap, or is not finite (which forgets the edit). DataLossError:
-        raised by a part's `fill`."""
+        """Take parts of the data in order, on a thread; the last one makes the edit STAGED.
+
+        Raises:
+            UsageError: A part leaves a gap, or is not finite (which forgets the edit).
+            DataLossError: Raised by a part's `fill`.
+        """
         async with entry.lock:
             expect_request(self._page.words)
             entry.touched_ns = time.monotonic_ns()
@@ -372,8 +384,11 @@ class Edits(BoundaryChanges, Uploads):
         return entry
 
     async def drop(self, edit_id: str) -> None:
-        """Forget a staged edit, or free the undo data of an applied one. Idempotent. Raises
-        ConflictError: the trainers may have agreed on it, or an undo of it is staged."""
+        """Forget a staged edit, or free the undo data of an applied one. Idempotent.
+
+        Raises:
+            ConflictError: The trainers may have agreed on it, or an undo of it is staged.
+        """
         self.settle()
         entry = self._book.entries.get(edit_id)
         if entry is None:
@@ -402,9 +417,12 @@ class Edits(BoundaryChanges, Uploads):
         Idempotent for the same request. The edit's memory is kept until `request_ended` and the
         page show that it can no longer be applied.
 
-        Returns: Word.ARGUMENT: offset of its program in the edits' memory. Raises NotFoundError:
-        the edit is unknown. ConflictError: it is incomplete, already applied, or in doubt for
-        another request."""
+        Returns: Word.ARGUMENT: offset of its program in the edits' memory.
+
+        Raises:
+            NotFoundError: The edit is unknown.
+            ConflictError: It is incomplete, already applied, or in doubt for another request.
+        """
         entry = self.get(name)
         if entry.phase in (Phase.READY, Phase.APPLIED):
             if (entry.boundary, entry.token) == (boundary, token):

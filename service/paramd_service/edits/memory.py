@@ -88,8 +88,11 @@ class EditMemory:
         self._resident.add(begin, end)
 
     async def reserve(self, size_bytes: int) -> Range:
-        """Reserve a range of whole pages, all populated; contents are arbitrary. Raises
-        ExhaustedError if this memory has no room, or the machine has no pages left."""
+        """Reserve a range of whole pages, all populated; contents are arbitrary.
+
+        Raises:
+            ExhaustedError: If this memory has no room, or the machine has no pages left.
+        """
         size_bytes = pages(max(size_bytes, 1))
         begin = self._free.first_fit(size_bytes)
         while begin is None and self._giving:

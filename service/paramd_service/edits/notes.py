@@ -55,8 +55,12 @@ def has_note(manifest: pb.EditManifest) -> bool:
 
 
 def check(manifest: pb.EditManifest, page: ControlPage) -> None:
-    """Refuse what this rank's training cannot do, before anything is staged. Raises UsageError if
-    malformed, ConflictError if the training keeps no states, or cannot return to one."""
+    """Refuse what this rank's training cannot do, before anything is staged.
+
+    Raises:
+        UsageError: If malformed.
+        ConflictError: If the training keeps no states, or cannot return to one.
+    """
     if manifest.ops or manifest.HasField("if_step") or manifest.reset_moments:
         raise UsageError("hyperparameters, rollback: expected no ops, if_step or reset_moments")
     if manifest.HasField("rollback") and manifest.HasField("hyperparameters"):
@@ -150,8 +154,11 @@ def write_change(memory: memoryview, body: Body, manifest: pb.EditManifest) -> N
 
 
 def write_rollback(memory: memoryview, body: Body, found: Found, sizes: StateSizes) -> None:
-    """Copy a kept state into the body, and write program and note. Raises DataLossError if the kept
-    bytes are damaged."""
+    """Copy a kept state into the body, and write program and note.
+
+    Raises:
+        DataLossError: If the kept bytes are damaged.
+    """
     label = found.label
     arena_begin = body.preimage_begin
     optimizer_begin = arena_begin + pages(label.arena_bytes)

@@ -85,9 +85,12 @@ class Intake:
             self.take(*part)
 
     def take(self, offset_bytes: int, size_bytes: int, fill: Fill) -> None:
-        """Take bytes [offset, offset + size); a part that was taken before is ignored. Raises
-        UsageError for a gap, or beyond the end; NonfiniteError for numbers that are not finite,
-        after which the intake is unusable."""
+        """Take bytes [offset, offset + size); a part that was taken before is ignored.
+
+        Raises:
+            UsageError: For a gap, or beyond the end.
+            NonfiniteError: For numbers that are not finite, after which the intake is unusable.
+        """
         end = offset_bytes + size_bytes
         if 0 <= offset_bytes <= end <= self.staged_bytes:
             return
@@ -228,9 +231,12 @@ class Lent:
         return self._entry
 
     def lend(self, descriptors: Sequence[int]) -> dict[str, Any]:
-        """Map one more memory and return the answer; the descriptors stay the caller's. Raises
-        UsageError: not one memory, or one that could change its size. ExhaustedError: too many
-        memories, or no room for the mapping."""
+        """Map one more memory and return the answer; the descriptors stay the caller's.
+
+        Raises:
+            UsageError: Not one memory, or one that could change its size.
+            ExhaustedError: Too many memories, or no room for the mapping.
+        """
         if len(descriptors) != 1:
             raise UsageError(f"lend: {len(descriptors)} descriptors; expected one memory")
         if len(self._maps) == MAX_MEMORIES:
@@ -245,8 +251,12 @@ class Lent:
 
     def arriving(self, connection: socket.socket, message: dict[str, Any]) -> Iterator[Part]:
         """Yield a message's data and that of messages right behind it; answer all but the last once
-        their data has been taken. Run on a thread. Raises UsageError: as `named`. OSError: the
-        client is gone."""
+        their data has been taken. Run on a thread.
+
+        Raises:
+            UsageError: As `named`.
+            OSError: The client is gone.
+        """
         waiting = select.poll()
         waiting.register(connection, select.POLLIN)
         turn_bytes = 0
@@ -271,8 +281,11 @@ class Lent:
         return {"op": "taken", **self._progress()}
 
     def named(self, message: dict[str, Any]) -> list[Part]:
-        """The data named by a message, checked as a whole before any of it is taken. Raises
-        UsageError if it names bytes that were not lent, or too many, or is malformed."""
+        """The data named by a message, checked as a whole before any of it is taken.
+
+        Raises:
+            UsageError: If it names bytes that were not lent, or too many, or is malformed.
+        """
         offset_bytes, spans = message.get("offset_bytes"), message.get("spans")
         if type(offset_bytes) is not int or offset_bytes < 0 or not isinstance(spans, list):
             raise UsageError(

@@ -117,7 +117,10 @@ class UndoBook:
 
     def claim(self, original: Entry, undo: Entry) -> Body:
         """Claim an applied edit's body, which is kept until its undo is applied or forgotten.
-        Raises ConflictError if it was not applied, or cannot be undone."""
+
+        Raises:
+            ConflictError: If it was not applied, or cannot be undone.
+        """
         if original.phase is not Phase.APPLIED:
             raise ConflictError(f"edit {original.edit_id} was not applied on this rank")
         if original.undo_refusal or original.body is None:

@@ -250,9 +250,12 @@ class Plans:
         self._timer: asyncio.TimerHandle | None = None
 
     async def plan(self, message: export_pb2.ExportPlan) -> ExportPlan:
-        """Derive the plan of a message, or return the kept one. Raises ConflictError for another
-        incarnation or layout, or a plan of another version; UsageError if the message names
-        something that does not exist."""
+        """Derive the plan of a message, or return the kept one.
+
+        Raises:
+            ConflictError: For another incarnation or layout, or a plan of another version.
+            UsageError: If the message names something that does not exist.
+        """
         self._rank.check_plan(message.incarnation, message.layout_digest)
         key = (message.incarnation, message.layout_digest, message.digest)
         async with self._making:

@@ -108,8 +108,11 @@ class PeerMemory:
         return None
 
     async def read(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """The bytes [offset, offset + size). Raises ParamdError if the peer is gone, its lease
-        ended, or its bytes are wrong."""
+        """The bytes [offset, offset + size).
+
+        Raises:
+            ParamdError: If the peer is gone, its lease ended, or its bytes are wrong.
+        """
         async with self._lock:
             end = offset_bytes + size_bytes
             if not self._begin <= offset_bytes <= end <= self._begin + len(self._segment):
@@ -232,8 +235,11 @@ class Job:
 async def make_file(
     rank: SidecarHost, job: Job, worker: Executor, emit: Emit
 ) -> AsyncGenerator[int, None]:
-    """Emit the file's bytes; yield the position after each batch. Raises ParamdError if a peer is
-    gone, a lease ended, or `emit` raised it."""
+    """Emit the file's bytes; yield the position after each batch.
+
+    Raises:
+        ParamdError: If a peer is gone, a lease ended, or `emit` raised it.
+    """
     header = job.file.header
     await in_executor(worker, lambda: emit(memoryview(header)))
     position = len(header)

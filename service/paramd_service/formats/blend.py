@@ -40,7 +40,11 @@ class Blender:
         self._process: subprocess.Popen[bytes] | None = None
 
     def blend(self, blend: Blend, base: Operand, inputs: Sequence[Operand]) -> None:
-        """Change the base's bytes in place; blocks. Raises ParamdError if torch could not."""
+        """Change the base's bytes in place; blocks.
+
+        Raises:
+            ParamdError: If torch could not.
+        """
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None

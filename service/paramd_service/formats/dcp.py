@@ -16,8 +16,11 @@ _TIMEOUT_S = 300.0
 
 
 def dcp_files(description: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files that torch writes, the metadata last; blocks for seconds. Raises ParamdError if
-    torch could not."""
+    """The files that torch writes, the metadata last; blocks for seconds.
+
+    Raises:
+        ParamdError: If torch could not.
+    """
     told = json.dumps(description).encode()
     command = [sys.executable, "-m", "paramd_service.formats.dcp_writer"]
     try:

@@ -51,8 +51,11 @@ Answer = TypeVar("Answer")
 async def stream_gradients(
     gatherer: Gatherer, request: pb.StreamGradientsRequest
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the facts of each frame, then each gradient's facts and bytes. Raises UsageError for a
-    field out of range, otherwise as `AsyncMesh.grads`."""
+    """Yield the facts of each frame, then each gradient's facts and bytes.
+
+    Raises:
+        UsageError: For a field out of range, otherwise as `AsyncMesh.grads`.
+    """
     kind = _KINDS.get(request.kind)
     if kind is None or request.every < 0:
         raise UsageError(f"kind, every: {request.kind}, {request.every}; expected a known kind")

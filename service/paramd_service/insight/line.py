@@ -126,8 +126,11 @@ class TrainerLine:
         self._asking = asyncio.Lock()
 
     def open(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Take over a line that the trainer handed over; the caller closes its descriptors. Raises
-        UsageError if the message or the descriptors are not a line."""
+        """Take over a line that the trainer handed over; the caller closes its descriptors.
+
+        Raises:
+            UsageError: If the message or the descriptors are not a line.
+        """
         thread, number = message.get("thread"), message.get("signal")
         if len(descriptors) != 2 or type(thread) is not int or type(number) is not int:
             raise UsageError("insight: expected thread, signal, and two descriptors")

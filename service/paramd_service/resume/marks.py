@@ -64,9 +64,14 @@ class Marks:
             return list(self._marks.values())
 
     def reserve(self, name: str, by: str, attached: AttachedMemory) -> Mark:
-        """Allocate memory for a mark. Slow. Raises UsageError: no name. ExistsError: it is taken.
-        ConflictError: training keeps no states. ExhaustedError: over the budget, or the machine
-        does not have the memory."""
+        """Allocate memory for a mark. Slow.
+
+        Raises:
+            UsageError: No name.
+            ExistsError: It is taken.
+            ConflictError: Training keeps no states.
+            ExhaustedError: Over the budget, or the machine does not have the memory.
+        """
         check_name(name)
         check_keeps_states(attached.page)
         size = state_bytes(attached) + SPARE_BYTES
@@ -81,9 +86,13 @@ class Marks:
         return mark
 
     def fill(self, name: str, attached: AttachedMemory, layout_digest: str) -> Mark:
-        """Copy the state at which training is held. Slow. Raises NotFoundError: `reserve` comes
-        first. ExistsError: it is filled. ConflictError: training is not held, or its record is not
-        of this step."""
+        """Copy the state at which training is held. Slow.
+
+        Raises:
+            NotFoundError: `reserve` comes first.
+            ExistsError: It is filled.
+            ConflictError: Training is not held, or its record is not of this step.
+        """
         with self._lock:
             mark = self._marks.get(name)
         if mark is None:
@@ -117,8 +126,11 @@ class Marks:
 
     @contextmanager
     def found(self, name: str, step: int, lineage: int, edits: int) -> Iterator[Found]:
-        """A mark, or with an empty name a standing snapshot, that has these numbers. Raises
-        NotFoundError when there is none."""
+        """A mark, or with an empty name a standing snapshot, that has these numbers.
+
+        Raises:
+            NotFoundError: When there is none.
+        """
         wanted = (step, lineage, edits)
         with self._lock:
             mark = self._marks.get(name)
@@ -152,9 +164,11 @@ class Marks:
     ) -> StandingLabel:
         """Copy half-open spans of a mark's arena to `into`, one after the other. Slow.
 
-        A name of digits, which no mark has, is the standing snapshot of that step. Raises
-        ConflictError: there is no such mark, or it is of another layout. DataLossError: it is
-        damaged.
+        A name of digits, which no mark has, is the standing snapshot of that step.
+
+        Raises:
+            ConflictError: There is no such mark, or it is of another layout.
+            DataLossError: It is damaged.
         """
         with self._lock:
             mark = self._marks.get(name)

@@ -99,10 +99,15 @@ class Copies:
     async def put(
         self, rank: int, label: StandingLabel, keep_step: int, offset: int, data: bytes
     ) -> int:
-        """Take a part of a copy; return how many of its bytes have arrived. Idempotent: a part that
-        does not begin where the last one ended changes nothing. Raises UsageError: the part leaves
-        the copy. ExhaustedError: there is no room. DataLossError: the bytes do not match their
-        digest; they were dropped."""
+        """Take a part of a copy; return how many of its bytes have arrived.
+
+        Idempotent: a part that does not begin where the last one ended changes nothing.
+
+        Raises:
+            UsageError: The part leaves the copy.
+            ExhaustedError: There is no room.
+            DataLossError: The bytes do not match their digest; they were dropped.
+        """
         kept = self._ranks.setdefault(rank, _Kept())
         async with kept.lock:
             kept.keep_step = keep_step if keep_step else kept.keep_step

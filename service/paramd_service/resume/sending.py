@@ -54,8 +54,12 @@ MAX_RESTARTS = 3
 async def put(
     rank: SidecarHost, copies: Copies, request: pb.PutCopyRequest, _timeout_s: float
 ) -> pb.PutCopyResponse:
-    """Take a part of another rank's standing snapshot. Raises DeniedError: it is not this rank's to
-    keep. UsageError, ConflictError: it can be no state of that rank in this run."""
+    """Take a part of another rank's standing snapshot.
+
+    Raises:
+        DeniedError: It is not this rank's to keep.
+        UsageError, ConflictError: It can be no state of that rank in this run.
+    """
     mesh, of = rank.ready_mesh(), CALLER.get().rank
     if of is None or mesh.buddy_of(of) != rank.config.rank:
         error = DeniedError(f"rank {rank.config.rank} keeps no copies of rank {of}")

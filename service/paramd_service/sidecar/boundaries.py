@@ -100,8 +100,12 @@ class BoundaryChanges:
     def make_ready(self, name: str, *, boundary: int, token: int) -> int:
         """Prepare a change for a request, before the request is written; return its argument.
 
-        Idempotent for the same request. Raises NotFoundError: there is no such change.
-        ConflictError: it is not complete, was made already, or is in doubt for another request.
+        Idempotent for the same request.
+
+        Raises:
+            NotFoundError: There is no such change.
+            ConflictError: It is not complete, was made already, or is in doubt for another
+                request.
         """
         raise ConflictError("this sidecar does not take edits")
 
@@ -147,11 +151,14 @@ class Boundaries:
         """Make the rank ready for a request; return once it was carried out or has failed.
 
         Idempotent: a repeated request gets the same answer. One not reached in time is withdrawn;
-        `withdraw` returns whether it was agreed nevertheless. Raises NotFoundError: a snapshot's
-        lease has ended, or the edit is unknown. ConflictError: no boundary follows, a later number
-        was requested, the number belongs to another request, a snapshot or edit is not ready for
-        it, buffers have changed their shape, or the trainers will agree on nothing more and what is
-        asked for is copied at boundaries only.
+        `withdraw` returns whether it was agreed nevertheless.
+
+        Raises:
+            NotFoundError: A snapshot's lease has ended, or the edit is unknown.
+            ConflictError: No boundary follows, a later number was requested, the number belongs
+                to another request, a snapshot or edit is not ready for it, buffers have changed
+                their shape, or the trainers will agree on nothing more and what is asked for is
+                copied at boundaries only.
         """
         asked = self._asked.get(reach.number)
         if asked is None:
@@ -225,7 +232,11 @@ class Boundaries:
         return fate
 
     def renew_hold(self, lease_s: float) -> None:
-        """Extend the lease of a pause. Raises ConflictError if this rank is not paused."""
+        """Extend the lease of a pause.
+
+        Raises:
+            ConflictError: If this rank is not paused.
+        """
         page = self._attached.page
         if not page[Word.HELD]:
             raise ConflictError("training is not paused, or the lease of the pause has ended")

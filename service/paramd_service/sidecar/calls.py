@@ -41,7 +41,11 @@ _MARGIN_PART = 0.1
 
 
 def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
-    """Seconds that a call may take. Raises UsageError if the call has none, or one too far away."""
+    """Seconds that a call may take.
+
+    Raises:
+        UsageError: If the call has none, or one too far away.
+    """
     if remaining_s is None or remaining_s > max_deadline_s + 1:
         given = "no deadline" if remaining_s is None else f"a deadline in {remaining_s:.0f} s"
         raise UsageError(
@@ -51,8 +55,12 @@ def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
 
 
 def check_spans(spans: Sequence[pb.Span], arena_bytes: int) -> tuple[tuple[int, int], ...]:
-    """The spans as pairs. Raises UsageError if they are too many, empty, not sorted, overlapping,
-    or outside of the arena."""
+    """The spans as pairs.
+
+    Raises:
+        UsageError: If they are too many, empty, not sorted, overlapping, or outside of the
+            arena.
+    """
     if len(spans) > MAX_SPANS:
         raise UsageError(f"spans: {len(spans):,}; expected at most {MAX_SPANS:,}")
     checked: list[tuple[int, int]] = []
@@ -70,7 +78,11 @@ def check_spans(spans: Sequence[pb.Span], arena_bytes: int) -> tuple[tuple[int, 
 
 
 def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[int, int]:
-    """[begin, end) of a read; size 0: up to the end. Raises UsageError: it leaves the total."""
+    """[begin, end) of a read; size 0: up to the end.
+
+    Raises:
+        UsageError: It leaves the total.
+    """
     if not 0 <= offset_bytes <= total_bytes or not 0 <= size_bytes <= total_bytes - offset_bytes:
         raise UsageError(
             f"offset_bytes, size_bytes: {offset_bytes}, {size_bytes}; expected a range within "
@@ -80,8 +92,11 @@ def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[i
 
 
 def granted_lease_s(lease_ms: int, default_s: float, max_s: float) -> float:
-    """Lease granted to a request, in seconds: 0 means the default, `max_s` is the cap. Raises
-    UsageError if it is negative."""
+    """Lease granted to a request, in seconds: 0 means the default, `max_s` is the cap.
+
+    Raises:
+        UsageError: If it is negative.
+    """
     if lease_ms < 0:
         raise UsageError(f"lease_ms: {lease_ms}; expected 0 (the default) or more")
     return min(lease_ms / 1000, max_s) if lease_ms else default_s
@@ -260,8 +275,12 @@ class _UnknownCallerError(DeniedError):
 
 def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> Claims | None:
     """The claims of the caller's ticket if it may call `method`; None for a method open to all.
-    Raises DeniedError: it may not. UnreachableError: no trainer has attached, so no ticket can be
-    verified yet; or an order is played again."""
+
+    Raises:
+        DeniedError: It may not.
+        UnreachableError: No trainer has attached, so no ticket can be verified yet; or an order
+            is played again.
+    """
     if method in OPEN_METHODS:
         return None
     allowed = ROLES.get(method)

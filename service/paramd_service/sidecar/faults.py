@@ -29,8 +29,11 @@ class Faults(FaultRules):
 
 
 def from_environment(socket_path: Path) -> Faults:
-    """The fault rules for the sidecar that listens at `socket_path`. Raises UsageError if
-    PARAMD_FAULTS is malformed."""
+    """The fault rules for the sidecar that listens at `socket_path`.
+
+    Raises:
+        UsageError: If PARAMD_FAULTS is malformed.
+    """
     folder = os.environ.get("PARAMD_FAULTS_DIR")
     later = Path(folder, socket_path.name) if folder else None
     return Faults(os.environ.get("PARAMD_FAULTS", ""), later=later)

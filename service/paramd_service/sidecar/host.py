@@ -64,7 +64,11 @@ class Host:
         self._log = Log(fields={"pid": os.getpid()})
 
     async def serve(self) -> None:
-        """Serve until `leave`, then drain. Raises UsageError if another host listens there."""
+        """Serve until `leave`, then drain.
+
+        Raises:
+            UsageError: If another host listens there.
+        """
         loop = asyncio.get_running_loop()
         listener = handover.listen(self._path)
         loop.add_reader(listener.fileno(), self._accept, listener)
@@ -158,7 +162,11 @@ class Host:
 
 
 def asked_for(message: dict[str, Any]) -> tuple[SidecarConfig, list[str], str | None]:
-    """The sidecar that a trainer requests. Raises UsageError if it is none of this state dir."""
+    """The sidecar that a trainer requests.
+
+    Raises:
+        UsageError: If it is none of this state dir.
+    """
     arguments, stdin = message.get("arguments"), message.get("stdin")
     if message["op"] != "start" or not isinstance(arguments, list) or not arguments:
         raise UsageError("expected start, with the arguments of a sidecar")

@@ -77,7 +77,11 @@ class KeptStates:
         self, name: str, step: int, lineage: int, edits: int
     ) -> AbstractContextManager[Found]:
         """The state that has this name (empty: any without one) and these numbers, mapped for the
-        block. Raises NotFoundError: there is none."""
+        block.
+
+        Raises:
+            NotFoundError: There is none.
+        """
         raise NotFoundError(f"this sidecar keeps no states, so not {name or f'step {step}'!r}")
 
     def read(
@@ -85,8 +89,9 @@ class KeptStates:
     ) -> StandingLabel:
         """Copy half-open byte spans of a state's arena to `into`, one after the other. Slow.
 
-        Raises ConflictError: there is no such state, or it is of another layout. DataLossError: it
-        is damaged.
+        Raises:
+            ConflictError: There is no such state, or it is of another layout.
+            DataLossError: It is damaged.
         """
         raise ConflictError(f"this sidecar keeps no states, so not {name!r}")
 

@@ -84,8 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> SidecarConfig:
-    """Parse the command line. Secrets arrive over the socket, never in argv. Raises UsageError if a
-    value is out of range."""
+    """Parse the command line. Secrets arrive over the socket, never in argv.
+
+    Raises:
+        UsageError: If a value is out of range.
+    """
     defaults = SidecarConfig(job="job", rank=0, socket_path=Path("socket"))
     parser = argparse.ArgumentParser(
         prog="paramd sidecar serve", description="Serves the parameters of one training rank."
@@ -143,8 +146,11 @@ def read_pems(stdin: BinaryIO) -> Pems:
 
 
 async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -> None:
-    """Start the servers, wait until the sidecar should leave, then drain. Raises UsageError if it
-    cannot listen on the socket or the address."""
+    """Start the servers, wait until the sidecar should leave, then drain.
+
+    Raises:
+        UsageError: If it cannot listen on the socket or the address.
+    """
     log = Log(fields={"job": config.job, "rank": config.rank, "pid": os.getpid()})
     memory_thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-memory")
     stats_thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-stats")

@@ -59,8 +59,11 @@ class Answers:
 
 
 def reduce_runs(data: memoryview, runs: Sequence[Runs], *, stop: Sequence[bool] = ()) -> Answers:
-    """Statistics of all runs; unfinished once `stop` is not empty. Raises UsageError if a run
-    leaves `data`."""
+    """Statistics of all runs; unfinished once `stop` is not empty.
+
+    Raises:
+        UsageError: If a run leaves `data`.
+    """
     found = Answers(sum(len(one.tensors) for one in runs))
     for one in runs:
         size = ITEM_BYTES[one.dtype]

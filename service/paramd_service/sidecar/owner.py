@@ -202,7 +202,11 @@ class AttachRequest:
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
-    """Parse an "attach" message. Raises UsageError: a field is missing or wrong."""
+    """Parse an "attach" message.
+
+    Raises:
+        UsageError: A field is missing or wrong.
+    """
     least = {"incarnation": 1, "rank": 0, "world_size": 1, "pid": 1, "start": 1, "arena_bytes": 0}
     told: dict[str, Any] = {}
     for name, at_least in least.items():
@@ -235,8 +239,12 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
 
 
 def check_sidecar(job: str, rank: int, request: AttachRequest) -> None:
-    """Return if the trainer belongs to the sidecar of this job's rank. Raises UsageError if it
-    belongs to another job or rank; ConflictError if the versions differ."""
+    """Return if the trainer belongs to the sidecar of this job's rank.
+
+    Raises:
+        UsageError: If it belongs to another job or rank.
+        ConflictError: If the versions differ.
+    """
     if (request.job, request.rank) != (job, rank):
         raise UsageError(
             f"this sidecar serves rank {rank} of job {job!r}, not rank "

@@ -142,7 +142,11 @@ class SidecarHost:
         return attached.trainer_pid if attached is not None and self.trainer_lives else 0
 
     def ready_mesh(self) -> Mesh:
-        """The mesh. Raises UnreachableError while the trainers are still attaching."""
+        """The mesh.
+
+        Raises:
+            UnreachableError: While the trainers are still attaching.
+        """
         if self.mesh is None:
             raise UnreachableError("the trainers are still attaching; try again in a moment")
         return self.mesh
@@ -215,7 +219,11 @@ class Peer(ABC):
 
     @abstractmethod
     def answer(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send one message; the descriptors stay the caller's. Raises OSError: it has left."""
+        """Send one message; the descriptors stay the caller's.
+
+        Raises:
+            OSError: It has left.
+        """
 
     @abstractmethod
     def check_owner(self, op: str) -> None:
@@ -243,7 +251,11 @@ Those left in the list, or added to it, are closed once the message has been ser
 
 
 def whole_number(message: Mapping[str, Any], name: str) -> int:
-    """A field of a message to the Unix socket. Raises UsageError: it is no whole number."""
+    """A field of a message to the Unix socket.
+
+    Raises:
+        UsageError: It is no whole number.
+    """
     value = message.get(name)
     if type(value) is not int:
         raise UsageError(f"{message['op']}: {name} is {value!r}; expected a whole number")

@@ -159,12 +159,16 @@ class Pins:
         current history).
 
         Equal requests share one copy. `unsettled` also accepts parameters changed after their
-        update, while training has not continued; such a copy is never shared. Raises TornError: the
-        trainer ended inside an update, and no equal snapshot is left. ExhaustedError: the snapshot
-        budget or the machine has no room. AbortedError: no copy fitted between two updates in time;
-        or `at_step` has passed, or belongs to a history that was rolled back. ConflictError: the
-        arena is a mirror, whose bytes are of an earlier step, or the trainer cannot serve its
-        parameters; the message says why."""
+        update, while training has not continued; such a copy is never shared.
+
+        Raises:
+            TornError: The trainer ended inside an update, and no equal snapshot is left.
+            ExhaustedError: The snapshot budget or the machine has no room.
+            AbortedError: No copy fitted between two updates in time; or `at_step` has passed,
+                or belongs to a history that was rolled back.
+            ConflictError: The arena is a mirror, whose bytes are of an earlier step, or the
+                trainer cannot serve its parameters; the message says why.
+        """
         self.sweep()
         if is_mirror(self._attached.page.words):
             if self.ownership is not Ownership.OWNED:
@@ -189,8 +193,12 @@ class Pins:
         at_step: int,
         history: int | None = None,
     ) -> Lease:
-        """Like `pin`, for optimizer state or its table. Raises ConflictError: it is not in shared
-        memory; the trainer ended before it was recorded. NotFoundError: there is no such state."""
+        """Like `pin`, for optimizer state or its table.
+
+        Raises:
+            ConflictError: It is not in shared memory; the trainer ended before it was recorded.
+            NotFoundError: There is no such state.
+        """
         self.moments.check(key.state_key if key.spans else "")
         if self.ownership is not Ownership.OWNED and self._attached.page[Word.SEQ] & 1:
             raise ConflictError(
@@ -276,9 +284,13 @@ class Pins:
             )
 
     async def prepare(self, key: Key, *, with_buffers: bool, lease_s: float) -> Lease:
-        """Lease room for the spans, to be filled at an agreed boundary (boundaries.py). Raises
-        ConflictError: the trainer has ended, so no boundary will come; or the training's weights
-        are swapped out. ExhaustedError: as `pin`."""
+        """Lease room for the spans, to be filled at an agreed boundary (boundaries.py).
+
+        Raises:
+            ConflictError: The trainer has ended, so no boundary will come; or the training's
+                weights are swapped out.
+            ExhaustedError: As `pin`.
+        """
         self.sweep()
         if self.ownership is not Ownership.OWNED:
             raise ConflictError(f"no further boundary: {self.ownership.value}")

@@ -162,10 +162,14 @@ class RankSidecar(SidecarHost):
             self.log("clock-differs", ahead_of_control_plane_s=round(apart_s, 1))
 
     def verify(self, ticket: str) -> Claims:
-        """Verify a ticket, and that its token (if any) is not revoked; return its claims. Raises
-        DeniedError: the ticket is invalid. UnreachableError: no trainer has attached yet, the
-        ticket is an order for another rank, or one that was taken before, or this process cannot
-        know yet whether its token is revoked."""
+        """Verify a ticket, and that its token (if any) is not revoked; return its claims.
+
+        Raises:
+            DeniedError: The ticket is invalid.
+            UnreachableError: No trainer has attached yet, the ticket is an order for another
+                rank, or one that was taken before, or this process cannot know yet whether its
+                token is revoked.
+        """
         if self.attached is None or self._verifier is None or self._orders is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         request = self.attached.request
@@ -230,8 +234,10 @@ class RankSidecar(SidecarHost):
     ) -> AttachedMemory:
         """Give the sidecar to a trainer. Takes ownership of the descriptors, even on failure.
 
-        `elsewhere`: see `attach_memory`. Raises UsageError, ConflictError, ExhaustedError: see
-        owner.py.
+        `elsewhere`: see `attach_memory`.
+
+        Raises:
+            UsageError, ConflictError, ExhaustedError: See owner.py.
         """
         await self._device_looked_at()
         async with self.attaching:
@@ -341,8 +347,11 @@ class RankSidecar(SidecarHost):
         self.leaving.set()
 
     def leave(self) -> None:
-        """Leave on the user's request instead of lingering. Idempotent. Raises ConflictError if a
-        trainer is attached or expected."""
+        """Leave on the user's request instead of lingering. Idempotent.
+
+        Raises:
+            ConflictError: If a trainer is attached or expected.
+        """
         if self.ownership is Ownership.OWNED or self.attaching.locked():
             raise ConflictError(
                 "its trainer is alive; stop the training first, nothing here ends it"

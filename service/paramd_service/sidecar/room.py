@@ -175,8 +175,13 @@ class HostRoom:
 
     @contextmanager
     def claimed(self, purpose: Purpose, size_bytes: int) -> Iterator[None]:
-        """Have the bytes count as taken within the block, in which they are allocated. Idle memory
-        is freed for them. Raises ExhaustedError when the reserve would not stay free."""
+        """Have the bytes count as taken within the block, in which they are allocated.
+
+        Idle memory is freed for them.
+
+        Raises:
+            ExhaustedError: When the reserve would not stay free.
+        """
         refused = self._tried(size_bytes)
         if refused is not None and self._free_idle():
             refused = self._tried(size_bytes)

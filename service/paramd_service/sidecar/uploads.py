@@ -37,9 +37,18 @@ class Uploads(ABC):
 
     @abstractmethod
     def upload(self, upload_id: str) -> Upload:
-        """The upload. Raises NotFoundError: it is gone."""
+        """The upload.
+
+        Raises:
+            NotFoundError: It is gone.
+        """
 
     @abstractmethod
     async def take_parts(self, upload: Upload, parts: Iterable[Part]) -> None:
-        """Take parts in order, on a thread. Raises UsageError: a part leaves a gap, or is not
-        valid. NotFoundError: the upload is gone. DataLossError: raised by a part's `fill`."""
+        """Take parts in order, on a thread.
+
+        Raises:
+            UsageError: A part leaves a gap, or is not valid.
+            NotFoundError: The upload is gone.
+            DataLossError: Raised by a part's `fill`.
+        """

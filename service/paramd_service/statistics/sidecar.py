@@ -112,8 +112,11 @@ def digest(
 
 
 def checked_ranges(ranges: Sequence[pb.Span], size_bytes: int) -> list[tuple[int, int]]:
-    """The ranges as pairs, all within [0, size_bytes). Raises UsageError if there are too many, or
-    one leaves the snapshot."""
+    """The ranges as pairs, all within [0, size_bytes).
+
+    Raises:
+        UsageError: If there are too many, or one leaves the snapshot.
+    """
     if len(ranges) > MAX_RANGES:
         raise UsageError(f"ranges: {len(ranges):,}; expected at most {MAX_RANGES:,}")
     for part in ranges:
@@ -330,8 +333,12 @@ class ReplaySnapshots:
 
 
 async def replay_update(rank: SidecarHost, snapshots: ReplaySnapshots) -> pb.ReplayUpdateResponse:
-    """Compute the update again. Raises UsageError if the snapshots are not of one update and the
-    same spans; AbortedError if it did more than the update; capture another one."""
+    """Compute the update again.
+
+    Raises:
+        UsageError: If the snapshots are not of one update and the same spans.
+        AbortedError: If it did more than the update; capture another one.
+    """
     _check(snapshots)
     rows = await rank.reduced(lambda stop: _replay(snapshots, stop))
     header = messages.header_of(rank, snapshots.after[""])

@@ -108,8 +108,10 @@ def ops_of(
 ) -> list[OpSpec]:
     """The operations of one call of `mesh.edit`.
 
-    `forms`: operands by the words of kinds; None: not given. Raises UsageError unless exactly one
-    form is given and its operand suits it.
+    `forms`: operands by the words of kinds; None: not given.
+
+    Raises:
+        UsageError: Unless exactly one form is given and its operand suits it.
     """
     patterns = each_pattern(patterns)
     given = {name: operand for name, operand in forms.items() if operand is not None}
@@ -262,8 +264,9 @@ def manifest_digest(manifest: pb.EditManifest) -> bytes:
 def edit_ops(index: NameIndex, specs: Iterable[OpSpec]) -> list[pb.EditOp]:
     """One operation per parameter that a pattern matches, in the order of `specs`.
 
-    Raises UsageError for an invalid word or number, or a pattern that matches buffers only;
-    NotFoundError for a pattern that matches nothing.
+    Raises:
+        UsageError: For an invalid word or number, or a pattern that matches buffers only.
+        NotFoundError: For a pattern that matches nothing.
     """
     return [op for one in specs for op in _ops(index, one)]
 

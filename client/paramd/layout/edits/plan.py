@@ -114,8 +114,10 @@ def plan_edit(
 ) -> EditPlan:
     """Plan an edit for all ranks, or for `ranks`.
 
-    Raises UsageError if an operation does not fit its parameter or names a buffer, regions overlap,
-    or a limit of this module is exceeded; NotFoundError if no parameter has that name.
+    Raises:
+        UsageError: If an operation does not fit its parameter or names a buffer, regions
+            overlap, or a limit of this module is exceeded.
+        NotFoundError: If no parameter has that name.
     """
     planned = check_ops(finder(layout), ops, allow_nonfinite=allow_nonfinite)
     wanted = range(layout.world_size) if ranks is None else sorted(ranks)

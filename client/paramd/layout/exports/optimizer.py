@@ -144,9 +144,12 @@ def optimizer_table(
     """The state of all of the job's optimizers, from the read ranks' tables
     (memory/optimizer_state.py).
 
-    `replica`: preferred source of state; otherwise another one of these ranks. Raises ConflictError
-    if a rank could not tell its state, ranks disagree, or a state cannot be exported; UsageError if
-    a table is malformed, or no holder of some parameter has one.
+    `replica`: preferred source of state; otherwise another one of these ranks.
+
+    Raises:
+        ConflictError: If a rank could not tell its state, ranks disagree, or a state cannot be
+            exported.
+        UsageError: If a table is malformed, or no holder of some parameter has one.
     """
     try:
         ranks = {rank: _Rank(table) for rank, table in tables.items()}

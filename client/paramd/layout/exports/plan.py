@@ -147,7 +147,8 @@ class ExportPlan:
     def finish(self, torch_files: TorchFiles) -> dict[str, bytes]:
         """The format's small files, once the sidecars have written theirs; blocks for seconds.
 
-        Raises ParamdError if torch could not write its metadata.
+        Raises:
+            ParamdError: If torch could not write its metadata.
         """
         return FORMATS[self.settings.format].finish(self, torch_files)
 
@@ -172,11 +173,15 @@ def plan_export(
     extra: ExtraState | None = None,
 ) -> ExportPlan:
     """Plan an export of everything that `settings` includes; `optimizer` None omits its state, and
-    `extra` None what modules have beside their tensors. Raises UsageError: a dtype that the format
-    lacks, a pattern that is malformed or of a part of a tensor, a name rule that matches nothing,
-    or extra state that is malformed. ConflictError: two tensors would have the same name.
-    NotFoundError: nothing is included, a pattern matches nothing, or there is no such adapter or
-    state."""
+    `extra` None what modules have beside their tensors.
+
+    Raises:
+        UsageError: A dtype that the format lacks, a pattern that is malformed or of a part of a
+            tensor, a name rule that matches nothing, or extra state that is malformed.
+        ConflictError: Two tensors would have the same name.
+        NotFoundError: Nothing is included, a pattern matches nothing, or there is no such
+            adapter or state.
+    """
     laid_out = FORMATS[settings.format]
     if laid_out.keeps_tied:
         # Names share the bytes, and loaders expect all of them.

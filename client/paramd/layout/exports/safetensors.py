@@ -80,8 +80,11 @@ def encode_header(
 ) -> bytes:
     """The length and the JSON header, padded so that the data starts aligned.
 
-    `size_bytes`: padded to at least this size, a multiple of 8. Raises UsageError for a duplicate
-    or reserved name, an unsupported dtype, or a header too long.
+    `size_bytes`: padded to at least this size, a multiple of 8.
+
+    Raises:
+        UsageError: For a duplicate or reserved name, an unsupported dtype, or a header too
+            long.
     """
     twice = [name for name, times in Counter(s.name for s in specs).items() if times > 1]
     if twice or any(spec.name == METADATA_KEY for spec in specs):

@@ -123,8 +123,11 @@ def averages(
 ) -> Averages:
     """The weights that the optimizers keep under a state's key, or schedule-free ones.
 
-    A parameter without any state is its own average: no update has changed it. Raises
-    NotFoundError if there is no such state, UsageError if a parameter has other state alone.
+    A parameter without any state is its own average: no update has changed it.
+
+    Raises:
+        NotFoundError: If there is no such state.
+        UsageError: If a parameter has other state alone.
     """
     key = _Z if name == SCHEDULE_FREE else name
     having = {fqn for states in table.states.values() for fqn in states} | set(table.scalars)

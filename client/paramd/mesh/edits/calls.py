@@ -466,8 +466,11 @@ class EditCalls:
         self.rest.check_outside(what, instead)
 
     async def ended(self, edit: Edit, deadline_s: float) -> Edit:
-        """Poll an edit until it has ended or the deadline has passed. Raises ConflictError if it
-        waits for the thread that trains and that thread is the caller."""
+        """Poll an edit until it has ended or the deadline has passed.
+
+        Raises:
+            ConflictError: If it waits for the thread that trains and that thread is the caller.
+        """
         if not edit.ended:
             self.check_outside(f"edit {edit.id[:8]}", GOES_ON)
         while not edit.ended and (left_s := deadline_s - time.monotonic()) > 0:
@@ -480,7 +483,11 @@ class EditCalls:
         return edit
 
     async def all(self, *, state: str | None, limit: int) -> Edits:
-        """Edits of the job, newest first. Raises UsageError for a bad state or limit."""
+        """Edits of the job, newest first.
+
+        Raises:
+            UsageError: For a bad state or limit.
+        """
         state = state.upper() if state is not None else None
         if state is not None and state not in EditState.__members__:
             raise UsageError(f"state: {state!r}; expected one of {', '.join(EditState)}")

@@ -96,8 +96,9 @@ class Uploads:
     async def run(self) -> None:
         """Stage the edit on all ranks; bytes that are already staged are not sent again.
 
-        Raises RankUnreachableError if a sidecar does not respond (a new upload resumes there);
-        UsageError, ConflictError or ExhaustedError if a sidecar refused it.
+        Raises:
+            RankUnreachableError: If a sidecar does not respond (a new upload resumes there).
+            UsageError, ConflictError, ExhaustedError: If a sidecar refused it.
         """
         await all_ended([self._stage(rank) for rank in self.operands.plan.ranks])
 

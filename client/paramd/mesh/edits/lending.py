@@ -62,8 +62,10 @@ class Loan:
     def stage(self, ticket: str, edit_id: str) -> int:
         """Begin with an edit whose manifest is staged; return the number of staged bytes.
 
-        Raises OSError or EOFError if the sidecar went away, DeniedError if it refused the ticket,
-        NotFoundError if it does not have the edit.
+        Raises:
+            OSError, EOFError: If the sidecar went away.
+            DeniedError: If it refused the ticket.
+            NotFoundError: If it does not have the edit.
         """
         message = {"op": "stage", "ticket": ticket, "rank": self.peer.rank, "edit_id": edit_id}
         handover.send(self._connection, message)
@@ -160,8 +162,10 @@ class Lender:
     ) -> Iterator[Loan]:
         """A loan of these memories (of the first few) to one sidecar, for one edit.
 
-        Raises UnreachableError if the right sidecar does not respond at the socket, or went away;
-        DeniedError if it refused the ticket; ExhaustedError without memory for a ring.
+        Raises:
+            UnreachableError: If the right sidecar does not respond at the socket, or went away.
+            DeniedError: If it refused the ticket.
+            ExhaustedError: Without memory for a ring.
         """
         loan: Loan | None = None
         kept = False
@@ -228,7 +232,9 @@ class Sender:
     def send(self, parts: Iterable[memoryview]) -> None:
         """Have all parts taken. Their content must not change before this returns.
 
-        Raises OSError or EOFError if the sidecar went away, ParamdError if it refused the data.
+        Raises:
+            OSError, EOFError: If the sidecar went away.
+            ParamdError: If it refused the data.
         """
         for part in parts:
             memory = part if not part.readonly else bytearray(part)

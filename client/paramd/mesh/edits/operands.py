@@ -35,7 +35,11 @@ Operand: TypeAlias = float | torch.Tensor | Sequence[Any] | SupportsArray
 
 
 def tensor_of(given: Any) -> torch.Tensor:
-    """A tensor of an array's or a list's values. Raises UsageError: they are none."""
+    """A tensor of an array's or a list's values.
+
+    Raises:
+        UsageError: They are none.
+    """
     try:
         return torch.as_tensor(_plain(given))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -77,8 +81,9 @@ class Operands:
 def prepare(index: NameIndex, ops: Sequence[OpSpec], *, allow_nonfinite: bool) -> Operands:
     """Plan an edit with tensor operands.
 
-    Raises UsageError if an operand's shape differs from its region's, or several regions match;
-    NotFoundError if a pattern matches nothing.
+    Raises:
+        UsageError: If an operand's shape differs from its region's, or several regions match.
+        NotFoundError: If a pattern matches nothing.
     """
     planned: list[pb.EditOp] = []
     given: dict[int, torch.Tensor] = {}

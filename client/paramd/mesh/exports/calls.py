@@ -284,8 +284,11 @@ def check_no_path(given: str | None) -> None:
 
 
 def located(given: str | None, known: Sequence[str]) -> str:
-    """The "NAME/KEY" that a name alone, a key alone, or None for both stands for. Raises UsageError
-    where there is no destination, or several may be meant."""
+    """The "NAME/KEY" that a name alone, a key alone, or None for both stands for.
+
+    Raises:
+        UsageError: Where there is no destination, or several may be meant.
+    """
     home = OWN if OWN in known else known[0] if len(known) == 1 else None
     if home is None and given not in known:
         raise UsageError(
@@ -313,7 +316,8 @@ def export_body(
 ) -> dict[str, Any]:
     """The body shared by requests for exports and schedules; see `AsyncMesh.export`.
 
-    Raises UsageError for a malformed destination.
+    Raises:
+        UsageError: For a malformed destination.
     """
     if not re.fullmatch(r"[^/]+/.+", destination):
         raise UsageError(
@@ -350,7 +354,8 @@ def export_body(
 def read_assets(folder: Path) -> list[tuple[str, bytes]]:
     """(name, contents) of a directory's regular files; links and subdirectories are skipped.
 
-    Raises UsageError if it is not a directory, or has too many files or bytes.
+    Raises:
+        UsageError: If it is not a directory, or has too many files or bytes.
     """
     if not folder.is_dir():
         raise UsageError(f"assets: {folder} is not a directory")
@@ -501,8 +506,9 @@ class ExportFiles:
     async def tensors(self, manifest: Mapping[str, Any], moved: Moved) -> dict[str, torch.Tensor]:
         """All parameters and buffers, by their names in the files.
 
-        Raises UsageError for other formats than safetensors, DataLossError if a file does not match
-        the manifest's checksum.
+        Raises:
+            UsageError: For other formats than safetensors.
+            DataLossError: If a file does not match the manifest's checksum.
         """
         if manifest["format"] != SAFETENSORS.name:
             raise UsageError(
@@ -563,7 +569,9 @@ def joined_parts(
 ) -> Mapping[str, torch.Tensor]:
     """`tensors`, and those that were written in parts, by their names in the model.
 
-    Raises NotFoundError if a part is missing, UsageError if one has another size.
+    Raises:
+        NotFoundError: If a part is missing.
+        UsageError: If one has another size.
     """
     shapes = {one.fqn: one.shape for one in layout.tensors}
     found = dict(tensors)
@@ -598,8 +606,11 @@ def values_of(
     """The value of every parameter of a layout.
 
     `tensors` are by their names in the files; `renamed` maps names in the model to names in the
-    files, where they differ. Raises NotFoundError for a missing parameter, UsageError if a shape
-    differs.
+    files, where they differ.
+
+    Raises:
+        NotFoundError: For a missing parameter.
+        UsageError: If a shape differs.
     """
     found: dict[str, torch.Tensor] = {}
     for one in _restored(layout):

@@ -89,7 +89,9 @@ class PartialFile:
     def check(self, *, overwrite: bool) -> None:
         """Fail early on what `publish` would refuse.
 
-        Raises UsageError without such a directory, or for one, ConflictError if the file exists.
+        Raises:
+            UsageError: Without such a directory, or for one.
+            ConflictError: If the file exists.
         """
         if not self.path.parent.is_dir():
             raise UsageError(f"{self.path}: there is no directory {self.path.parent}; create it")
@@ -160,7 +162,8 @@ class PartialFile:
     def publish(self, header: bytes, *, overwrite: bool) -> None:
         """Give the complete file its final header, as long as before, and rename it, durably.
 
-        Raises ConflictError if the file exists by now, or the partial file was replaced.
+        Raises:
+            ConflictError: If the file exists by now, or the partial file was replaced.
         """
         os.pwrite(self._file, header, 0)
         os.fsync(self._file)
@@ -466,9 +469,10 @@ class Download:
     async def run(self, content: Content, deadline_s: float) -> Downloaded:
         """Download `content` at one step.
 
-        Raises UnreachableError if a sidecar was unreachable for too long (call again to resume),
-        ExhaustedError without disk space, ConflictError if the file exists, else as
-        `AsyncMesh.summon`.
+        Raises:
+            UnreachableError: If a sidecar was unreachable for too long (call again to resume).
+            ExhaustedError: Without disk space.
+            ConflictError: If the file exists, else as `AsyncMesh.summon`.
         """
         began_s = time.monotonic()
         with self.file.opened():

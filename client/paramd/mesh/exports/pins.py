@@ -115,8 +115,9 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
 def decode_plan(message: export_pb2.ExportPlan, layout: Layout) -> ExportPlan:
     """Rebuild the plan of a message from the layout.
 
-    Raises UsageError as `decode_settings`, ConflictError if the digests differ: the sender's
-    version plans differently.
+    Raises:
+        UsageError: As `decode_settings`.
+        ConflictError: If the digests differ: the sender's version plans differently.
     """
     table = OptimizerTable.from_plain(parse_text(message.optimizer)) if message.optimizer else None
     extra = ExtraState(parse_text(message.extra_state)) if message.extra_state else None
@@ -511,8 +512,9 @@ async def read_states(
 ) -> tuple[Pinned, OptimizerState]:
     """The chosen parameters' optimizer state; with `targets` these filled too, of the same state.
 
-    Raises UsageError if only buffers were chosen, ConflictError if a rank cannot provide its state,
-    else as `AsyncMesh.summon`.
+    Raises:
+        UsageError: If only buffers were chosen.
+        ConflictError: If a rank cannot provide its state, else as `AsyncMesh.summon`.
     """
     began_s = time.monotonic()
     plan = read.chosen.plan

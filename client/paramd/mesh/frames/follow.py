@@ -152,8 +152,9 @@ class Mirrors:
     async def refresh(self, reading: Reading) -> Refreshed:
         """Bring all mirrors to the pinned step.
 
-        Raises DataLossError if a range read whole does not match the rank's digest, else as
-        `Transfer.read_parts`. Bytes that have come are kept for the next refresh.
+        Raises:
+            DataLossError: If a range read whole does not match the rank's digest, else as
+                `Transfer.read_parts`. Bytes that have come are kept for the next refresh.
         """
         # No read continues into the next refresh when another one fails.
         answers = await all_ended([self._ask(reading, one) for one in self._mirrors.values()])

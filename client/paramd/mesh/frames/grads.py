@@ -272,7 +272,9 @@ async def open_stream(
 ) -> StepStream[_Held, GradFrame[Any]]:
     """Open a subscription; the caller closes it.
 
-    Raises NotFoundError if a pattern matches nothing, UnreachableError if no sidecar responds.
+    Raises:
+        NotFoundError: If a pattern matches nothing.
+        UnreachableError: If no sidecar responds.
     """
     if wanted.kind == "full":
         await transfer.load_torch()
@@ -318,8 +320,10 @@ async def read_parts(
 ) -> list[list[Part]]:
     """Statistics of each rank's part, by index into the plan's `asked`.
 
-    Adds to `bad`, by name, the ranks whose part is not finite. Raises ConflictError if a rank's
-    response does not match its request.
+    Adds to `bad`, by name, the ranks whose part is not finite.
+
+    Raises:
+        ConflictError: If a rank's response does not match its request.
     """
     plan, items = asking.plan, asking.items
     owner = [index for index, of in enumerate(plan.numbers) for _ in of]

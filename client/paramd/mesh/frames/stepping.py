@@ -108,7 +108,9 @@ class Steps(Protocol[Held]):
     async def hold(self, sidecars: Sidecars, at: At, timeout_s: float) -> Held:
         """Pin one upcoming step on all ranks, or on none.
 
-        Raises AbortedError if a rank missed it, TrainingEndedError if there are no more steps.
+        Raises:
+            AbortedError: If a rank missed it.
+            TrainingEndedError: If there are no more steps.
         """
 
     def release(self, held: Held) -> None:
@@ -173,9 +175,10 @@ class StepStream(Generic[Held, Result]):
     async def next(self) -> Result:
         """The next frame.
 
-        Raises StreamOverError if the training has detached or the stream was closed, ConflictError
-        for a new run, a trainer that ended or a torn rank, and UnreachableError if a rank
-        did not respond for `OUTAGE_S`.
+        Raises:
+            StreamOverError: If the training has detached or the stream was closed.
+            ConflictError: For a new run, a trainer that ended or a torn rank.
+            UnreachableError: If a rank did not respond for `OUTAGE_S`.
         """
         while not self._over:
             await self._ask_ahead()
@@ -537,8 +540,9 @@ async def hold_step(
     The responses must name one state: an edit between two updates changes parameters but not the
     step, and one rank may have copied before the edit, another after it.
 
-    Raises AbortedError if a rank missed the step or has it with other edits, TrainingEndedError if
-    there are no more steps, else as `Sidecars.pin_step`.
+    Raises:
+        AbortedError: If a rank missed the step or has it with other edits.
+        TrainingEndedError: If there are no more steps, else as `Sidecars.pin_step`.
     """
 
     async def pin(rank: int) -> sidecar_pb2.PinSnapshotResponse:

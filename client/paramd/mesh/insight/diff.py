@@ -79,8 +79,10 @@ async def live_state(
     """A job's tensors, pinned now, at a step to come (a number is of the present history), or as a
     mark ("mark:NAME") has them.
 
-    Raises ConflictError if the step is past, training ended before it or there is no such restore
-    point, DeadlineError if the step did not come in time, else as `AsyncMesh.summon`.
+    Raises:
+        ConflictError: If the step is past, training ended before it or there is no such restore
+            point.
+        DeadlineError: If the step did not come in time, else as `AsyncMesh.summon`.
     """
     async with AsyncExitStack() as stack:
 
@@ -112,7 +114,9 @@ async def live_state(
 def stored_state(path: Path, patterns: Sequence[Pattern]) -> State:
     """A safetensors file, or a directory of them such as an export.
 
-    Raises NotFoundError if it does not exist or no tensor matches, UsageError if it has no tensors.
+    Raises:
+        NotFoundError: If it does not exist or no tensor matches.
+        UsageError: If it has no tensors.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -82,8 +82,10 @@ async def hold(
     at a step to come, by the ranks of `spans`; `stack` releases it. State is laid out as the
     parameters of the same spans.
 
-    Raises AbortedError if a rank missed the step, ConflictError if it does not keep its state in
-    shared memory, NotFoundError if its optimizer has no such state, else as `hold_step`.
+    Raises:
+        AbortedError: If a rank missed the step.
+        ConflictError: If it does not keep its state in shared memory.
+        NotFoundError: If its optimizer has no such state, else as `hold_step`.
     """
     source = pb.SOURCE_UNSPECIFIED
     if key is None:
@@ -128,8 +130,9 @@ async def pin_step(
 ) -> Pinned:
     """Pin a step to come on all ranks; `stack` releases it.
 
-    Raises ConflictError if the step is past or training ended before it, DeadlineError if it did
-    not come in time, else as `hold_step`.
+    Raises:
+        ConflictError: If the step is past or training ended before it.
+        DeadlineError: If it did not come in time, else as `hold_step`.
     """
     spans = {read.rank: read.spans for read in plan.ranks}
     try:

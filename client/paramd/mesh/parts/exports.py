@@ -138,7 +138,11 @@ class ExportsPart(EditsPart):
         return await self._exports.get(export_id)
 
     async def cancel_export(self, export_id: str) -> ExportInfo:
-        """Cancel an export. Raises ConflictError when it is DONE or FAILED, and as `get_export`."""
+        """Cancel an export.
+
+        Raises:
+            ConflictError: When it is DONE or FAILED, and as `get_export`.
+        """
         return await self._exports.cancel(export_id)
 
     async def export_ended(

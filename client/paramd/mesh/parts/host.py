@@ -30,7 +30,11 @@ class MeshHost:
     """What is given back last of all: threads of `transfer` may use it until they have ended."""
 
     def deadline(self, timeout: Timeout) -> float:
-        """On the monotonic clock, in seconds. Raises UsageError for a bad timeout."""
+        """On the monotonic clock, in seconds.
+
+        Raises:
+            UsageError: For a bad timeout.
+        """
         return deadline(timeout, self.timeout_s)
 
 

@@ -50,8 +50,10 @@ class BulkStream:
     def open(self) -> None:
         """Connect, and show the grant. Blocks for some seconds at most.
 
-        Raises NoStreamError if the sidecar does not answer at the port, ParamdError if it refused,
-        EOFError if `stop` was called.
+        Raises:
+            NoStreamError: If the sidecar does not answer at the port.
+            ParamdError: If it refused.
+            EOFError: If `stop` was called.
         """
         # Before the check: a later `stop` finds the socket.
         self._sock = self._connected()
@@ -101,7 +103,11 @@ class BulkStream:
         return bytes(data)
 
     def fill(self, part: memoryview) -> None:
-        """Receive exactly the bytes of `part`. Blocks. Raises EOFError, OSError: broken off."""
+        """Receive exactly the bytes of `part`. Blocks.
+
+        Raises:
+            EOFError, OSError: Broken off.
+        """
         assert self._sock is not None
         done, size_bytes = 0, len(part)
         until_s = time.monotonic() + self._patience_s
@@ -117,7 +123,11 @@ class BulkStream:
             self.moved_bytes += max(moved, 0)
 
     def send(self, window: streams.Window, part: memoryview) -> None:
-        """Send a window. Blocks. Raises OSError: broken off."""
+        """Send a window. Blocks.
+
+        Raises:
+            OSError: Broken off.
+        """
         assert self._sock is not None
         # Header and bytes in one segment, where the socket knows how.
         more = 0

@@ -194,7 +194,11 @@ class RestClient:
             self._extensions = {"trace": loopback.trace_of(*at)}
 
     async def begun(self, timeout_s: float) -> None:
-        """Wait for the address of a job that is starting. Raises StartingError: none in time."""
+        """Wait for the address of a job that is starting.
+
+        Raises:
+            StartingError: None in time.
+        """
         deadline_s = time.monotonic() + timeout_s
         while self._find is not None and self.url == NOT_BEGUN:
             try:

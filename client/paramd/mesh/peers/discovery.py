@@ -254,7 +254,8 @@ class SidecarFinder:
     async def sidecars(self) -> Sidecars:
         """The sidecars of the last document, with a valid ticket.
 
-        Raises UnreachableError if the ticket has expired and the control plane does not respond.
+        Raises:
+            UnreachableError: If the ticket has expired and the control plane does not respond.
         """
         await self._renew_ticket()
         return Sidecars(self._channels, self.document, self._background)

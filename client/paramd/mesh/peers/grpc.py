@@ -92,8 +92,9 @@ class Asked:
     def check(self, header: common_pb2.Header | None) -> None:
         """Check that a response with this header came from this target.
 
-        Raises RankUnreachableError if another rank or job responds at the address, ConflictError if
-        the rank is in another incarnation or has another layout.
+        Raises:
+            RankUnreachableError: If another rank or job responds at the address.
+            ConflictError: If the rank is in another incarnation or has another layout.
         """
         if header is None or (header.job, header.rank) != (self.job, self.rank):
             answerer = f"rank {header.rank} of job {header.job!r}" if header else "another program"
@@ -310,8 +311,10 @@ class Channels:
     def channel(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` ("host:port", or "grpcs://host:port"). No connection yet.
 
-        Raises DeniedError for another host without TLS, UsageError if a TLS file cannot be read,
-        StrangerError if another user listens where a server of ours was.
+        Raises:
+            DeniedError: For another host without TLS.
+            UsageError: If a TLS file cannot be read.
+            StrangerError: If another user listens where a server of ours was.
         """
         target, way = address, ""
         if self._relay is not None and is_relayed(address):
@@ -340,7 +343,11 @@ class Channels:
         return kept[1][name]
 
     def stream_tls(self, address: str) -> ssl.SSLContext | None:
-        """TLS of bulk streams beside `address`; None without. Raises UsageError as `channel`."""
+        """TLS of bulk streams beside `address`; None without.
+
+        Raises:
+            UsageError: As `channel`.
+        """
         if not is_secure(address):
             return None
         tls = tls_for(address, self._tls, self._job_tls())

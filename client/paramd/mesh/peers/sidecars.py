@@ -447,8 +447,11 @@ class Sidecars:
             self.release(RankPin.of(rank, call.result()))
 
     async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
-        """Fill prepared snapshots at one agreed boundary. Raises ConflictError if the caller is
-        the thread that trains."""
+        """Fill prepared snapshots at one agreed boundary.
+
+        Raises:
+            ConflictError: If the caller is the thread that trains.
+        """
         if self.waits_for_itself():
             raise inside.own_wait("this", READ_INSTEAD)
         document = self.document
@@ -501,7 +504,8 @@ class Sidecars:
     ) -> tuple[sidecar_pb2.DeltaSnapshotResponse, bytes, int]:
         """The changes in a pinned snapshot: header and parts, their bytes, and all bytes received.
 
-        Raises DataLossError if bytes are missing or do not match their checksum.
+        Raises:
+            DataLossError: If bytes are missing or do not match their checksum.
         """
         request.snapshot_id = pin.snapshot_id
         asked, data, received_bytes = self.document.asked(pin.rank), bytearray(), 0
@@ -565,7 +569,8 @@ class Sidecars:
     async def offer(self, rank: int, request: sidecar_pb2.GrantStreamRequest) -> StreamOffer:
         """A grant for a bulk stream of a pinned snapshot, or of an edit's data.
 
-        Raises LeaseEndedError if the snapshot's lease has ended, or the edit is unknown.
+        Raises:
+            LeaseEndedError: If the snapshot's lease has ended, or the edit is unknown.
         """
         found = await self.ask(rank, request, sidecar_pb2.GrantStreamResponse, _GRANT_TIMEOUT_S)
         address = self.document.peer(rank).address

@@ -253,8 +253,12 @@ class SnapshotView(Mapping[str, Sequence[Shard]]):
         return len(self._shards)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor, if one rank holds it in one piece. Raises NotFoundError: no such name
-        in the view. UsageError: it has several shards; `summon` assembles them."""
+        """The whole tensor, if one rank holds it in one piece.
+
+        Raises:
+            NotFoundError: No such name in the view.
+            UsageError: It has several shards; `summon` assembles them.
+        """
         if name not in self._shards:
             raise NotFoundError(f"{name!r} is not in this view; it has {len(self)} names")
         shards, shape = self._shards[name], self._shapes[name]

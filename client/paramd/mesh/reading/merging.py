@@ -21,8 +21,12 @@ class Merger:
     """How one adapter of a layout is merged."""
 
     def __init__(self, index: NameIndex, adapter: str) -> None:
-        """`adapter`: its name; empty: the only one. Raises NotFoundError if there is none,
-        UsageError if it cannot be merged."""
+        """`adapter`: its name; empty: the only one.
+
+        Raises:
+            NotFoundError: If there is none.
+            UsageError: If it cannot be merged.
+        """
         self._index = index
         self._view = merged_view(index.layout, adapter)
         self._fqns = {

@@ -311,8 +311,10 @@ async def choose(
 ) -> Chosen:
     """The matching names and a read plan of this replica, or of one that lately responded.
 
-    Raises NotFoundError if a pattern matches nothing, UsageError if there is no such replica,
-    RankUnreachableError if a needed rank was just found stopped.
+    Raises:
+        NotFoundError: If a pattern matches nothing.
+        UsageError: If there is no such replica.
+        RankUnreachableError: If a needed rank was just found stopped.
     """
     index = await reach.index(sidecars)
     selection = select(index, patterns, with_buffers=buffers)

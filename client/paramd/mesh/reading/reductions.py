@@ -206,8 +206,10 @@ async def compute_heatmap(
     """Pool each rank's share of the plan's only tensor on its sidecar, and merge.
 
     `mode` is one of `MODES`; sizes are at least 1, and clamped to `MAX_CELLS`; `row_dims` leading
-    dims form rows, None as in `matrix_of`. Raises UsageError: not exactly one tensor, or an
-    argument is out of range.
+    dims form rows, None as in `matrix_of`.
+
+    Raises:
+        UsageError: Not exactly one tensor, or an argument is out of range.
     """
     _check_one(plan)
     if mode not in MODES or min(max_rows, max_columns) < 1:
@@ -242,7 +244,8 @@ async def compute_heatmap(
 async def read_texts(reading: Reading, plan: ReadPlan) -> list[str]:
     """The elements of the plan's only tensor as exact text, row-major.
 
-    Raises UsageError if it has not exactly one tensor, or too many elements or bytes.
+    Raises:
+        UsageError: If it has not exactly one tensor, or too many elements or bytes.
     """
     check_values(plan)
     tensor = plan.tensors[0]

@@ -210,11 +210,17 @@ class Reader:
         self._proven = False
 
     async def run(self, deadline_s: float) -> None:
-        """Read to the end; `deadline_s` is on the monotonic clock. Raises UnreachableError: the
-        sidecar died or hangs, or the stream broke too often. DataLossError: bytes did not match
-        their checksum, or preceded the header, after all retries. LeaseEndedError: pin again.
-        ConflictError: the bytes are of another state. AbortedError: training changed them while
-        they were read. DeadlineError: not all bytes came in time."""
+        """Read to the end; `deadline_s` is on the monotonic clock.
+
+        Raises:
+            UnreachableError: The sidecar died or hangs, or the stream broke too often.
+            DataLossError: Bytes did not match their checksum, or preceded the header, after all
+                retries.
+            LeaseEndedError: Pin again.
+            ConflictError: The bytes are of another state.
+            AbortedError: Training changed them while they were read.
+            DeadlineError: Not all bytes came in time.
+        """
         failures = 0
         while not self._proven:
             begin = self.offset_bytes

@@ -178,8 +178,10 @@ class SharedSnapshot:
     def open(cls, peer: PeerAddress, ticket: str, snapshot_id: str) -> SharedSnapshot:
         """Get the memory from the sidecar. Blocks, for a few seconds at most.
 
-        Raises UnreachableError if the right sidecar does not respond at the socket, DeniedError if
-        it refused the ticket, NotFoundError if the lease ended.
+        Raises:
+            UnreachableError: If the right sidecar does not respond at the socket.
+            DeniedError: If it refused the ticket.
+            NotFoundError: If the lease ended.
         """
         connection = handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S)
         try:
@@ -202,8 +204,10 @@ class SharedSnapshot:
     def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
         """Copy bytes [offset_bytes, offset_bytes + size_bytes) to `address`.
 
-        Thread-safe; releases the GIL. Raises UnreachableError if the memory is shorter than
-        announced.
+        Thread-safe; releases the GIL.
+
+        Raises:
+            UnreachableError: If the memory is shorter than announced.
         """
         target = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
         done = 0
@@ -426,8 +430,10 @@ class Transfer:
         state, and the tensors that differ there (None: not all ranks of `samples` had it still).
 
         `leave_out` is told the ranks of `samples` alone that do not respond. Returns None if it
-        cannot be done, or training was too quick: read snapshots instead. Raises DeadlineError: the
-        copy was not done at `deadline_s` on the monotonic clock.
+        cannot be done, or training was too quick: read snapshots instead.
+
+        Raises:
+            DeadlineError: The copy was not done at `deadline_s` on the monotonic clock.
         """
         reads = chosen.plan.ranks
         document = sidecars.document
@@ -553,7 +559,11 @@ class Transfer:
         landed: Callable[[int], object] = lambda size_bytes: None,
         deadline_s: float = math.inf,
     ) -> None:
-        """Fill the places of snapshots that are here. Raises DeadlineError as `fill_from`."""
+        """Fill the places of snapshots that are here.
+
+        Raises:
+            DeadlineError: As `fill_from`.
+        """
         await self.run(
             lambda: fill_from(jobs, self._copiers, self._copy_threads, landed, deadline_s)
         )

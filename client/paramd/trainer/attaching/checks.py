@@ -197,9 +197,12 @@ def check_given(model: Any, optimizer: Any, job: Any) -> None:
 def check_attachable(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], job: str
 ) -> None:
-    """Validate the arguments; warn of trainable parameters that no optimizer updates. Raises
-    UsageError: invalid job name, or an optimizer without the model's parameters. ConflictError: the
-    model, or the job in this process, is already attached."""
+    """Validate the arguments; warn of trainable parameters that no optimizer updates.
+
+    Raises:
+        UsageError: Invalid job name, or an optimizer without the model's parameters.
+        ConflictError: The model, or the job in this process, is already attached.
+    """
     places.check_job_name(job)
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for other in attached.values():
@@ -236,8 +239,11 @@ def _averages(model: torch.nn.Module) -> Iterator[int]:
 def check_trained(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Collection[int]:
-    """The `id` of every parameter that they update. Raises UsageError: one has none of the
-    model's."""
+    """The `id` of every parameter that they update.
+
+    Raises:
+        UsageError: One has none of the model's.
+    """
     parameters = {id(parameter) for parameter in model.parameters()}
     updated: set[int] = set()
     for index, optimizer in enumerate(optimizers):

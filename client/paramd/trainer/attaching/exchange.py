@@ -59,8 +59,11 @@ def take_incarnation(
 
     An unresponsive control plane costs this incarnation the service, not the training. `hosts`:
     name or address of each rank, for ranks on several hosts, which then get certificates; `above`:
-    the last incarnation that other hosts know of. Raises DeniedError, ConflictError or UsageError
-    if the control plane refused the job, or the state dir cannot be used.
+    the last incarnation that other hosts know of.
+
+    Raises:
+        DeniedError, ConflictError, UsageError: If the control plane refused the job, or the
+            state dir cannot be used.
     """
     if settings.control:
         try:

@@ -84,10 +84,14 @@ def register(
     """Have the control plane begin a new incarnation, above `incarnation_floor`. Not idempotent.
 
     `hosts` is the address of each rank, for ranks on several hosts. `succeeds`: the incarnation in
-    which this very training still runs; 0: none. Raises UnreachableError: no
-    answer, or it cannot serve now. DeniedError: the token is missing, wrong, or may not register
-    jobs. ConflictError: the job is already training, or the control plane belongs to another job.
-    UsageError: invalid URL, or one that would send the token unencrypted to another host."""
+    which this very training still runs; 0: none.
+
+    Raises:
+        UnreachableError: No answer, or it cannot serve now.
+        DeniedError: The token is missing, wrong, or may not register jobs.
+        ConflictError: The job is already training, or the control plane belongs to another job.
+        UsageError: Invalid URL, or one that would send the token unencrypted to another host.
+    """
     url = settings.control.rstrip("/")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -147,7 +151,9 @@ def _asked(
 def token_of(settings: AttachSettings) -> str:
     """The token to register with: PARAMD_TOKEN, else the contents of PARAMD_TOKEN_FILE.
 
-    Raises DeniedError if neither is set, UsageError if the file cannot be read.
+    Raises:
+        DeniedError: If neither is set.
+        UsageError: If the file cannot be read.
     """
     if settings.token:
         return settings.token
@@ -224,8 +230,10 @@ class ControlLink:
         """Start it, and keep it up from now on even if this first start fails.
 
         `resumes`: training resumes from memory and waits only until the addresses are known;
-        clients wait for the rest, and exports are not listed. Raises UnreachableError if it did not
-        come up; its log has the reason.
+        clients wait for the rest, and exports are not listed.
+
+        Raises:
+            UnreachableError: If it did not come up; its log has the reason.
         """
         try:
             pidfd = self._start(resumes=resumes)

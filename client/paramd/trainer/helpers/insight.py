@@ -261,7 +261,8 @@ def _computed(numbers: Mapping[str, float | torch.Tensor]) -> torch.Event | None
 def checked_numbers(numbers: Mapping[str, float | torch.Tensor]) -> dict[str, Any]:
     """The numbers with tensors copied, so that the script may change its own.
 
-    Raises UsageError: too many or none, an invalid name, or a value that is not a number.
+    Raises:
+        UsageError: Too many or none, an invalid name, or a value that is not a number.
     """
     if not 0 < len(numbers) <= MAX_NUMBERS:
         raise UsageError(f"log: {len(numbers)} numbers; expected 1 to {MAX_NUMBERS}, as name=value")

@@ -293,8 +293,11 @@ class SidecarLink:
     def add_state(self, size_bytes: int) -> None:
         """Have the sidecar make device memory for more of the optimizer's state.
 
-        The memory is added to `descriptors`, so that a restarted sidecar gets it, too. Raises
-        UnreachableError without an answer, ExhaustedError if the device has too little memory.
+        The memory is added to `descriptors`, so that a restarted sidecar gets it, too.
+
+        Raises:
+            UnreachableError: Without an answer.
+            ExhaustedError: If the device has too little memory.
         """
         if not self._handing.acquire(blocking=False):
             raise UnreachableError("the sidecar is being started again")

@@ -97,8 +97,9 @@ class MirroredHome(ParameterStorage):
     def move_in(self, arena: Memory) -> None:
         """Use `arena` for the copies and leave the model alone.
 
-        Raises UsageError if the arena is too small or read-only, ConflictError if the model has
-        changed since the constructor.
+        Raises:
+            UsageError: If the arena is too small or read-only.
+            ConflictError: If the model has changed since the constructor.
         """
         assert isinstance(arena, memoryview)
         check_arena(arena, self.arena_bytes)
@@ -120,7 +121,8 @@ class MirroredHome(ParameterStorage):
     def check(self, full: bool = False) -> list[str]:
         """Follow parameters that were replaced; as cheap as for an owned arena.
 
-        Raises ConflictError if names, shape, dtype, strides or placement changed.
+        Raises:
+            ConflictError: If names, shape, dtype, strides or placement changed.
         """
         assert self._watch is not None, "move_in comes first"
         if self._watch.look() or full or self._watch.added:
@@ -148,8 +150,10 @@ class MirroredHome(ParameterStorage):
         """Copy what an agreed capture wants into the arena, buffers included.
 
         First waits, within the stall budget, for a sidecar still copying from it; all of this
-        counts as a stall. Raises ConflictError if a tensor's layout changed: this rank misses the
-        request.
+        counts as a stall.
+
+        Raises:
+            ConflictError: If a tensor's layout changed: this rank misses the request.
         """
         if request.argument == 0:
             return
@@ -169,8 +173,10 @@ class MirroredHome(ParameterStorage):
     def live(self, records: Sequence[Record]) -> list[torch.Tensor]:
         """The live elements that each record addresses, shaped like its view.
 
-        At a boundary only. Writing to one changes the parameter, not its version counter. Raises
-        ConflictError if no single parameter of this rank contains a record.
+        At a boundary only. Writing to one changes the parameter, not its version counter.
+
+        Raises:
+            ConflictError: If no single parameter of this rank contains a record.
         """
         self.check(full=True)
         found = [(begin, shard) for shard, begin in self._placed(TensorKind.PARAMETER)]

@@ -290,9 +290,12 @@ def bring_back(
 
     Unknown tensors move too when their memory lies wholly within a departed shard. `bases`: the
     arena's storages, ordered by address. `shards`: all of the model's current ones; their tensors
-    are not evicted. Raises ConflictError if departed shards newly share memory, one of their
-    tensors does not fit its old storage, or the memory they left is used by something that cannot
-    be moved out of the way, where writing would change what the training computes.
+    are not evicted.
+
+    Raises:
+        ConflictError: If departed shards newly share memory, one of their tensors does not fit
+            its old storage, or the memory they left is used by something that cannot be moved
+            out of the way, where writing would change what the training computes.
     """
     if not left:
         return
@@ -324,8 +327,11 @@ def evict(
     """Private copies for tensors still using the memory that departed shards left.
 
     For example an optimizer made earlier, or weights set aside to be swapped back in. They keep
-    their identity and values; only their memory changes. Returns each tensor with its new view
-    (see `repoint`). Raises ConflictError if something invisible to Python uses that memory.
+    their identity and values; only their memory changes. Returns each tensor with its new view (see
+    `repoint`).
+
+    Raises:
+        ConflictError: If something invisible to Python uses that memory.
     """
     ours = {id(base) for base in bases}
     ours.update(id(t) for shard in shards for t in (shard.tensor, *shard.holders))

@@ -204,7 +204,8 @@ class ParameterStorage:
     def departed(self) -> list[LocalShard]:
         """The shards as the model has them now, if any is not where it belongs; none if all are.
 
-        Raises ConflictError for a tensor of a kind that cannot be served.
+        Raises:
+            ConflictError: For a tensor of a kind that cannot be served.
         """
         assert self._watch is not None, "move_in comes first"
         return [] if self._watch.in_place() else find_shards(self._model)
@@ -230,12 +231,14 @@ class ParameterStorage:
     def move_in(self, arena: Memory) -> None:
         """Copy every parameter's storage into `arena` and point all its tensors there.
 
-        Only between steps, and once: a model that moved out needs a new object. All or nothing:
-        on error no tensor has moved. Draws no random numbers; preserves gradients,
-        `requires_grad` and the identity of parameters. `arena`: writable, page-aligned memory of at
-        least `arena_bytes`, referenced until `move_out`, and for as long as any tensor in it is
-        alive. Raises UsageError if it is too small or read-only; ConflictError if the model has
-        changed since the constructor, or is already inside.
+        Only between steps, and once: a model that moved out needs a new object. All or nothing: on
+        error no tensor has moved. Draws no random numbers; preserves gradients, `requires_grad` and
+        the identity of parameters. `arena`: writable, page-aligned memory of at least
+        `arena_bytes`, referenced until `move_out`, and for as long as any tensor in it is alive.
+
+        Raises:
+            UsageError: If it is too small or read-only.
+            ConflictError: If the model has changed since the constructor, or is already inside.
         """
         self._move(arena, filled=True)
 

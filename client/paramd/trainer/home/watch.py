@@ -103,7 +103,10 @@ class Glance:
         self, tables: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor], places: Places
     ) -> None:
         """Keeps every storage alive for as long as the glance lives: none whose memory the script
-        expects back. Raises ValueError if the words disagree with torch's report for a tensor.
+        expects back.
+
+        Raises:
+            ValueError: If the words disagree with torch's report for a tensor.
         """
         self.tensors = tensors
         self._tables = tables

@@ -80,8 +80,10 @@ def describe(spec: DTensorSpec) -> str:
 def local_boxes(fqn: str, spec: DTensorSpec, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """The boxes of the full tensor that `local` holds, each with its view of `local`.
 
-    One box except for rare placements; one empty box when the rank holds nothing. Raises
-    ConflictError for a placement whose elements cannot be determined exactly.
+    One box except for rare placements; one empty box when the rank holds nothing.
+
+    Raises:
+        ConflictError: For a placement whose elements cannot be determined exactly.
     """
     shape = tuple(spec.shape)
     coordinate = spec.mesh.get_coordinate()

@@ -45,10 +45,12 @@ def unflatten(
 ) -> torch.Tensor:
     """The inverse of `flatten`: a DTensor over `tensor`, this rank's, of the spec's local shape.
 
-    Differentiable: the gradient reaches `tensor` as a plain tensor with the placements of
-    `tensor`, once its asynchronous collectives are done; `stream` is where to wait for it, None
-    the current one. Without `spec`, which is from `flatten`, returns `tensor` itself. Raises
-    UsageError if `tensor` is already a DTensor, or does not have the local shape.
+    Differentiable: the gradient reaches `tensor` as a plain tensor with the placements of `tensor`,
+    once its asynchronous collectives are done; `stream` is where to wait for it, None the current
+    one. Without `spec`, which is from `flatten`, returns `tensor` itself.
+
+    Raises:
+        UsageError: If `tensor` is already a DTensor, or does not have the local shape.
     """
     if spec is None:
         return tensor

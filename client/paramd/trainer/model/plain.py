@@ -63,8 +63,10 @@ def shards_of(
 ) -> list[LocalShard]:
     """The shards of one tensor: whole on this rank, or a DTensor's boxes.
 
-    `holders`: other local tensors that use the same memory. Raises ConflictError if the tensor is
-    lazy, not dense and strided, or overlaps itself.
+    `holders`: other local tensors that use the same memory.
+
+    Raises:
+        ConflictError: If the tensor is lazy, not dense and strided, or overlaps itself.
     """
     fqn = names[0]
     if is_lazy(value):

@@ -45,9 +45,11 @@ class FoundTensor:
 def find_shards(model: nn.Module) -> list[LocalShard]:
     """All parameters and persistent buffers of `model`, in tree order.
 
-    Changes nothing and does not communicate. Every rank names the same tensors, including those
-    of which it holds no element. Raises ConflictError for a tensor of a kind whose elements cannot
-    be determined exactly.
+    Changes nothing and does not communicate. Every rank names the same tensors, including those of
+    which it holds no element.
+
+    Raises:
+        ConflictError: For a tensor of a kind whose elements cannot be determined exactly.
     """
     return [shard for tensor in find_tensors(model) for shard in tensor.shards()]
 

@@ -93,7 +93,8 @@ OVER_AN_EXPORT = (
 def choose(offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]] = ()) -> Choice:
     """Choose the newest state that all ranks have, and that was found damaged on none.
 
-    Raises ConflictError: a former trainer lives, or the script differs from the memory's.
+    Raises:
+        ConflictError: A former trainer lives, or the script differs from the memory's.
     """
     for rank, offer in enumerate(offers):
         if offer.living_pid:

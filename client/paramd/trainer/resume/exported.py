@@ -140,7 +140,8 @@ class Exported:
     def fill(self, arena: Memory) -> None:
         """Write this rank's parts of parameters and buffers into their places in the arena.
 
-        Raises DataLossError or OSError if a file ended too early, or cannot be read any more.
+        Raises:
+            DataLossError, OSError: If a file ended too early, or cannot be read any more.
         """
         for tensor in self._tensors:
             stored = self._found(tensor)

@@ -175,10 +175,13 @@ class OptimizerHome:
         self._turn = count()
 
     def settle(self) -> bool:
-        """Move new and replaced state to its places; return whether the table has changed. Raises
-        ConflictError: state that cannot live here; the message names it. ExhaustedError: no memory
-        for it. UnreachableError: no sidecar answers to make memory on the device; ask again
-        later."""
+        """Move new and replaced state to its places; return whether the table has changed.
+
+        Raises:
+            ConflictError: State that cannot live here; the message names it.
+            ExhaustedError: No memory for it.
+            UnreachableError: No sidecar answers to make memory on the device; ask again later.
+        """
         now = self._values()
         if not self._same_members():
             # A parameter's group, and its number, are part of the table.

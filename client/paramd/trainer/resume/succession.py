@@ -170,7 +170,11 @@ class Succession:
         )
 
     def decide(self, offers: Sequence[RankOffer], damaged: Sequence[tuple[How, Mark]]) -> Choice:
-        """Choose, as all ranks do. Raises ConflictError as `choose`."""
+        """Choose, as all ranks do.
+
+        Raises:
+            ConflictError: As `choose`.
+        """
         choice = choose(offers, damaged)
         states = [self._live] if choice.how == "live" else self._snapshots
         self._choice = choice
@@ -186,7 +190,8 @@ class Succession:
     def fetch(self, group: dist.ProcessGroup | None) -> list[copies.Damaged]:
         """Get this rank's copy, and give others theirs; return arrived copies that are damaged.
 
-        Raises ConflictError if the copy is of another script.
+        Raises:
+            ConflictError: If the copy is of another script.
         """
         got = self._copies.exchange(self._ways, group)
         if got is None:

@@ -62,8 +62,10 @@ def find_holdings(module: nn.Module, *, recurse: bool) -> list[LocalParam]:
     """The parameters under `module`, in tree order; tied ones once.
 
     Without `recurse`, those managed by FSDP modules below are left out: the rest is managed by
-    `module` itself, if it is an FSDP module, or by no FSDP module. Raises ConflictError for a
-    parameter of a kind whose elements cannot be determined exactly.
+    `module` itself, if it is an FSDP module, or by no FSDP module.
+
+    Raises:
+        ConflictError: For a parameter of a kind whose elements cannot be determined exactly.
     """
     partitions.check_local(module)
     left_out = set() if recurse else _managed_below(module)
@@ -195,9 +197,11 @@ class Rendezvous:
         """Wait until all ranks have arrived. Return the number of the call.
 
         All or none: returns on all ranks, or raises on every rank that arrived. `question` must be
-        the same on all. `refusal`: why this rank cannot proceed; then none does. Raises
-        DeadlineError if ranks are missing after `timeout_s` (it names them), ConflictError if one
-        refused, or they asked different questions.
+        the same on all. `refusal`: why this rank cannot proceed; then none does.
+
+        Raises:
+            DeadlineError: If ranks are missing after `timeout_s` (it names them).
+            ConflictError: If one refused, or they asked different questions.
         """
         if self._store is None:
             if refusal:
@@ -219,8 +223,11 @@ class Rendezvous:
     def leave(self, number: int, problem: str, *, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
         """Wait until all ranks have reached the end of their block, unless one has a problem.
 
-        `problem`: why no rank should proceed; with one, returns at once. Raises AbortedError if
-        another rank had a problem, DeadlineError if ranks are missing after `timeout_s`.
+        `problem`: why no rank should proceed; with one, returns at once.
+
+        Raises:
+            AbortedError: If another rank had a problem.
+            DeadlineError: If ranks are missing after `timeout_s`.
         """
         if self._store is None:
             return
@@ -342,8 +349,10 @@ def find_gradient(
 ) -> GradientHolding:
     """The gradient of a parameter, as this rank holds it.
 
-    Collective for DTensors whose gradient has other placements than the parameter. Raises
-    ConflictError if it is sparse or otherwise not a plain tensor.
+    Collective for DTensors whose gradient has other placements than the parameter.
+
+    Raises:
+        ConflictError: If it is sparse or otherwise not a plain tensor.
     """
     expected = any(shard.region.numel for shard in holding.shards)
     module, name = holding.places[0]

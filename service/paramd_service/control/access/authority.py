@@ -316,9 +316,13 @@ class Tokens:
         return holds_token(text) or self._is_own(text)
 
     async def principal(self, offered: str) -> Principal | None:
-        """The principal of a token; None when it is unknown, expired or revoked. Digests are
-        compared in constant time; any text may be offered. Raises UnreachableError when the store
-        cannot be reached."""
+        """The principal of a token; None when it is unknown, expired or revoked.
+
+        Digests are compared in constant time; any text may be offered.
+
+        Raises:
+            UnreachableError: When the store cannot be reached.
+        """
         if not offered or len(offered) > MAX_TOKEN_CHARS:
             return None
         if not holds_token(offered) and not self._is_own(offered):
@@ -343,7 +347,11 @@ class Tokens:
 
     async def proof(self, token_id: str, nonce: str, host: str, port: int) -> str | None:
         """The proof (`security/loopback.py`) that we know the token with this id, were reached at
-        this address; None when no valid token has it. Raises UnreachableError as `principal`."""
+        this address; None when no valid token has it.
+
+        Raises:
+            UnreachableError: As `principal`.
+        """
         digest = self._own_digest
         if not hmac.compare_digest(token_id, digest[: loopback.ID_CHARS]):
             digest = await self._ids.digest(token_id)
@@ -361,9 +369,15 @@ class Tokens:
         jobs: str | None = None,
     ) -> tuple[TokenRow, str]:
         """Create a token; return its row and the token, which is not kept and never shown again.
-        `TokenRequest` has checked the arguments. Raises UsageError: the name is the owner's, or a
-        token; or the patterns of jobs are invalid. ConflictError: the name has been used.
-        UnreachableError: the store or the audit cannot be written."""
+
+        `TokenRequest` has checked the arguments.
+
+        Raises:
+            UsageError: The name is the owner's, or a token; or the patterns of jobs are
+                invalid.
+            ConflictError: The name has been used.
+            UnreachableError: The store or the audit cannot be written.
+        """
         name = name if name is not None else f"{role}-{secrets.token_hex(4)}"
         if holds_token(name) or name == OWNER.name:
             raise UsageError(
@@ -399,8 +413,12 @@ class Tokens:
         return await self._store.list()
 
     async def revoke(self, by: Principal, name: str) -> TokenRow:
-        """Revoke a token permanently, effective at once. Idempotent. Raises NotFoundError if there
-        is no such token; UnreachableError if the store or the audit cannot be written."""
+        """Revoke a token permanently, effective at once. Idempotent.
+
+        Raises:
+            NotFoundError: If there is no such token.
+            UnreachableError: If the store or the audit cannot be written.
+        """
         async with self._recorded(by, "token.revoke", {"name": name[:MAX_NAME_CHARS]}):
             row = await self._store.revoke(name, now_s=self._clock())
         # Only once the store has it: before that, a concurrent lookup would cache the old row.

@@ -334,8 +334,11 @@ def recorded(refusal: str) -> Callable[[Request], Awaitable[None]]:
 
 def check_job(principal: Principal, job: str | None, operation: str = "") -> None:
     """Check that the caller's token is for `job`, or for `operation` if that has no job (None).
-    Raises NotFoundError: it is not, whether or not the job exists. DeniedError: the operation is
-    about all jobs."""
+
+    Raises:
+        NotFoundError: It is not, whether or not the job exists.
+        DeniedError: The operation is about all jobs.
+    """
     if job is not None and not principal.sees(job):
         raise NotFoundError(f"your token is for jobs {principal.jobs}, not for job {job[:64]!r}")
     if job is None and principal.jobs is not None and operation not in OF_NO_JOB:
@@ -343,7 +346,11 @@ def check_job(principal: Principal, job: str | None, operation: str = "") -> Non
 
 
 def principal_of(request: Request) -> Principal:
-    """The request's caller. Raises DeniedError if it has not been authenticated."""
+    """The request's caller.
+
+    Raises:
+        DeniedError: If it has not been authenticated.
+    """
     found = getattr(request.state, _STATE, None)
     if not isinstance(found, Principal):
         raise DeniedError("the request has not been authenticated")

@@ -59,7 +59,10 @@ class Revocations:
 
     async def has_ended(self, token_id: str | None) -> bool:
         """Whether a token has been revoked or has expired, however long ago; known for `LOOK_S`.
-        Raises UnreachableError if the store cannot be reached now."""
+
+        Raises:
+            UnreachableError: If the store cannot be reached now.
+        """
         if token_id is None or self._store is None:
             return False
         if token_id in self._tokens:

@@ -217,8 +217,12 @@ def _check(name: str, value: float, least: float, *, exclusive: bool) -> None:
 
 
 def check_webhook(url: str) -> None:
-    """Check that alerts may be posted to `url`. Raises UsageError unless it is https, or http on
-    this machine, without user and password; the text does not quote it, as it may be a secret."""
+    """Check that alerts may be posted to `url`.
+
+    Raises:
+        UsageError: Unless it is https, or http on this machine, without user and password; the
+            text does not quote it, as it may be a secret.
+    """
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.username or parts.password:

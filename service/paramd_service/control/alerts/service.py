@@ -179,8 +179,12 @@ def verdict_on(
 
 def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:
     """The fields of AlertConfig set by a table, with types checked; `place` is its origin, for
-    errors. One that is not `trusted` may come with someone else's project: it may set thresholds,
-    but no receivers of alerts. Raises UsageError: an unknown key or a value of the wrong type."""
+    errors. One that is not `trusted` may come with someone else's project: it may set
+    thresholds, but no receivers of alerts.
+
+    Raises:
+        UsageError: An unknown key or a value of the wrong type.
+    """
     for key in ("webhooks", "pause"):
         if key in table and not trusted:
             raise UsageError(
@@ -194,8 +198,11 @@ def load_alerts(
     files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], *, watch: bool
 ) -> AlertConfig:
     """The effective config: the environment's JSON, then the [alerts] of `files` (path, is_own);
-    earlier ones win. Without `watch` nothing is sampled, whatever is configured. Raises UsageError:
-    something cannot be read or is out of range."""
+    earlier ones win. Without `watch` nothing is sampled, whatever is configured.
+
+    Raises:
+        UsageError: Something cannot be read or is out of range.
+    """
     merged: dict[str, Any] = _stall_budget(environment)
     for path, trusted in reversed(files):
         merged |= parse_alerts(

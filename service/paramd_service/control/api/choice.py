@@ -72,8 +72,12 @@ class NormHistory:
 
 
 def choose(index: NameIndex, wanted: Filter, *, with_buffers: bool) -> list[SelectedTensor]:
-    """Tensors selected by globs and by terms about facts, in layout order. Raises NotFoundError if
-    a glob matches no name, or no tensor meets the terms; UsageError if a slice is out of bounds."""
+    """Tensors selected by globs and by terms about facts, in layout order.
+
+    Raises:
+        NotFoundError: If a glob matches no name, or no tensor meets the terms.
+        UsageError: If a slice is out of bounds.
+    """
     found = list(select(index, wanted.patterns, with_buffers=with_buffers))
     if not wanted.facts:
         return found
@@ -97,8 +101,12 @@ def _none_meets(wanted: Filter, count: int) -> NoReturn:
 
 
 def choose_one(index: NameIndex, name: str) -> SelectedTensor:
-    """The only tensor that a name or pattern matches, with its slice. Raises NotFoundError if no
-    tensor matches; UsageError if several do."""
+    """The only tensor that a name or pattern matches, with its slice.
+
+    Raises:
+        NotFoundError: If no tensor matches.
+        UsageError: If several do.
+    """
     found = select(index, name, with_buffers=True)
     if len(found) != 1:
         raise UsageError(f"name: {len(found):,} tensors match {name[:100]!r}; name exactly one")
@@ -142,7 +150,11 @@ def without_small(
     chosen: Sequence[SelectedTensor], *, may_read: bool
 ) -> tuple[list[SelectedTensor], list[MissingDocument]]:
     """Split off small tensors, whose statistics only readers may see: before anything is summed, as
-    a total would reveal what it includes. Raises DeniedError: all selected tensors are small."""
+    a total would reveal what it includes.
+
+    Raises:
+        DeniedError: All selected tensors are small.
+    """
     if may_read:
         return list(chosen), []
     seen = [item for item in chosen if item.box.numel >= SMALL_NUMEL]
@@ -172,8 +184,12 @@ def check_few(chosen: Sequence[object], most: int = MAX_STATS) -> None:
 
 
 def available(view: MeshView, chosen: list[SelectedTensor], *, few: bool = True) -> Picked:
-    """Split tensors into those available from the sidecars now and missing ones. Raises UsageError:
-    too many tensors. UnreachableError: none is available."""
+    """Split tensors into those available from the sidecars now and missing ones.
+
+    Raises:
+        UsageError: Too many tensors.
+        UnreachableError: None is available.
+    """
     check_few(chosen, MAX_STATS if few else MAX_ORDERED)
     present, missing = split(chosen, view)
     if not present:

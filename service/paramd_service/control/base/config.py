@@ -104,8 +104,11 @@ class ControlConfig:
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> ControlConfig:
         """Parse the command line; `--listen` defaults to PARAMD_LISTEN unless there is
-        `--listen-near`, `--store` to PARAMD_STORE_URL. Raises UsageError if a value is out of
-        range."""
+        `--listen-near`, `--store` to PARAMD_STORE_URL.
+
+        Raises:
+            UsageError: If a value is out of range.
+        """
         parser = argparse.ArgumentParser(
             prog="python -m paramd_service.control",
             description="Run the control plane of a site, where jobs register; with --job, the "
@@ -210,8 +213,12 @@ class Bootstrap:
 
 def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
     """Read the one JSON line `{"job", "incarnation", "world_size", "private_key", "token"}`;
-    `"own_tls"`, `"resumes"` and so on are false unless given. Raises UsageError if it is
-    missing, too long, malformed or about another job; the text never quotes it."""
+    `"own_tls"`, `"resumes"` and so on are false unless given.
+
+    Raises:
+        UsageError: If it is missing, too long, malformed or about another job; the text never
+            quotes it.
+    """
     line = stdin.readline(MAX_BOOTSTRAP_BYTES + 1)
     if not line or len(line) > MAX_BOOTSTRAP_BYTES:
         raise UsageError(
@@ -258,8 +265,11 @@ def _check_no_password(store: str) -> None:
 
 
 def table_of_file(path: Path, name: str) -> Mapping[str, Any]:
-    """The table `[name]` of a paramd.toml; empty when the table or the file is missing. Raises
-    UsageError if the file cannot be read, or `name` is not a table."""
+    """The table `[name]` of a paramd.toml; empty when the table or the file is missing.
+
+    Raises:
+        UsageError: If the file cannot be read, or `name` is not a table.
+    """
     table = read_toml(path).get(name, {})
     if not isinstance(table, dict):
         raise UsageError(f"{path}: {name} is not a table; write [{name}]")
@@ -267,8 +277,11 @@ def table_of_file(path: Path, name: str) -> Mapping[str, Any]:
 
 
 def table_of_text(text: str, name: str) -> Mapping[str, Any]:
-    """A table given as JSON in the environment variable `name`; empty for "". Raises UsageError if
-    it is not a JSON object."""
+    """A table given as JSON in the environment variable `name`; empty for "".
+
+    Raises:
+        UsageError: If it is not a JSON object.
+    """
     try:
         table = json.loads(text) if text else {}
     except (ValueError, RecursionError):
@@ -295,7 +308,12 @@ def settings_of(
     table: Mapping[str, Any], kind: type[Any], *, name: str, place: str
 ) -> dict[str, Any]:
     """The fields that a table sets of a config of this `kind`, whose defaults determine the types.
-    `name` and `place`: the table's, for errors. Raises UsageError: unknown key or wrong type."""
+
+    `name` and `place`: the table's, for errors.
+
+    Raises:
+        UsageError: Unknown key or wrong type.
+    """
     defaults = {one.name: one.default for one in fields(kind)}
     for key in table:
         if key not in defaults:

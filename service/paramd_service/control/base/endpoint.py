@@ -71,10 +71,16 @@ class Claim:
     """
 
     def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None) -> None:
-        """Take the wanted ports. One that was named is taken or refused: clients know it, and would
-        ask whoever has it instead of us. Any other one gives way to the next free port. `close` it.
-        Raises UsageError if an address cannot be used, ConflictError if a named port is in use,
-        UnreachableError if no port is free."""
+        """Take the wanted ports.
+
+        One that was named is taken or refused: clients know it, and would ask whoever has it
+        instead of us. Any other one gives way to the next free port. `close` it.
+
+        Raises:
+            UsageError: If an address cannot be used.
+            ConflictError: If a named port is in use.
+            UnreachableError: If no port is free.
+        """
         self.files = tls_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self.of_job = self.files is None and bootstrap is not None and bootstrap.own_tls
         """Whether it serves TLS with the job's CA."""
@@ -163,7 +169,11 @@ class Claim:
 
 
 def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
-    """Parse "host:port". Raises UsageError: malformed, or open to other hosts without TLS."""
+    """Parse "host:port".
+
+    Raises:
+        UsageError: Malformed, or open to other hosts without TLS.
+    """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
@@ -202,8 +212,10 @@ def bind_grpc(
     """Bind a gRPC server to the wanted port or the next free one.
 
     The server must have been created with `grpc.so_reuseport` 0, or a taken port looks free.
-    `credentials` returns new ones for each port (see `ServerTls.grpc_credentials`). Raises
-    UnreachableError: none of the ports tried is free.
+    `credentials` returns new ones for each port (see `ServerTls.grpc_credentials`).
+
+    Raises:
+        UnreachableError: None of the ports tried is free.
     """
     for port in _candidates(wanted.port):
         try:
@@ -221,8 +233,11 @@ def announce(
 ) -> Endpoint:
     """Write the job's endpoint file, replacing an older incarnation's; `with_ca` if the job's CA
     signed the certificate of `url`, for clients to trust; `socket`: path of REST's Unix socket.
-    Raises ConflictError: a newer incarnation of the job is already running. UsageError: the state
-    dir cannot be used."""
+
+    Raises:
+        ConflictError: A newer incarnation of the job is already running.
+        UsageError: The state dir cannot be used.
+    """
     endpoint = Endpoint(
         url=url,
         token=bootstrap.token,

@@ -28,8 +28,10 @@ log = logging.getLogger("paramd.control")
 async def ask_process(module: str, asked: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
     """Run a module that `answers`, and return what it answered. The process is ended in any case.
 
-    Raises TimeoutError if it takes longer than `timeout_s` and its start, and the error that it
-    answered with."""
+    Raises:
+        TimeoutError: If it takes longer than `timeout_s` and its start, and the error that it
+            answered with.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",

@@ -111,8 +111,12 @@ class Site:
 
 
 def site_dir() -> Path:
-    """The site's directory, created if missing; 0700 and ours. Raises UsageError if the state dir
-    cannot be used; ConflictError if the directory belongs to another user or is open to others."""
+    """The site's directory, created if missing; 0700 and ours.
+
+    Raises:
+        UsageError: If the state dir cannot be used.
+        ConflictError: If the directory belongs to another user or is open to others.
+    """
     path = places.state_dir() / SITE_DIRECTORY
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -151,8 +155,11 @@ def open_site(token: str | None) -> Site:
 
 
 def read_token(path: str) -> str | None:
-    """The token in the first line of a file; None when `path` is empty. Raises UsageError if it
-    cannot be read or holds no valid token. The text never quotes it."""
+    """The token in the first line of a file; None when `path` is empty.
+
+    Raises:
+        UsageError: If it cannot be read or holds no valid token. The text never quotes it.
+    """
     if not path:
         return None
     check_private(Path(path))
@@ -170,9 +177,14 @@ def read_token(path: str) -> str | None:
 
 
 def next_generation(directory: Path, *, now_s: float | None = None) -> int:
-    """A number above those of all earlier control planes of this directory. It also follows the
-    clock, so that of two control planes without a common directory the one that started later has
-    the higher number. Raises UsageError when the directory cannot be written."""
+    """A number above those of all earlier control planes of this directory.
+
+    It also follows the clock, so that of two control planes without a common directory the one that
+    started later has the higher number.
+
+    Raises:
+        UsageError: When the directory cannot be written.
+    """
     now_ms = int((now_s if now_s is not None else clock.now_s()) * 1000)
     path = directory / places.GENERATION_FILE
     try:

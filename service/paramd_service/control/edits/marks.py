@@ -52,8 +52,11 @@ class Marks:
         self._lost: list[KeptState] = []
 
     async def all(self, *, of_all: bool = False) -> list[KeptState]:
-        """Every state that some rank keeps, by step. Raises UnreachableError if no rank answers, or
-        with `of_all` if one does not."""
+        """Every state that some rank keeps, by step.
+
+        Raises:
+            UnreachableError: If no rank answers, or with `of_all` if one does not.
+        """
         view = self.mesh.registry.view()
         found: dict[int, list[pb.KeptState]] = {}
         failure: ParamdError | None = None
@@ -92,8 +95,12 @@ class Marks:
         return self._lost
 
     async def find(self, to: str | int) -> KeptState:
-        """The state named by a mark, or the newest of a step. Raises NotFoundError when there is
-        none, ConflictError when not all ranks have it."""
+        """The state named by a mark, or the newest of a step.
+
+        Raises:
+            NotFoundError: When there is none.
+            ConflictError: When not all ranks have it.
+        """
         states = await self.all()
         named = [
             one for one in states if (one.name == to if isinstance(to, str) else one.step == to)
@@ -113,9 +120,14 @@ class Marks:
         )
 
     async def make(self, by: Principal, name: str) -> KeptState:
-        """Keep the state of the next common boundary under a name. Raises ExistsError: the name is
-        taken. ExhaustedError: no memory for it. ConflictError: this training keeps no states, or is
-        paused by somebody else. UnreachableError: not all ranks are joined."""
+        """Keep the state of the next common boundary under a name.
+
+        Raises:
+            ExistsError: The name is taken.
+            ExhaustedError: No memory for it.
+            ConflictError: This training keeps no states, or is paused by somebody else.
+            UnreachableError: Not all ranks are joined.
+        """
         self.mesh.check()
         async with self._making:
             self._sidecars = []

@@ -140,11 +140,16 @@ class Pause:
         timeout_s: float | None = None,
         pause_id: str = "",
     ) -> PauseState:
-        """Pause all ranks at one boundary; return once they wait there. An earlier call's `holder`
-        makes a retry idempotent. With `for_all`, anyone allowed to pause training may end this
-        pause, and act within it. `timeout_s`: for all ranks to agree; None: as for an edit.
-        `pause_id`: the caller's, for `end`. Raises ConflictError: another paused training, the
-        ranks were late, or `end` came first. UnreachableError: not all ranks are joined."""
+        """Pause all ranks at one boundary; return once they wait there.
+
+        An earlier call's `holder` makes a retry idempotent. With `for_all`, anyone allowed to pause
+        training may end this pause, and act within it. `timeout_s`: for all ranks to agree; None:
+        as for an edit. `pause_id`: the caller's, for `end`.
+
+        Raises:
+            ConflictError: Another paused training, the ranks were late, or `end` came first.
+            UnreachableError: Not all ranks are joined.
+        """
         # The pause of a request is over in a moment: wait for it instead of refusing the caller.
         async with self._acting:
             return await self._begin(by, lease_s, holder, for_all, timeout_s, pause_id)
@@ -206,15 +211,21 @@ class Pause:
         return paused
 
     async def renew(self, by: Principal, lease_s: float, holder: str) -> PauseState:
-        """Renew the lease for `lease_s` seconds from now. Raises ConflictError unless training is
-        paused by this holder."""
+        """Renew the lease for `lease_s` seconds from now.
+
+        Raises:
+            ConflictError: Unless training is paused by this holder.
+        """
         await self._check_holder(by, holder)
         await self._renew(round(1000 * lease_s))
         return await self.view()
 
     async def step(self, by: Principal, steps: int, holder: str) -> PauseState:
-        """Let paused training pass `steps` boundaries; return once all ranks have agreed. Raises
-        ConflictError unless training is paused by this holder."""
+        """Let paused training pass `steps` boundaries; return once all ranks have agreed.
+
+        Raises:
+            ConflictError: Unless training is paused by this holder.
+        """
         before = await self._check_holder(by, holder)
         detail = {"holder": self._holder, "steps": steps}
         async with self.records.recorded(by, "pause.step", detail, self.mesh):
@@ -226,8 +237,13 @@ class Pause:
 
     async def end(self, by: Principal, holder: str, pause_id: str = "") -> PauseState:
         """Resume training; with `pause_id`, end that pause alone, even before it begins.
-        Idempotent. Raises ConflictError when another holder paused it. UnreachableError: no rank
-        says whether training is paused."""
+
+        Idempotent.
+
+        Raises:
+            ConflictError: When another holder paused it.
+            UnreachableError: No rank says whether training is paused.
+        """
         if not pause_id:
             return await self._end(by, holder)
         self._ended.append(pause_id)
@@ -253,8 +269,11 @@ class Pause:
 
     @asynccontextmanager
     async def during(self, by: Principal) -> AsyncIterator[None]:
-        """Pause training while the block runs, by a separate pause or within the caller's. Raises
-        ConflictError when somebody else paused training, or it is stepping."""
+        """Pause training while the block runs, by a separate pause or within the caller's.
+
+        Raises:
+            ConflictError: When somebody else paused training, or it is stepping.
+        """
         async with self._acting, self._within(by):
             yield
 

@@ -285,8 +285,11 @@ class EditRun:
 async def verify_staged(
     driver: EditRun, calls: SidecarCalls, view: MeshView, manifest: pb.EditManifest
 ) -> None:
-    """Verify that all ranks have the whole edit; stage it on ranks that need no data. Raises
-    ConflictError when data is missing on a rank, or was uploaded with another token."""
+    """Verify that all ranks have the whole edit; stage it on ranks that need no data.
+
+    Raises:
+        ConflictError: When data is missing on a rank, or was uploaded with another token.
+    """
     author = str(driver.row.detail.get("author", ""))
 
     async def progress(rank: int, address: str) -> pb.EditProgress:

@@ -64,11 +64,16 @@ class EditService:
     _creating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def create(self, by: Principal, spec: EditSpec, edit_id: str | None) -> EditRow:
-        """Create an edit. Idempotent: the same id and content return the existing row. Raises
-        UsageError, NotFoundError: the ops do not fit the layout, or the manifest is too large.
-        ConflictError: the edit changes more of the model than max_share. DeniedError: only an admin
-        may write NaN and infinities. ExistsError: the id is taken by an edit with different
-        content. ExhaustedError: too many edits per minute."""
+        """Create an edit. Idempotent: the same id and content return the existing row.
+
+        Raises:
+            UsageError, NotFoundError: The ops do not fit the layout, or the manifest is too
+                large.
+            ConflictError: The edit changes more of the model than max_share.
+            DeniedError: Only an admin may write NaN and infinities.
+            ExistsError: The id is taken by an edit with different content.
+            ExhaustedError: Too many edits per minute.
+        """
         self.mesh.check()
         if spec.allow_nonfinite and by.role is not UserRole.ADMIN:
             raise DeniedError("allow_nonfinite: only an admin may write NaN and infinities")
@@ -119,8 +124,14 @@ class EditService:
     async def roll_back(
         self, by: Principal, edit_id: str | None, to: str | int, note: str
     ) -> EditRow:
-        """Create an edit that returns training to a restore point or a step. Idempotent as
-        `create`. Raises NotFoundError for an unknown state, ConflictError if a rank lacks it."""
+        """Create an edit that returns training to a restore point or a step.
+
+        Idempotent as `create`.
+
+        Raises:
+            NotFoundError: For an unknown state.
+            ConflictError: If a rank lacks it.
+        """
         self.mesh.check()
         index, digest = await self._layout()
         self._check_share(1.0)
@@ -202,9 +213,13 @@ class EditService:
         dry_run: bool = False,
     ) -> EditRow:
         """Create an edit that undoes an applied one; with `dry_run`, only compute what it would
-        change. Raises DeniedError: it would restore NaN or infinities, and the caller is not an
-        admin. ConflictError: `done` was not applied in this incarnation, is already undone, or a
-        later edit changed some of the same elements and `force` is not set."""
+        change.
+
+        Raises:
+            DeniedError: It would restore NaN or infinities, and the caller is not an admin.
+            ConflictError: `done` was not applied in this incarnation, is already undone, or a
+                later edit changed some of the same elements and `force` is not set.
+        """
         self.mesh.check()
         if reason := self.why_no_undo(done):
             raise ConflictError(f"edit {done.id} cannot be undone: {reason}")
@@ -236,9 +251,12 @@ class EditService:
         return await self._begun(by, planned, index, note, detail, undo_of=done.id)
 
     async def commit(self, by: Principal, row: EditRow) -> None:
-        """Start the commit of a staged edit; return once it has started. Idempotent. Raises
-        DeniedError: another token created it, and the role may not commit others' edits.
-        ConflictError: data is missing, or was uploaded with another token."""
+        """Start the commit of a staged edit; return once it has started. Idempotent.
+
+        Raises:
+            DeniedError: Another token created it, and the role may not commit others' edits.
+            ConflictError: Data is missing, or was uploaded with another token.
+        """
         _check_own(by, row)
         driver = self.work.open.get(row.id)
         if driver is None or self.work.is_committing(row.id):
@@ -276,7 +294,10 @@ class EditService:
 
     async def abort(self, by: Principal, row: EditRow) -> EditRow:
         """Abort the edit unless the trainers have agreed on it; the returned row has its state.
-        Raises DeniedError when the role may not abort others' edits."""
+
+        Raises:
+            DeniedError: When the role may not abort others' edits.
+        """
         driver = self.work.open.get(row.id)
         if driver is None:
             return row
@@ -415,8 +436,11 @@ class EditRegistry:
         return found.work.open if found is not None else {}
 
     async def get(self, job: str, edit_id: str) -> EditRow:
-        """The current row of an edit, by the first characters of its id. Raises NotFoundError or
-        UsageError when none, or several, begin like this."""
+        """The current row of an edit, by the first characters of its id.
+
+        Raises:
+            NotFoundError, UsageError: When none, or several, begin like this.
+        """
         edit_id = await self._records.edits.whole_id(job, edit_id)
         driver = self._open(job).get(edit_id)
         row = driver.row if driver is not None else await self._records.edits.find(edit_id)
@@ -425,8 +449,11 @@ class EditRegistry:
         return row
 
     async def wait(self, row: EditRow, wait_s: float) -> EditRow:
-        """Wait up to `wait_s` seconds for the edit to end; return its row. Raises DeniedError when
-        the caller's token or session ends meanwhile."""
+        """Wait up to `wait_s` seconds for the edit to end; return its row.
+
+        Raises:
+            DeniedError: When the caller's token or session ends meanwhile.
+        """
         driver = self._open(row.job).get(row.id)
         if driver is not None and wait_s > 0:
             await while_permitted(driver.until(), wait_s)

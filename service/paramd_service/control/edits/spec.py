@@ -71,7 +71,11 @@ class Pace:
         self._begun: deque[float] = deque(maxlen=max_per_minute)
 
     def take(self, now_s: float) -> None:
-        """Count one edit. Raises ExhaustedError when the last minute's limit is reached."""
+        """Count one edit.
+
+        Raises:
+            ExhaustedError: When the last minute's limit is reached.
+        """
         most = self._begun.maxlen
         if len(self._begun) == most and self._begun[0] > now_s - _MINUTE_S:
             wait_s = self._begun[0] + _MINUTE_S - now_s
@@ -86,9 +90,13 @@ _settings = partial(settings_of, kind=EditConfig, name="edits")
 
 
 def load_edits(files: Sequence[tuple[Path, bool]], environment: Mapping[str, str]) -> EditConfig:
-    """Load the limits from paramd.toml files, (path, is_own) each; earlier ones win. Files that are
-    not the user's own are ignored: they could lift limits. Raises UsageError for a source that is
-    unreadable or a value out of range."""
+    """Load the limits from paramd.toml files, (path, is_own) each; earlier ones win.
+
+    Files that are not the user's own are ignored: they could lift limits.
+
+    Raises:
+        UsageError: For a source that is unreadable or a value out of range.
+    """
     merged: dict[str, Any] = {}
     for path in [path for path, is_own in reversed(files) if is_own]:
         merged |= _settings(table_of_file(path, "edits"), place=f"{path}: [edits]")
@@ -123,8 +131,11 @@ class Planned:
 def plan_edit(
     index: NameIndex, spec: EditSpec, *, edit_id: str, incarnation: int, layout_digest: str
 ) -> Planned:
-    """Plan a request against the layout. Raises UsageError, NotFoundError: it does not fit the
-    layout, or the manifest is too large."""
+    """Plan a request against the layout.
+
+    Raises:
+        UsageError, NotFoundError: It does not fit the layout, or the manifest is too large.
+    """
     parts = [(one, edit_ops(index, [one])) for one in spec.ops]
     ops = [op for _, found in parts for op in found]
     planned = check_ops(finder(index.layout), ops, allow_nonfinite=spec.allow_nonfinite)

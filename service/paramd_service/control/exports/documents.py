@@ -70,10 +70,14 @@ class Assets:
         self._whose: dict[str, Who] = {}
 
     def put(self, job: str, owner: str, name: str, offset_bytes: int, data: str) -> int:
-        """Write the next part of a file; return the file's size. A part may be repeated. Raises
-        UsageError: `name` is not a plain file name, or `data` not base64. ConflictError: the part
-        before it is missing. ExhaustedError: too many files, bytes or owners. UnreachableError: the
-        disk failed."""
+        """Write the next part of a file; return the file's size. A part may be repeated.
+
+        Raises:
+            UsageError: `name` is not a plain file name, or `data` not base64.
+            ConflictError: The part before it is missing.
+            ExhaustedError: Too many files, bytes or owners.
+            UnreachableError: The disk failed.
+        """
         check_asset_name(name)
         try:
             part = base64.b64decode(data, validate=True)
@@ -112,7 +116,11 @@ class Assets:
         return offset_bytes + len(part)
 
     def read(self, job: str, owner: str, names: Iterable[str]) -> dict[str, bytes]:
-        """Contents of an owner's files. Raises NotFoundError when one was not uploaded."""
+        """Contents of an owner's files.
+
+        Raises:
+            NotFoundError: When one was not uploaded.
+        """
         folder = self._folder(job, owner)
         if not folder.exists():
             folder = self._root / owner  # of an earlier version, which kept them by owner alone
@@ -168,10 +176,15 @@ def check_asset_name(name: str) -> str:
 def load_destinations(
     files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], own: Path | None = None
 ) -> dict[str, Destination] | None:
-    """Destinations by name: of the user's own paramd.toml, overridden by the environment. Where
-    neither has a table, the folder `own`, which is made; None where their tables are empty. `files`
-    are (path, is_own): one that is not the user's own may come with a cloned project and must not
-    decide where checkpoints go. Raises UsageError: a source is unreadable, invalid or not own."""
+    """Destinations by name: of the user's own paramd.toml, overridden by the environment.
+
+    Where neither has a table, the folder `own`, which is made; None where their tables are empty.
+    `files` are (path, is_own): one that is not the user's own may come with a cloned project and
+    must not decide where checkpoints go.
+
+    Raises:
+        UsageError: A source is unreadable, invalid or not own.
+    """
     found: dict[str, Destination] = {}
     given = ENVIRONMENT in environment
     for path, trusted in files:
@@ -212,7 +225,11 @@ class ExportSpec:
 
 
 def read_spec(request: Mapping[str, Any]) -> ExportSpec:
-    """Parse fields of `ExportRequest`. Raises UsageError: an invalid size, dtype or name rule."""
+    """Parse fields of `ExportRequest`.
+
+    Raises:
+        UsageError: An invalid size, dtype or name rule.
+    """
     include = set(request["include"])
     view = [name for name in ("merge", "weights_from") if request.get(name)]
     view += ["format"] if request["format"] == PEFT.name else []

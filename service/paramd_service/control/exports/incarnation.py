@@ -72,8 +72,11 @@ class IncarnationExports:
         return run
 
     async def cancel(self, export_id: str, reason: str) -> None:
-        """Cancel an export and wait for its end; no effect if it is not here. Raises ConflictError
-        when it can no longer be cancelled."""
+        """Cancel an export and wait for its end; no effect if it is not here.
+
+        Raises:
+            ConflictError: When it can no longer be cancelled.
+        """
         run = self.runs.get(export_id)
         if run is not None:
             run.cancel(reason)

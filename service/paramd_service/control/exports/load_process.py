@@ -70,8 +70,12 @@ def check_place(folder: Path, asked: Mapping[str, Any]) -> None:
 def read_values(folder: Path, label: str, layout: Layout) -> dict[str, torch.Tensor]:
     """The value of every parameter of the layout. Blocks.
 
-    Raises DataLossError if a file differs from the manifest, NotFoundError if a parameter is
-    missing, UsageError if a shape differs, ExhaustedError without memory for all of it."""
+    Raises:
+        DataLossError: If a file differs from the manifest.
+        NotFoundError: If a parameter is missing.
+        UsageError: If a shape differs.
+        ExhaustedError: Without memory for all of it.
+    """
     try:
         manifest = parsed_json(read_file(folder / MANIFEST, bounds.MANIFEST), bounds.MANIFEST)
         files = [

@@ -142,8 +142,12 @@ class ExportJob:
         return self.leases
 
     async def save(self) -> None:
-        """Save all state. Raises StoreError when the store is unavailable, TakenOverError when
-        another control plane has taken over the export."""
+        """Save all state.
+
+        Raises:
+            StoreError: When the store is unavailable.
+            TakenOverError: When another control plane has taken over the export.
+        """
         self._saved_s = time.monotonic()
         await self._queue.store.save(self.row, self.files)
 
@@ -170,8 +174,11 @@ class Writing:
         """Addresses that stopped answering; a respawned sidecar has a new address."""
 
     async def run(self) -> None:
-        """Return when all files are written or the export has failed. Raises UnreachableError if no
-        sidecar is left to write."""
+        """Return when all files are written or the export has failed.
+
+        Raises:
+            UnreachableError: If no sidecar is left to write.
+        """
         try:
             # One rank prepares the destination and checks that the files fit.
             job, size_bytes = self._job, self._job.export.size_bytes
@@ -274,8 +281,11 @@ class Writing:
 
 
 async def begin(job: ExportJob) -> None:
-    """Plan the export and pin one step; saved before any byte is written. Raises ParamdError if
-    planning, pinning or saving failed."""
+    """Plan the export and pin one step; saved before any byte is written.
+
+    Raises:
+        ParamdError: If planning, pinning or saving failed.
+    """
     from paramd.layout.exports.plan import plan_export
     from paramd.mesh.exports.pins import encode_plan
 
@@ -345,8 +355,12 @@ async def _tell_waits(job: ExportJob) -> None:
 
 
 async def adopt(job: ExportJob) -> None:
-    """Resume an export of an earlier control plane if its snapshots are still leased. Raises
-    ParamdError as `begin` does; ConflictError if it cannot be resumed."""
+    """Resume an export of an earlier control plane if its snapshots are still leased.
+
+    Raises:
+        ParamdError: As `begin` does.
+        ConflictError: If it cannot be resumed.
+    """
     pins = list(job.message.pins)
     lives = job.message.incarnation == job.group.mesh.number
     if lives:
@@ -395,8 +409,12 @@ def _file(plan: ExportPlan, index: int) -> File:
 
 
 async def finish(job: ExportJob) -> None:
-    """Store the assets, verify all files and commit. Idempotent. Raises DataLossError if a file
-    read back differs from what was written; ParamdError if the destination failed."""
+    """Store the assets, verify all files and commit. Idempotent.
+
+    Raises:
+        DataLossError: If a file read back differs from what was written.
+        ParamdError: If the destination failed.
+    """
     files = [
         export_pb2.ExportedFile(
             name=file.name, size_bytes=file.size_bytes, xxh3=bytes.fromhex(file.checksum)
@@ -488,8 +506,11 @@ class ExportRun(ExportJob):
             self._end(ExportState.FAILED, reason)
 
     def cancel(self, reason: str) -> None:
-        """End it as CANCELLED. Idempotent. Raises ConflictError if it has ended or is being
-        committed."""
+        """End it as CANCELLED. Idempotent.
+
+        Raises:
+            ConflictError: If it has ended or is being committed.
+        """
         if self.export.is_over or self.committing:
             now = f"export {self.row.id} is {self.export.state}"
             raise ConflictError(f"{now}; it can no longer be cancelled")

@@ -113,8 +113,11 @@ class Schedules:
         return known[row.id]
 
     async def delete(self, schedule_id: str) -> ScheduleRow:
-        """Delete a schedule, keeping its exports, by the first characters of its id. Raises
-        NotFoundError or UsageError when none, or several, begin like this."""
+        """Delete a schedule, keeping its exports, by the first characters of its id.
+
+        Raises:
+            NotFoundError, UsageError: When none, or several, begin like this.
+        """
         known = await self._known()
         found = [one for one in known if one.startswith(schedule_id)]
         one = known[only(found, schedule_id, see="paramd export-schedule list")]

@@ -101,9 +101,13 @@ class ExportService:
             await asyncio.wait(set(self._tasks))
 
     async def add_destination(self, wanted: Destination) -> None:
-        """Add a destination, for good. Idempotent. Raises DeniedError if the operator allows none,
-        ExistsError if the name has another root: exports and retention rely on it. UsageError: the
-        file of added ones is damaged."""
+        """Add a destination, for good. Idempotent.
+
+        Raises:
+            DeniedError: If the operator allows none.
+            ExistsError: If the name has another root: exports and retention rely on it.
+            UsageError: The file of added ones is damaged.
+        """
         if not self._allows_any:
             raise DeniedError(
                 f"the operator's empty {ENVIRONMENT} or [destinations] disables exports"
@@ -211,8 +215,13 @@ class ExportService:
 
     async def directory(self, job: str, given: str) -> tuple[str, str, str]:
         """(directory, destination, id) of a finished safetensors export, by the first characters of
-        its id. Raises NotFoundError for an unknown one, ConflictError for one that is not finished,
-        was removed, has another format or is not in a directory."""
+        its id.
+
+        Raises:
+            NotFoundError: For an unknown one.
+            ConflictError: For one that is not finished, was removed, has another format or is
+                not in a directory.
+        """
         row = await self.store.get(job, await self.store.whole_id(job, given))
         if row.state != "DONE" or row.removed:
             state = "removed" if row.removed else row.state
@@ -254,8 +263,11 @@ class ExportService:
         jobs: str | None,
     ) -> tuple[int, bytes]:
         """Read a file of a finished export of any job that the caller sees, or its manifest: (its
-        size, up to 8 MiB from the offset). `jobs` as in `ExportRow`. Raises UsageError,
-        NotFoundError: there is no such destination, export or file."""
+        size, up to 8 MiB from the offset). `jobs` as in `ExportRow`.
+
+        Raises:
+            UsageError, NotFoundError: There is no such destination, export or file.
+        """
         mesh.check()
         target = target_of(self.destinations, destination, jobs=jobs)
         return await read_file(self._queues[mesh.job].group, target, name, offset_bytes)

@@ -57,9 +57,12 @@ async def made(
     moved: Callable[[int], None] = lambda size_bytes: None,
 ) -> export_pb2.ExportedFile:
     """Have a rank write one file, which it reads from `sources` (rank, address), or read one back;
-    return its actual size and checksum. `moved` is called with the bytes written so far. Raises
-    RankUnreachableError: the rank or one of its sources does not answer. UnreachableError: the call
-    broke although all of them answer."""
+    return its actual size and checksum. `moved` is called with the bytes written so far.
+
+    Raises:
+        RankUnreachableError: The rank or one of its sources does not answer.
+        UnreachableError: The call broke although all of them answer.
+    """
     last = "done" if isinstance(request, export_pb2.WriteExportFileRequest) else "found"
     asking = calls.stream(rank, address, request, timeout_s=timeout_s, sources=sources)
     async with asking as messages:
@@ -101,8 +104,11 @@ async def part_of(
     name: str,
     offset_bytes: int,
 ) -> tuple[int, bytes]:
-    """Part of a finished export's file: (its size, up to READ_BYTES from the offset). Raises
-    DataLossError if bytes do not match their checksum."""
+    """Part of a finished export's file: (its size, up to READ_BYTES from the offset).
+
+    Raises:
+        DataLossError: If bytes do not match their checksum.
+    """
     request = export_pb2.ReadExportFileRequest(
         target=target, name=name, finished=True, offset_bytes=offset_bytes
     )
@@ -137,8 +143,12 @@ class SidecarGroup:
         return {report.rank: report.address for report in joined}
 
     async def wait_for(self, ranks: Iterable[int] | None = None) -> None:
-        """Wait up to JOIN_S until the ranks (None: all of the mesh) have joined. Raises
-        UnreachableError: a rank has not joined in time. ParamdError: the incarnation has ended."""
+        """Wait up to JOIN_S until the ranks (None: all of the mesh) have joined.
+
+        Raises:
+            UnreachableError: A rank has not joined in time.
+            ParamdError: The incarnation has ended.
+        """
         wanted = set(range(self.mesh.bootstrap.world_size) if ranks is None else ranks)
         deadline_s = time.monotonic() + JOIN_S
         while missing := wanted - set(self.ranks()):
@@ -158,9 +168,14 @@ class SidecarGroup:
     async def pin(
         self, plan: ExportPlan, *, timeout_s: float, optimizer: bool = False
     ) -> PinnedExport:
-        """Pin everything the plan reads, at one step; the caller owns the leases. With `optimizer`
-        also the optimizer state, whose files the returned plan then includes. Raises ConflictError:
-        a rank cannot provide the optimizer state. ParamdError: as `AsyncMesh.summon`."""
+        """Pin everything the plan reads, at one step; the caller owns the leases.
+
+        With `optimizer` also the optimizer state, whose files the returned plan then includes.
+
+        Raises:
+            ConflictError: A rank cannot provide the optimizer state.
+            ParamdError: As `AsyncMesh.summon`.
+        """
         from paramd.mesh.exports.pins import pin_parameters, pin_with_optimizer
 
         reach = await self.mesh.reaching()
@@ -181,9 +196,14 @@ class SidecarGroup:
         lost: Callable[[int, str], None] = lambda rank, why: None,
     ) -> tuple[int, Answer]:
         """Run `work` on the first healthy rank, beginning with `first`; return (rank, result).
+
         `wait`: up to JOIN_S while no rank is joined or answers: killed sidecars respawn. `lost` is
-        called with each rank that does not answer, and the reason. Raises UnreachableError: no rank
-        answers. ParamdError: `work` failed on the first rank that answers."""
+        called with each rank that does not answer, and the reason.
+
+        Raises:
+            UnreachableError: No rank answers.
+            ParamdError: `work` failed on the first rank that answers.
+        """
         deadline_s = time.monotonic() + JOIN_S
         while True:
             if wait and not self.ranks():

@@ -33,11 +33,16 @@ class Comparisons:
         jobs: Mapping[str, Any],
         heat: bool,
     ) -> dict[str, Any]:
-        """Labels of both states, and a row for each tensor. `a`, `b`: {"job": NAME}, {"path":
-        DIRECTORY, "label": its name for callers, "export": id of the export expected there}, or
-        {"text": a state of `job`}. `jobs`: job
-        documents with the caller's ticket, by name. Raises ExhaustedError: other comparisons are
-        running. ParamdError: as `AsyncMesh.diff`."""
+        """Labels of both states, and a row for each tensor.
+
+        `a`, `b`: {"job": NAME}, {"path": DIRECTORY, "label": its name for callers, "export": id of
+        the export expected there}, or {"text": a state of `job`}. `jobs`: job documents with the
+        caller's ticket, by name.
+
+        Raises:
+            ExhaustedError: Other comparisons are running.
+            ParamdError: As `AsyncMesh.diff`.
+        """
         asked = {
             "job": job,
             "a": a,
@@ -73,8 +78,11 @@ def _too_long(why: str) -> ConflictError:
 
 
 def state_of(text: str) -> tuple[str, str]:
-    """(kind, rest) of a state in a request: "export" and "job" have a rest, else "text". Raises
-    UsageError for any other text."""
+    """(kind, rest) of a state in a request: "export" and "job" have a rest, else "text".
+
+    Raises:
+        UsageError: For any other text.
+    """
     kind, colon, rest = text.partition(":")
     if kind in ("export", "job") and colon and rest:
         return kind, rest

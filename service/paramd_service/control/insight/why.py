@@ -31,7 +31,11 @@ Found = tuple[RankView, pb.InspectTrainerResponse | ParamdError | None]
 
 
 def chosen(ranks: Sequence[RankView], wanted: Collection[int]) -> list[RankView]:
-    """The ranks to ask: those wanted, else the worst. Raises NotFoundError: no such rank."""
+    """The ranks to ask: those wanted, else the worst.
+
+    Raises:
+        NotFoundError: No such rank.
+    """
     unknown = set(wanted) - {one.rank for one in ranks}
     if unknown:
         raise NotFoundError(
@@ -137,9 +141,14 @@ def collectives_of(answer: pb.InspectTrainerResponse) -> tuple[Collective, ...]:
 async def tails_of(
     calls: SidecarCalls, job: str, rank: RankView, *, count: int
 ) -> tuple[list[LogTail], str]:
-    """(the ends of the rank's logs, why its sidecar does not send them). A sidecar that has ended
-    left its log in the state dir of its host, which is this host, or shares the directory, in some
-    cases. Raises ConflictError when the job's directory is open to other users."""
+    """(the ends of the rank's logs, why its sidecar does not send them).
+
+    A sidecar that has ended left its log in the state dir of its host, which is this host, or
+    shares the directory, in some cases.
+
+    Raises:
+        ConflictError: When the job's directory is open to other users.
+    """
     why = rank.reason or "its sidecar has not joined"
     if rank.connected and rank.report is not None:
         request = pb.GetLogRequest(line_count=count)

@@ -229,9 +229,13 @@ class Coordinator:
         return len(self._waiting)
 
     async def schedule(self, snapshots: Snapshots, *, timeout_s: float) -> Verdict:
-        """Fill all snapshots at one boundary. Cancelling withdraws the request. Raises
-        UnreachableError: not all ranks are joined, or one does not answer. ConflictError: a rank is
-        torn or has no trainer. DeadlineError: no boundary was agreed within `timeout_s`."""
+        """Fill all snapshots at one boundary. Cancelling withdraws the request.
+
+        Raises:
+            UnreachableError: Not all ranks are joined, or one does not answer.
+            ConflictError: A rank is torn or has no trainer.
+            DeadlineError: No boundary was agreed within `timeout_s`.
+        """
         timeout_s -= margin_s(timeout_s)
         request = _Request(
             snapshots, time.monotonic() + timeout_s, asyncio.get_running_loop().create_future()
@@ -252,8 +256,11 @@ class Coordinator:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Turn]:
-        """Wait for a turn, then block all other requests until the block ends. Raises
-        UnreachableError unless all ranks are joined."""
+        """Wait for a turn, then block all other requests until the block ends.
+
+        Raises:
+            UnreachableError: Unless all ranks are joined.
+        """
         async with self._turns:
             # View and number are taken only now: requests that ran meanwhile may have changed both.
             view = self.joined()
@@ -345,7 +352,11 @@ class Coordinator:
         return await self.round(request, ids, view, timeout_s=timeout_s)
 
     def joined(self) -> MeshView:
-        """The mesh. Raises UnreachableError unless all ranks are joined."""
+        """The mesh.
+
+        Raises:
+            UnreachableError: Unless all ranks are joined.
+        """
         view = self._view()
         if view.absent:
             told = "; ".join(f"rank {rank.rank}: {rank.reason}" for rank in view.absent[:8])

@@ -324,8 +324,12 @@ class Jobs:
         return [self._current[job] for job in sorted(self._current)]
 
     def get(self, job: str) -> Incarnation:
-        """The job's latest incarnation, which may be over. Raises UnreachableError: we have just
-        started and the job's sidecars have not rejoined yet. NotFoundError: no such job."""
+        """The job's latest incarnation, which may be over.
+
+        Raises:
+            UnreachableError: We have just started and the job's sidecars have not rejoined yet.
+            NotFoundError: No such job.
+        """
         found = self._current.get(job)
         if found is None:
             starting = self.is_site and time.monotonic() - self._began_s < RETURN_S
@@ -350,9 +354,12 @@ class Jobs:
         why: str = "",
     ) -> Incarnation:
         """Begin an incarnation that this token owns, and end the job's older one; or show one that
-        is `past`. `why` it has begun, for the older one's reason. Raises ConflictError: the job is
-        already in this incarnation or a later one.
-        ExhaustedError: too many jobs."""
+        is `past`. `why` it has begun, for the older one's reason.
+
+        Raises:
+            ConflictError: The job is already in this incarnation or a later one.
+            ExhaustedError: Too many jobs.
+        """
         older = self._current.get(bootstrap.job)
         if older is not None and older.number >= bootstrap.incarnation:
             raise ConflictError(
@@ -389,11 +396,16 @@ class Jobs:
         owner: str | None = None,
     ) -> Incarnation:
         """Begin an attaching job's new incarnation, above `incarnation_floor` and all earlier ones.
-        `succeeds`: the job's present one, which still trains, goes on in it; 0: none. Raises
-        UsageError: the name or the world size is out of range. ConflictError: the job is
-        already training, or this control plane serves no site. DeniedError: another token owns the
-        job, which has not ended. ExhaustedError: too many jobs. UnreachableError: the store of
-        tokens cannot be read."""
+
+        `succeeds`: the job's present one, which still trains, goes on in it; 0: none.
+
+        Raises:
+            UsageError: The name or the world size is out of range.
+            ConflictError: The job is already training, or this control plane serves no site.
+            DeniedError: Another token owns the job, which has not ended.
+            ExhaustedError: Too many jobs.
+            UnreachableError: The store of tokens cannot be read.
+        """
         if not succeeds:
             self._site_of_all()
         places.check_job_name(job)
@@ -425,8 +437,12 @@ class Jobs:
         return present
 
     def end(self, job: str, by: str) -> Incarnation:
-        """End the job's incarnation, whose training must be over. Idempotent. Raises NotFoundError,
-        UnreachableError: as `get`. ConflictError: a trainer is alive."""
+        """End the job's incarnation, whose training must be over. Idempotent.
+
+        Raises:
+            NotFoundError, UnreachableError: As `get`.
+            ConflictError: A trainer is alive.
+        """
         mesh = self.get(job)
         if mesh.ended_s is None:
             self._check_free(job)
@@ -439,8 +455,12 @@ class Jobs:
     ) -> Incarnation:
         """The incarnation that a sidecar may join: the current one or that of its ticket, which is
         already verified as ours: after our restart, or, of an embedded control plane, when the
-        training has attached its parameters anew. Raises ConflictError: the
-        incarnation is over. UsageError: the world size is out of range."""
+        training has attached its parameters anew.
+
+        Raises:
+            ConflictError: The incarnation is over.
+            UsageError: The world size is out of range.
+        """
         found = self._current.get(job)
         if self._site is None and found is not None and found.number < incarnation:
             # Its trainer has signed a ticket of it: it attaches its parameters anew.
@@ -465,8 +485,12 @@ class Jobs:
         return self.at(job, incarnation)
 
     def at(self, job: str, incarnation: int) -> Incarnation:
-        """The job's incarnation if it has this number and is open. Raises NotFoundError for an
-        unknown job, ConflictError for another incarnation or one that is over."""
+        """The job's incarnation if it has this number and is open.
+
+        Raises:
+            NotFoundError: For an unknown job.
+            ConflictError: For another incarnation or one that is over.
+        """
         found = self.get(job)
         if found.number != incarnation:
             raise ConflictError(
@@ -476,7 +500,11 @@ class Jobs:
         return found
 
     def verifier(self, job: str, incarnation: int) -> Verifier:
-        """Verifier for an incarnation's tickets. Raises DeniedError when it cannot be ours."""
+        """Verifier for an incarnation's tickets.
+
+        Raises:
+            DeniedError: When it cannot be ours.
+        """
         return self._verifier(self._private_key(job, incarnation))
 
     def signer(self, job: str, incarnation: int) -> Signer:

@@ -39,8 +39,12 @@ def parse_networks(text: str) -> Networks:
 
 async def origin_of(rank: int, address: str, peer: str, networks: Networks = ()) -> Origin:
     """Where the sidecar is that joins from `peer`, as gRPC calls it ("ipv4:10.0.0.7:41234"), and
-    reports that it listens on `address`. The operator allows `networks` besides the host of `peer`.
-    Raises UsageError: `address` is malformed."""
+    reports that it listens on `address`. The operator allows `networks` besides the host of
+    `peer`.
+
+    Raises:
+        UsageError: `address` is malformed.
+    """
     host, came = host_of(check_address(address)), _ip_of_peer(peer)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)

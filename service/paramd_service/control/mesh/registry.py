@@ -540,8 +540,12 @@ class Registry:
         return [PeerAddress(one.rank, one.address, one.socket_path, one.host_id) for one in peers]
 
     def join(self, request: control_pb2.JoinRequest, origin: Origin) -> Member:
-        """Store a stream's first report. The newest stream of a rank takes it over. Raises
-        UsageError: rank, world size or a text out of range. ConflictError: another job or run."""
+        """Store a stream's first report. The newest stream of a rank takes it over.
+
+        Raises:
+            UsageError: Rank, world size or a text out of range.
+            ConflictError: Another job or run.
+        """
         self._check(request)
         # Newest wins: a respawned sidecar may join before the old one's stream breaks.
         self._next_serial += 1

@@ -87,7 +87,11 @@ class OwnDirectory:
         return [self._mine.job]
 
     async def job(self, job: str) -> JobDocument:
-        """The job's document, with a fresh ticket. Raises NotFoundError for any other job."""
+        """The job's document, with a fresh ticket.
+
+        Raises:
+            NotFoundError: For any other job.
+        """
         from paramd.mesh.peers.control import JobDocument
 
         mine = self._mine
@@ -234,9 +238,13 @@ class SidecarCalls:
         self, rank: int, address: str, request: Any, *, timeout_s: float = ASK_S, method: str = ""
     ) -> Any:
         """Call one rank's sidecar; an answer from any other rank or incarnation is refused.
+
         `request`: a message, whose incarnation and generation are set here, or a list of them.
-        `method`: by default the one that the message is named after. Raises ParamdError: of the
-        class that the status stands for, naming the rank."""
+        `method`: by default the one that the message is named after.
+
+        Raises:
+            ParamdError: Of the class that the status stands for, naming the rank.
+        """
         asked = self._bootstrap.asked(rank, address)
         if isinstance(request, Message):
             ours = {"incarnation": self._bootstrap.incarnation, "generation": self._generation}
@@ -371,7 +379,11 @@ async def _messages(
 
 
 def address_of(view: MeshView, rank: int) -> str:
-    """Address of a rank's sidecar. Raises UnreachableError when it is not connected."""
+    """Address of a rank's sidecar.
+
+    Raises:
+        UnreachableError: When it is not connected.
+    """
     found = view.ranks[rank]
     if found.report is None or not found.connected:
         raise UnreachableError(f"rank {rank}: {found.reason}")
@@ -411,8 +423,11 @@ class LayoutSource:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-layout")
 
     async def get(self, view: MeshView) -> tuple[str, NameIndex]:
-        """Digest and name index of the layout; `NameIndex.layout` is the layout itself. Raises
-        UnreachableError if the ranks report none or different ones, or none answers."""
+        """Digest and name index of the layout; `NameIndex.layout` is the layout itself.
+
+        Raises:
+            UnreachableError: If the ranks report none or different ones, or none answers.
+        """
         wanted = view.layout_digest
         if not wanted:
             raise UnreachableError(

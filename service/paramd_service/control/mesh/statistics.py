@@ -157,7 +157,11 @@ class HeldSnapshots:
         return held
 
     def release(self, held_id: str, *, by_admin: bool = False) -> LeasedSnapshot | None:
-        """End a lease; None if it has ended. Raises DeniedError for another token's."""
+        """End a lease; None if it has ended.
+
+        Raises:
+            DeniedError: For another token's.
+        """
         held = self._held.get(held_id)
         if held is not None:
             _check_holder(held, by_admin=by_admin)
@@ -230,8 +234,12 @@ class StatsSource:
     async def get(
         self, patterns: str | Sequence[str], *, with_buffers: bool, with_histogram: bool = False
     ) -> StatsTable:
-        """Statistics of all matching tensors, at one step. Raises ExhaustedError if too many
-        queries run; ParamdError as `AsyncMesh.stats` does."""
+        """Statistics of all matching tensors, at one step.
+
+        Raises:
+            ExhaustedError: If too many queries run.
+            ParamdError: As `AsyncMesh.stats` does.
+        """
         from paramd.mesh.reading.reductions import compute_stats
 
         work = partial(compute_stats, with_exponents=with_histogram)
@@ -463,7 +471,10 @@ class StatsSource:
 
 def bin_edges(low: float, high: float, bins: int) -> list[float]:
     """`bins + 1` increasing edges from `low` to `high`; fewer if the range has too few floats.
-    Raises UsageError if a bound is not finite, or `low` is not below `high`."""
+
+    Raises:
+        UsageError: If a bound is not finite, or `low` is not below `high`.
+    """
     if not (math.isfinite(low) and math.isfinite(high)):
         raise UsageError("low, high: there is no finite element to take the range from; set both")
     if not low < high or not math.isfinite(high - low):

@@ -128,8 +128,11 @@ class EventBus:
 
         The first event is HELLO, or GAP when requested ones are gone. A reader overtaken by the
         ring also gets a GAP, and QUIET whenever nothing has happened for `quiet_s` seconds. Ends
-        when the bus is closed. Raises ExhaustedError: too many readers. UsageError: `after` is not
-        an event id.
+        when the bus is closed.
+
+        Raises:
+            ExhaustedError: Too many readers.
+            UsageError: `after` is not an event id.
         """
         begin, missed = self._place(after)
         with self._viewers.one(CALLER.get()):

@@ -52,9 +52,13 @@ class OtherRecords:
 
     @asynccontextmanager
     async def history(self, job: str) -> AsyncIterator[MetricHistory]:
-        """The metric history of a job, to be read. Raises NotFoundError: no such job, or nothing
-        is stored of it. ConflictError: another version of paramd wrote it, or its directory is not
-        private. StoreError: it cannot be read."""
+        """The metric history of a job, to be read.
+
+        Raises:
+            NotFoundError: No such job, or nothing is stored of it.
+            ConflictError: Another version of paramd wrote it, or its directory is not private.
+            StoreError: It cannot be read.
+        """
         async with self._reading:
             directory = await asyncio.to_thread(_directory, job)
             store = Store(parse_store(self._store(), directory=directory))

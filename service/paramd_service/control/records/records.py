@@ -41,8 +41,11 @@ class Records:
     def __init__(self, store: str, directory: Path, *, chain: str, incarnation: int = 0) -> None:
         """No I/O. `store`: its URL; empty for a file in `directory`, which is the job's or the
         site's, with mode 0700. `chain`: of the control plane's own actions: the job's when
-        embedded, empty for a site. `incarnation`: the embedded one's. Raises UsageError if `store`
-        is not supported."""
+        embedded, empty for a site. `incarnation`: the embedded one's.
+
+        Raises:
+            UsageError: If `store` is not supported.
+        """
         self.store = Store(parse_store(store, directory=directory))
         self.audit = Audit(self.store)
         self.directory = directory
@@ -57,8 +60,12 @@ class Records:
         self._started = False
 
     async def start(self, settings: Mapping[str, Any]) -> None:
-        """Open the store and record the start. An unavailable store is only logged. Raises
-        UsageError: the store's driver is missing. ConflictError: a newer paramd has used it."""
+        """Open the store and record the start. An unavailable store is only logged.
+
+        Raises:
+            UsageError: The store's driver is missing.
+            ConflictError: A newer paramd has used it.
+        """
         try:
             await self.store.start()
         except StoreError as error:

@@ -61,7 +61,11 @@ class EditStore:
         self._store = store
 
     async def add(self, row: EditRow) -> int:
-        """Add an edit and return its number. Raises ExistsError if the id has been used."""
+        """Add an edit and return its number.
+
+        Raises:
+            ExistsError: If the id has been used.
+        """
 
         def work(connection: Connection) -> int:
             used = select(edits.c.number).where(edits.c.id == row.id)

@@ -61,8 +61,12 @@ def sqlite_address(path: Path) -> StoreAddress:
 
 
 def parse_store(text: str, *, directory: Path) -> StoreAddress:
-    """The store that a setting names; when empty, `control.sqlite` in `directory`. Raises
-    UsageError if it is not a supported URL. The text never quotes it, as it may hold a password."""
+    """The store that a setting names; when empty, `control.sqlite` in `directory`.
+
+    Raises:
+        UsageError: If it is not a supported URL. The text never quotes it, as it may hold a
+            password.
+    """
     if not text:
         return sqlite_address(directory / FILE_NAME)
     try:
@@ -104,7 +108,11 @@ def store_errors(address: StoreAddress) -> Iterator[None]:
 
 
 def make_engine(address: StoreAddress) -> Engine:
-    """Make an engine without connecting. Raises UsageError: PostgreSQL's driver is missing."""
+    """Make an engine without connecting.
+
+    Raises:
+        UsageError: PostgreSQL's driver is missing.
+    """
     if address.path is not None:
         return _sqlite(address)
     try:

@@ -102,7 +102,11 @@ class ExportStore:
         self._store = store
 
     async def add(self, row: ExportRow) -> None:
-        """Add an export. Raises ConflictError when the id is taken."""
+        """Add an export.
+
+        Raises:
+            ConflictError: When the id is taken.
+        """
 
         def work(connection: Connection) -> None:
             taken = select(exports.c.id).where(exports.c.id == row.id)
@@ -113,8 +117,11 @@ class ExportStore:
         await self._store.write(work)
 
     async def save(self, row: ExportRow, files: Iterable[File] = ()) -> None:
-        """Write an export and the given ones of its files. Raises TakenOverError when a control
-        plane of a higher generation has taken it over."""
+        """Write an export and the given ones of its files.
+
+        Raises:
+            TakenOverError: When a control plane of a higher generation has taken it over.
+        """
         listed = list(files)
 
         def work(connection: Connection) -> None:
@@ -189,7 +196,11 @@ class ExportStore:
         return await self._all(chosen.order_by(exports.c.created_s, exports.c.id))
 
     async def add_schedule(self, row: ScheduleRow) -> None:
-        """Add a schedule. Raises ConflictError when the id is taken, by whatever job."""
+        """Add a schedule.
+
+        Raises:
+            ConflictError: When the id is taken, by whatever job.
+        """
 
         def work(connection: Connection) -> None:
             taken = select(export_schedules.c.id).where(export_schedules.c.id == row.id)

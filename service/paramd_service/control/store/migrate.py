@@ -21,9 +21,12 @@ MIGRATIONS = Path(__file__).with_name("migrations")
 
 def migrate(engine: Engine, address: StoreAddress) -> str:
     """Create or upgrade the tables, all or nothing; return the previous revision ("" for a new
-    store). Concurrent callers wait for the first, then find it done. Raises ConflictError: the
-    store was written by a newer paramd, or before 0.1.0. SQLAlchemyError, OSError: it cannot be
-    used."""
+    store). Concurrent callers wait for the first, then find it done.
+
+    Raises:
+        ConflictError: The store was written by a newer paramd, or before 0.1.0.
+        SQLAlchemyError, OSError: It cannot be used.
+    """
     with _alone(address):
         if address.path is not None:
             create_file(address)

@@ -79,9 +79,13 @@ class Store:
         return self._writes.qsize()
 
     async def start(self) -> None:
-        """Start the threads, open the store and run migrations. Raises UsageError: its driver is
-        not installed. ConflictError: the store was made by a newer paramd. StoreError: it cannot be
-        opened now. The store stays started and tries again."""
+        """Start the threads, open the store and run migrations.
+
+        Raises:
+            UsageError: Its driver is not installed.
+            ConflictError: The store was made by a newer paramd.
+            StoreError: It cannot be opened now. The store stays started and tries again.
+        """
         self._engine = make_engine(self.address)
         self._readers = ThreadPoolExecutor(READERS, "paramd-store-reader")
         self._writer = threading.Thread(target=self._run, name="paramd-store-writer", daemon=True)
@@ -89,9 +93,13 @@ class Store:
         await self.write(lambda _: None)
 
     async def start_reading(self) -> None:
-        """Open the store only to be read: nothing is created, converted or written. Raises
-        NotFoundError: there is none. ConflictError: another version of paramd wrote it. StoreError:
-        it cannot be read."""
+        """Open the store only to be read: nothing is created, converted or written.
+
+        Raises:
+            NotFoundError: There is none.
+            ConflictError: Another version of paramd wrote it.
+            StoreError: It cannot be read.
+        """
         if self.address.path is not None and not self.address.path.exists():
             raise NotFoundError(f"nothing is stored: there is no {self.address}")
         self._engine = make_engine(self.address)
@@ -120,16 +128,21 @@ class Store:
         """Run `work` in its own transaction on the writer thread; return once it is durable.
 
         `then` runs after the commit, also on the writer thread, before the next write. A cancelled
-        call either has no effect or is performed in full. Raises StoreError: nothing was written,
-        or the commit's fate is unknown (connection lost).
+        call either has no effect or is performed in full.
+
+        Raises:
+            StoreError: Nothing was written, or the commit's fate is unknown (connection lost).
         """
         return await asyncio.wrap_future(self.submit(work, then=then))
 
     def submit(
         self, work: Callable[[Connection], T], *, then: Callable[[T], None] = lambda _: None
     ) -> Future[T]:
-        """Like `write`, for callers that do not wait. Never blocks. Raises StoreError if too many
-        writes are queued, or the store has stopped."""
+        """Like `write`, for callers that do not wait. Never blocks.
+
+        Raises:
+            StoreError: If too many writes are queued, or the store has stopped.
+        """
         if self._stopping or self._writer is None:
             raise StoreError("the store is not running")
         done: Future[T] = Future()
@@ -143,8 +156,11 @@ class Store:
         return done
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` on a reader thread, in a transaction that must not write. Raises StoreError if
-        it cannot be read."""
+        """Run `work` on a reader thread, in a transaction that must not write.
+
+        Raises:
+            StoreError: If it cannot be read.
+        """
         if self._stopping or self._readers is None:
             raise StoreError("the store is not running")
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
@@ -209,8 +225,12 @@ async def whole_id(store: Store, table: Table, job: str, given: str, *, see: str
 
 
 def only(found: Sequence[str], given: str, *, see: str) -> str:
-    """The only id of `found`, which all begin with `given`. Raises NotFoundError when there is
-    none, UsageError when there are several; `see` is the command that lists these ids."""
+    """The only id of `found`, which all begin with `given`.
+
+    Raises:
+        NotFoundError: When there is none.
+        UsageError: When there are several; `see` is the command that lists these ids.
+    """
     if not found:
         raise NotFoundError(f"no id begins with {given[:ID_CHARS]!r}; see: {see}")
     if len(found) > 1:

@@ -44,7 +44,11 @@ class TokenStore:
         self._store = store
 
     async def create(self, row: TokenRow) -> None:
-        """Add a token. Raises ConflictError if the name has been used."""
+        """Add a token.
+
+        Raises:
+            ConflictError: If the name has been used.
+        """
 
         def work(connection: Connection) -> None:
             found = select(tokens.c.name).where(tokens.c.name == row.name)

@@ -92,8 +92,11 @@ class SlotMemory:
         return self._tails[index] and covers(self._held[index], page_spans(spans))
 
     def reserve(self, index: int, spans: Spans) -> None:
-        """Populate spans of a room, and its tail. Raises ExhaustedError if the machine does not
-        have that much memory."""
+        """Populate spans of a room, and its tail.
+
+        Raises:
+            ExhaustedError: If the machine does not have that much memory.
+        """
         slot = self.slots[index]
         if not self._tails[index]:
             self._memory.populate(slot.tail_begin_bytes, slot.end_bytes)
@@ -337,11 +340,16 @@ class Gradients:
 
     async def capture(self, history: int, step: int, spans: Spans, work: Work) -> tuple[Any, Notes]:
         """Run `work` on the gradients that update `step` consumes; return its result and notes.
-        Cancellation withdraws the request, but waits for a `work` in progress. Raises AbortedError:
-        the update has begun already, or left its gradients out; or the training was rolled back, so
-        that the update is no longer of `history`. ExhaustedError: no memory, too many spans, or too
-        many requests. EndedError: the training has detached. ConflictError: it has ended, or the
-        updates of this training have no frames."""
+
+        Cancellation withdraws the request, but waits for a `work` in progress.
+
+        Raises:
+            AbortedError: The update has begun already, or left its gradients out; or the
+                training was rolled back, so that the update is no longer of `history`.
+            ExhaustedError: No memory, too many spans, or too many requests.
+            EndedError: The training has detached.
+            ConflictError: It has ended, or the updates of this training have no frames.
+        """
         self._check(history, step, spans)
         want = Want(spans, work, self._loop.create_future())
         moment = in_time(step, rewound=history)

@@ -51,7 +51,11 @@ class GrpcServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Listen and serve. Raises UsageError if it cannot listen on the address."""
+        """Listen and serve.
+
+        Raises:
+            UsageError: If it cannot listen on the address.
+        """
         doors = Doors(
             # The servicer counts its own calls, depending on their work.
             counted=lambda method: not method.startswith(f"/{SERVICE}/"),

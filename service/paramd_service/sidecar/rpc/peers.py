@@ -25,8 +25,12 @@ class Peers:
         self._channels = Channels(self.ticket, job_tls=rank.job_tls)
 
     def ticket(self, number: int | None) -> str:
-        """What that rank is shown, None the control plane. Raises DeniedError: none was handed
-        over, UsageError: the trainer has ended."""
+        """What that rank is shown, None the control plane.
+
+        Raises:
+            DeniedError: None was handed over.
+            UsageError: The trainer has ended.
+        """
         return shown_of(self._reads(), number, self._world_size)
 
     async def close(self) -> None:
@@ -34,7 +38,11 @@ class Peers:
         await self._channels.close()
 
     async def sidecars(self) -> Sidecars:
-        """Those of the mesh. Raises UsageError when the trainer has ended."""
+        """Those of the mesh.
+
+        Raises:
+            UsageError: When the trainer has ended.
+        """
         return Sidecars(self._channels, self.document, self._background)
 
     @property

@@ -197,8 +197,11 @@ class StreamServer:
         return answer
 
     def open(self, sock: socket.socket, data: bytes) -> None:
-        """Start the stream that an opening asks for. Takes over the socket. Raises ParamdError if
-        it is refused; the caller keeps the socket."""
+        """Start the stream that an opening asks for. Takes over the socket.
+
+        Raises:
+            ParamdError: If it is refused; the caller keeps the socket.
+        """
         rank = self._rank
         opening = streams.read_opening(data)
         granted = self._grants.get(opening.grant_id)

@@ -160,8 +160,12 @@ class Moments:
         return state, {**record, "step": step}
 
     def check(self, key: str) -> None:
-        """Check that the state exists, as far as is known now; "" means no particular key. Raises
-        ConflictError if the trainer does not keep it here, NotFoundError for an unknown key."""
+        """Check that the state exists, as far as is known now; "" means no particular key.
+
+        Raises:
+            ConflictError: If the trainer does not keep it here.
+            NotFoundError: For an unknown key.
+        """
         if not self.lives_here:
             raise ConflictError(NOT_KEPT)
         found = self._read()

@@ -257,7 +257,10 @@ class Charges:
 
     def check(self, who: Who, source: int, needed_bytes: int, *, is_new: bool = True) -> None:
         """Check that `who` may hold that much more; `is_new`: no token holds the snapshot yet.
-        Raises ExhaustedError when this token's share, or that of all tokens, is used up."""
+
+        Raises:
+            ExhaustedError: When this token's share, or that of all tokens, is used up.
+        """
         if who is None:
             return
         share_bytes, mine = self.share_bytes(source), self._taken_bytes[source, who]
@@ -404,8 +407,12 @@ class SnapshotStore:
     def reserve(
         self, key: Key, *, at_boundary: bool, with_buffers: bool = False, who: Who = None
     ) -> Snapshot:
-        """Reserve room for a snapshot, held once; its block may not exist yet. Charged to `who`
-        until `uncharge`. Raises ExhaustedError when the budget, or the share of `who`, is used up.
+        """Reserve room for a snapshot, held once; its block may not exist yet.
+
+        Charged to `who` until `uncharge`.
+
+        Raises:
+            ExhaustedError: When the budget, or the share of `who`, is used up.
         """
         snapshot = Snapshot(key, at_boundary, with_buffers)
         self._charges.check(who, key.source, pages(snapshot.size_bytes))
@@ -421,8 +428,12 @@ class SnapshotStore:
         self._charges.remove(who, snapshot)
 
     def lease(self, snapshot: Snapshot, lease_s: float, who: Who = None) -> Lease:
-        """Turn one hold on the snapshot into a lease. Raises ExhaustedError: too many leases or
-        bytes. ConflictError: the incarnation has ended. Then the caller keeps its hold."""
+        """Turn one hold on the snapshot into a lease.
+
+        Raises:
+            ExhaustedError: Too many leases or bytes.
+            ConflictError: The incarnation has ended. Then the caller keeps its hold.
+        """
         if self._closed:
             raise ConflictError("the run of the snapshot has ended; fetch the layout again")
         size_bytes = pages(snapshot.size_bytes)
@@ -435,7 +446,11 @@ class SnapshotStore:
         return lease
 
     def get(self, snapshot_id: str) -> Lease:
-        """The live lease with that id. Raises NotFoundError if it has ended, or never existed."""
+        """The live lease with that id.
+
+        Raises:
+            NotFoundError: If it has ended, or never existed.
+        """
         lease = self._leases.get(snapshot_id)
         if lease is None or lease.expires_ns <= self._clock_ns():
             raise NotFoundError(
@@ -445,8 +460,13 @@ class SnapshotStore:
         return lease
 
     def filled(self, snapshot_id: str) -> Snapshot:
-        """The filled snapshot of a lease. Raises NotFoundError: as `get`. ConflictError: its
-        boundary was not captured. AbortedError: its bytes turned out not to be of one state."""
+        """The filled snapshot of a lease.
+
+        Raises:
+            NotFoundError: As `get`.
+            ConflictError: Its boundary was not captured.
+            AbortedError: Its bytes turned out not to be of one state.
+        """
         snapshot = self.get(snapshot_id).snapshot
         if snapshot.fill is not Fill.FILLED:
             raise ConflictError(f"the snapshot is {snapshot.fill.value}; schedule a boundary first")
@@ -455,13 +475,21 @@ class SnapshotStore:
         return snapshot
 
     def renew(self, snapshot_id: str, lease_s: float, who: Who = None) -> None:
-        """Extend a lease, counted from now. Raises NotFoundError, DeniedError (another's)."""
+        """Extend a lease, counted from now.
+
+        Raises:
+            NotFoundError, DeniedError: Another's.
+        """
         lease = self.get(snapshot_id)
         _check_holder(lease, who)
         lease.expires_ns = self._clock_ns() + int(lease_s * 1e9)
 
     def release(self, snapshot_id: str, who: Who = None) -> None:
-        """End a lease; a no-op if there is none. Raises DeniedError (another's)."""
+        """End a lease; a no-op if there is none.
+
+        Raises:
+            DeniedError: Another's.
+        """
         lease = self._leases.get(snapshot_id)
         if lease is None:
             return

@@ -146,8 +146,11 @@ def make_view(
     data_bytes: int,
     dtype: str,
 ) -> View:
-    """Make a view, checked against the snapshot and the matrix. Raises UsageError if it is
-    malformed or exceeds one of them."""
+    """Make a view, checked against the snapshot and the matrix.
+
+    Raises:
+        UsageError: If it is malformed or exceeds one of them.
+    """
     if not (len(sizes) == len(strides) == len(steps) <= 16 and 0 <= row_dims <= len(sizes)):
         raise UsageError("items: sizes, strides and steps must be equally many, at most 16")
     if any(s < 1 or t < 0 or p < 0 for s, t, p in zip(sizes, strides, steps, strict=True)):
@@ -363,9 +366,13 @@ def multiply(
     *,
     transposed: bool,
 ) -> tuple[int, torch.Tensor]:
-    """The first row of the product, and its rows that the views touch. `factor`: float64 [columns
-    of the matrix from `factor_begin` on (rows if `transposed`), width]. Raises UsageError if it
-    lacks rows."""
+    """The first row of the product, and its rows that the views touch.
+
+    `factor`: float64 [columns of the matrix from `factor_begin` on (rows if `transposed`), width].
+
+    Raises:
+        UsageError: If it lacks rows.
+    """
     sides = [
         (view.columns, view.rows) if transposed else (view.rows, view.columns) for view in views
     ]

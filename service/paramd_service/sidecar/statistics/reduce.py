@@ -160,7 +160,11 @@ def set_up() -> None:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element. Raises UsageError if there are no statistics of that dtype."""
+    """Bytes of one element.
+
+    Raises:
+        UsageError: If there are no statistics of that dtype.
+    """
     if dtype not in _WIDENED:
         why = " (complex numbers have no order)" if "complex" in dtype else ""
         raise UsageError(
@@ -175,8 +179,11 @@ def widened(dtype: str) -> torch.dtype:
 
 
 def make_edges(edges: Sequence[float]) -> torch.Tensor | None:
-    """Edges to count between, or None when there are none. Raises UsageError if they are too many,
-    not finite, or not strictly rising."""
+    """Edges to count between, or None when there are none.
+
+    Raises:
+        UsageError: If they are too many, not finite, or not strictly rising.
+    """
     if not edges:
         return None
     rising = all(a < b for a, b in pairwise(edges))
@@ -196,9 +203,14 @@ def reduce_run(
     edges: torch.Tensor | None = None,
     before: memoryview | None = None,
 ) -> Reduced:
-    """Statistics of a run of elements: whole ones, at any alignment. `with_exponents` costs several
-    times everything else; `edges` are `make_edges`'; `before`, of the same dtype and size, is
-    subtracted. Raises UsageError: there are no statistics of that dtype."""
+    """Statistics of a run of elements: whole ones, at any alignment.
+
+    `with_exponents` costs several times everything else; `edges` are `make_edges`'; `before`, of
+    the same dtype and size, is subtracted.
+
+    Raises:
+        UsageError: There are no statistics of that dtype.
+    """
     itemsize = item_bytes(dtype)
     result = Reduced(
         exponents=torch.zeros(BIASED_BINS, dtype=torch.int64) if with_exponents else None

@@ -49,7 +49,11 @@ class Pages(Generic[Item]):
         return name
 
     def get(self, name: str, *, of: str) -> Item:
-        """The result kept under this name `of` the same. Raises ConflictError: it no longer is."""
+        """The result kept under this name `of` the same.
+
+        Raises:
+            ConflictError: It no longer is.
+        """
         item, expires_s = self._kept.get((of, name), (None, 0.0))
         if item is None or expires_s < time.monotonic():
             raise ConflictError("page_token: expired; omit it to start over")
@@ -62,7 +66,11 @@ def make_token(begin: int, name: str) -> str:
 
 
 def read_token(token: str) -> tuple[int, str]:
-    """(begin, name) of a token. Raises UsageError: the token is not ours."""
+    """(begin, name) of a token.
+
+    Raises:
+        UsageError: The token is not ours.
+    """
     try:
         begin, colon, name = base64.urlsafe_b64decode(token.encode()).decode().partition(":")
         if not colon or not begin.isdecimal() or len(begin) > 18:
@@ -73,8 +81,11 @@ def read_token(token: str) -> tuple[int, str]:
 
 
 def begin_of(token: str, name: str) -> int | None:
-    """Where the page begins in the list `name`; None without a token. Raises UsageError: the token
-    is of another list, or not ours."""
+    """Where the page begins in the list `name`; None without a token.
+
+    Raises:
+        UsageError: The token is of another list, or not ours.
+    """
     if not token:
         return None
     begin, found = read_token(token)

@@ -462,7 +462,10 @@ LOOPS: dict[str, Loop] = {
         iteration=assigned_within_an_update, kinds=("plain",), resume="never",
         without=("hyperparameters",),
     ),
-    "schedule-free": Loop(iteration=schedule_free, resume="never", without=OF_SETTLED),
+    # At rest its weights may have come back rounded, and are refused then.
+    "schedule-free": Loop(
+        iteration=schedule_free, resume="never", without=OF_SETTLED, rests=False
+    ),
     "averaged": Loop(iteration=averaged),
     "late": Loop(iteration=late, without=OF_SETTLED),
     "evaluated": Loop(iteration=evaluated),

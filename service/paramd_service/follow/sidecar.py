@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from paramd.deltas import ELEMENT_BYTES, Delta, make_delta
-from paramd.errors import UsageError
+from paramd.errors import UnreachableError, UsageError
 from paramd.state import StateName
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
@@ -113,7 +113,8 @@ class Follow(SidecarPart):
         host = self.host
         pins, bases = host.pins, self._bases
         store = pins.store
-        assert bases is not None
+        if bases is None:
+            raise UnreachableError("the trainer is still attaching; try again in a moment")
         snapshot = store.hold(store.filled(request.snapshot_id))
         try:
             items = _checked(request.items, snapshot.size_bytes)
@@ -127,7 +128,7 @@ class Follow(SidecarPart):
             try:
                 async with asyncio.timeout(timeout_s):
                     named = (state_of(snapshot), before if base is not None else None, items)
-                    found = await self._result(named, snapshot, base)
+                    found = await self._result(named, snapshot, base, bases.budget_bytes // 2)
             finally:
                 if base is not None:
                     store.drop(base)
@@ -148,7 +149,9 @@ class Follow(SidecarPart):
             yield data_chunk(data[offset : offset + CHUNK_BYTES], offset)
             host.faults.at("delta-chunk")
 
-    async def _result(self, named: _Named, snapshot: Snapshot, base: Snapshot | None) -> _Result:
+    async def _result(
+        self, named: _Named, snapshot: Snapshot, base: Snapshot | None, limit_bytes: int
+    ) -> _Result:
         """The comparison, made by the first caller; if that call ends early, by the next."""
         while (running := self._running.get(named)) is not None:
             await asyncio.wait({running})
@@ -157,8 +160,6 @@ class Follow(SidecarPart):
         loop = asyncio.get_running_loop()
         running = self._running[named] = loop.create_future()
         new, old = snapshot.view(), base.view() if base is not None else None
-        assert self._bases is not None
-        limit_bytes = self._bases.budget_bytes // 2
         try:
             found = await self.host.reduced(
                 lambda stop: _compare(new, old, named[2], limit_bytes, stop)

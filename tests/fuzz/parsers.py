@@ -20,7 +20,6 @@ from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
-from paramd_service.sidecar.rpc.edits import _part
 
 from paramd import bounds, streams
 from paramd.answers import has_over, parsed, parsed_json, unpacked
@@ -47,6 +46,7 @@ from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
 from paramd.wire import Chunk, data_chunk, parse_chunk
 from paramd_service.control.metrics import passed_on
 from paramd_service.edits.entry import body_at, records_of
+from paramd_service.edits.sidecar import _part
 from paramd_service.sidecar.owner import parse_attach, parse_mesh
 
 ARENA_BYTES = 4096

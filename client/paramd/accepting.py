@@ -51,7 +51,7 @@ class Listener(socket.socket):
         """The next connection whose peer is still there.
 
         Raises:
-            BlockingIOError: None is, now.
+            BlockingIOError: No connection waits.
         """
         for _ in range(GONE_AT_ONCE):
             try:

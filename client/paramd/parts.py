@@ -53,7 +53,8 @@ def _loaded(name: str, base: type[Part]) -> type[Part]:
 
 
 def traced(part: Part, base: type[Part], tell: Tell) -> Part:
-    """The part itself; with `PARAMD_TRACE_PARTS=1`, its calls by the methods of `base` are told."""
+    """The part itself. With `PARAMD_TRACE_PARTS=1`, `tell` is called after each call of a method
+    that `base` has."""
     if os.environ.get(TRACE) == "1":
         name = str(getattr(part, "name", type(part).__name__))
         for method in vars(base):

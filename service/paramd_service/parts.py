@@ -14,4 +14,4 @@ SIDECAR: Final = (
     "paramd_service.exports.sidecar:Exports",
     "paramd_service.gateway.sidecar:Gateway",
 )
-"""Parts of a sidecar, in the order in which they are told of a trainer."""
+"""Parts of a sidecar. Their methods are called in this order."""

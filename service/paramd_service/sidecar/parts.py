@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.memory.left import Purpose
+from paramd.parts import traced
 from paramd.security.tickets import Claims
 from paramd.security.tls import Pems
 from paramd.v1 import common_pb2
@@ -56,6 +57,7 @@ class SidecarHost:
         stats_executor: Executor,
         faults: Faults,
         log: Log,
+        parts: Sequence[type[SidecarPart]],
     ) -> None:
         self.config = config
         self.faults = faults
@@ -94,11 +96,15 @@ class SidecarHost:
         """Memory shared with the trainer; None before the first attach."""
         self.end: tuple[float, Exit | None] | None = None
         """When the trainer's process ended (monotonic clock), and how; None if unknown."""
-        self.parts = Parts(())
         self.attaching = asyncio.Lock()
         """Held while a trainer takes the sidecar over."""
         self._pins: Pins | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        # Last: they may look at all of the above.
+        self.parts = Parts(traced(part(self), SidecarPart, self._tell_call) for part in parts)
+
+    def _tell_call(self, part: str, method: str, took_s: float) -> None:
+        self.log("part-called", part=part, method=method, took_us=round(1e6 * took_s))
 
     @property
     def incarnation(self) -> int:

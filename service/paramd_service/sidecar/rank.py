@@ -22,7 +22,6 @@ from paramd import clock, places
 from paramd.errors import ConflictError, ParamdError, UnreachableError
 from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.descriptors import same_object
-from paramd.parts import traced
 from paramd.security.tickets import CLOCK_SKEW_S, OF_RANKS, Claims, Role, Verifier
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copying.capture import Capture
@@ -43,7 +42,7 @@ from paramd_service.sidecar.owner import (
     ownership_after_end,
     process_state,
 )
-from paramd_service.sidecar.parts import Parts, SidecarHost, SidecarPart
+from paramd_service.sidecar.parts import SidecarHost, SidecarPart
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
 
@@ -111,6 +110,7 @@ class RankSidecar(SidecarHost):
             stats_executor=stats_executor,
             faults=faults,
             log=log,
+            parts=parts,
         )
         self._verifier: Verifier | None = None
         self._orders: Orders | None = None
@@ -121,7 +121,6 @@ class RankSidecar(SidecarHost):
         self._had_trainer = False
         self._tickets_time: float | None = None
         """The control plane's time minus the monotonic clock, if this host's clock differs."""
-        self.parts = Parts(traced(part(self), SidecarPart, self._tell_call) for part in parts)
 
     def check_meant(self, rank: object) -> None:
         """Raise UnreachableError if a request names another rank; None: it names none."""
@@ -424,9 +423,6 @@ class RankSidecar(SidecarHost):
         )
         self.wait_for_trainer()
         self._changed()
-
-    def _tell_call(self, part: str, method: str, took_s: float) -> None:
-        self.log("part-called", part=part, method=method, took_us=round(1e6 * took_s))
 
     def _linger_over(self) -> None:
         self.log("leaving", reason=f"{self.ownership.value}, for {self.config.linger_s:.0f} s")

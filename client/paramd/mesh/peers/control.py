@@ -197,7 +197,7 @@ class RestClient:
         """Wait for the address of a job that is starting.
 
         Raises:
-            StartingError: None in time.
+            StartingError: It has none in time.
         """
         deadline_s = time.monotonic() + timeout_s
         while self._find is not None and self.url == NOT_BEGUN:

@@ -386,7 +386,7 @@ class ParameterStorage:
             if param is None or not any(holder is param for holder in shard.holders):
                 return []
             parts = {id(one) for one in shard.part_of}
-            # Of tied parameters the other one holds it too, and is looked at in its turn.
+            # A tied parameter holds it too, and has its own turn in this loop.
             beside = [one for one in shard.holders if one.numel() and id(one) not in each]
             if not parts.issuperset(map(id, beside)):
                 return []

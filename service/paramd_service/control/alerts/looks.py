@@ -280,8 +280,8 @@ class LookRounds:
 
 def is_stuck(seen: Sequence[Evidence]) -> bool:
     """Whether ranks hang: stopped, or waiting in a collective that does not end. Where all are at
-    work, as in an evaluation, or one is gone, which is told already, none is stuck. A rank whose
-    script ran to its end is not told of, unless others wait for it."""
+    work, as in an evaluation, none is stuck; nor if one is gone, for which there is an alert of its
+    own. A rank whose script ran to its end has none, so others that wait for it are stuck."""
     if any(one.stopped for one in seen):
         return True
     late = [one for one in seen if one.overdue]

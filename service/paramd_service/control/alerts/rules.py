@@ -154,7 +154,7 @@ def failed_export(failed: ExportRow | None, now_s: float, config: AlertConfig) -
 
 def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
     """Ranks that do not report, and those whose trainer has ended. The first to end is critical;
-    others end because of it. Scripts that ran to their end are told of only where others did not:
+    others end because of it. A script that ran to its end is a finding only if other ranks go on:
     ranks may end one after the other, and one that waits for such a rank is stuck."""
     lost = (rank for rank in now.values() if _is_lost(rank, config))
     if all(rank.ended_well for rank in lost):

@@ -28,7 +28,7 @@ class Peers:
         """What that rank is shown, None the control plane.
 
         Raises:
-            DeniedError: None was handed over.
+            DeniedError: The caller handed none over.
             UsageError: The trainer has ended.
         """
         return shown_of(self._reads(), number, self._world_size)

@@ -154,10 +154,11 @@ def job(certs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 
 
 def own_memory_bytes(pid: int) -> int:
-    """Resident memory of a process beside what it shares with its trainer."""
+    """Resident memory of a process that it shares with no other. Libraries are shared by all
+    sidecars of a host, and how much of them is mapped differs from machine to machine."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")}
-    return (kib["RssAnon"] + kib["RssFile"]) << 10
+    return kib["RssAnon"] << 10
 
 
 def summoned(job: Job, ca: Path | None, transport: Any = "grpc") -> list[float]:
@@ -175,8 +176,8 @@ def test_a_whole_job_works_over_tls_and_its_clients_trust_the_ca(
         wait_until(lambda: _summons(mesh), "the sidecars have joined over TLS", 20.0)
     assert summoned(job, None) == [float(n) for n in range(16)]
     for rank in job.ranks:
-        # It was 64 MiB before PyJWT, which loads an HTTP client (docs/decisions.md).
-        assert own_memory_bytes(rank.process.pid) <= 68 << 20
+        # 33 MiB were measured. A library more, as the HTTP client of PyJWT, takes several.
+        assert own_memory_bytes(rank.process.pid) <= 40 << 20
     answer = httpx2.get(
         f"{job.url}/api/v1/jobs/{JOB}/ranks/1/metrics",
         headers={"authorization": f"Bearer {job.token}"},

@@ -178,6 +178,7 @@ verify: $(CHECKS) ## style, types, import rules, protos: what is said without ru
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.imports
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
 	$(BIN)/python protos/generate.py --check

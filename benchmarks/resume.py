@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.idle import _interval, _pairs, _ratio
+from benchmarks.idle import _pairs, interval, ratio_of
 from benchmarks.ranks import WORLD_SIZE, ObedientRanks, _free_port
 from benchmarks.report import Goal, Report, Table
 
@@ -158,7 +158,7 @@ def _report(
                         unit="s",
                     )
                 )
-    attached, control = _ratio(steps[0], steps[1]), _ratio(steps[2], steps[1])
+    attached, control = ratio_of(steps[0], steps[1]), ratio_of(steps[2], steps[1])
     goals.append(
         Goal(what="step time with resume / unattached, median", measured=attached[1], limit=1.01)
     )
@@ -181,8 +181,8 @@ def _report(
                 title="What it costs until then",
                 header=["", ""],
                 rows=[
-                    ["step time, resume='auto' / unattached", _interval(attached)],
-                    ["the same, unattached / unattached", _interval(control)],
+                    ["step time, resume='auto' / unattached", interval(attached)],
+                    ["the same, unattached / unattached", interval(control)],
                     ["unattached step", f"{step_ms:.1f} ms, {len(steps[1])} pairs"],
                 ],
             ),

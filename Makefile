@@ -218,10 +218,10 @@ LONGER := tests/multiprocess/test_stamp.py \
 test-long: $(TESTS) ## tests that watch for minutes instead of seconds (about 50 minutes)
 	PARAMD_TESTS_LONG=1 PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -o timeout=1200 $(LONGER)
 
-# Tests over many cases, of which `make test` takes a sample.
-OVER_ALL = $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' tests/integration/test_*.py tests/multiprocess/test_*.py tests/scenes/test_*.py tests/sequences/test_*.py)
+# Tests over many cases, of which `make test` takes a sample; of scenes CI takes a share.
+OVER_ALL = $(SCENES) $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' tests/integration/test_*.py tests/multiprocess/test_*.py tests/sequences/test_*.py)
 
-campaigns: $(INTEGRATIONS) ## the tests that `make test` takes a sample of, over all their cases
+campaigns: $(INTEGRATIONS) ## all cases of the tests that `make test` or CI takes a part of
 	PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=300 $(OVER_ALL)
 	$(BIN)/python -m benchmarks verdicts
 

@@ -2,6 +2,9 @@
 
     BASE=v0.1.0 python -m tests.touched
 
+CI takes a share of them, and commits take turns: with PARAMD_TESTS_EIGHTH, which names the eighth
+of other tests' cases too (`longer.py`), every fourth scene counts. `make integrations` has all.
+
 A change is what differs from BASE, by default from the last tag, without tags from 20 commits ago.
 What a test touches is read from its source, and nothing is kept by hand: the files that it and its
 workers import or name (`ROOT / "deploy"`, `"tests.multiprocess.workers.trainers"`), the modules of
@@ -16,6 +19,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests import longer
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "client/web/src"
 """What a browser shows, which no import says."""
@@ -23,6 +28,8 @@ SCENES = sorted(
     {*(ROOT / "tests/scenes").glob("test_*.py"), *(ROOT / "tests/web").glob("test_*.py")}
     - {ROOT / "tests/web/test_page.py"}  # `make test` has this one
 )
+SHARES = 4
+"""Each scene is in one of so many: CI has five minutes for one share."""
 SOURCES = (ROOT, ROOT / "client", ROOT / "service")
 CONFTEST = ROOT / "tests/conftest.py"
 
@@ -32,6 +39,11 @@ def touched(changed: set[Path]) -> list[Path]:
     if changed & _everywhere():
         return SCENES
     return [scene for scene in SCENES if any(_within(path, files(scene)) for path in changed)]
+
+
+def in_turn(eighth: int | None) -> list[Path]:
+    """The scenes of one share; all of them when no turn is named."""
+    return SCENES if eighth is None else SCENES[eighth % SHARES :: SHARES]
 
 
 def files(scene: Path) -> set[Path]:
@@ -140,9 +152,10 @@ def _git(*arguments: str) -> str | None:
 
 def main() -> None:
     """Print them, as pytest takes them."""
-    differ = changed()
+    differ, turn = changed(), in_turn(longer.eighth())
     for scene in SCENES if differ is None else touched(differ):
-        print(scene.relative_to(ROOT))
+        if scene in turn:
+            print(scene.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ EVERYWHERE = (
     ("PARAMD_CONTEXT", "", "Named context in `paramd.toml` (`--context`)"),
     ("PARAMD_OUTPUT", "table", "Output format of the command line (`-o`)"),
     ("PARAMD_DEBUG", "0", "1: tracebacks of errors (`--debug`)"),
-    ("PARAMD_TRACE_PARTS", "0", "1: sidecars log each call of a part, with its time"),
+    ("PARAMD_TRACE_PARTS", "0", "1: log each call of a part, with its time"),
     (
         "PARAMD_STATE_DIR",
         "`~/.local/state/paramd`",

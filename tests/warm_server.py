@@ -32,6 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from paramd.cli.commands import OWN
 from paramd_service.parts import SIDECAR
 from tests import leaks, warm
 from tests.ending import end
@@ -40,7 +41,7 @@ SERVICE = (
     "paramd.cli.main",
     "paramd_service.sidecar.main",
     "paramd_service.control.main",
-    *dict.fromkeys(name.partition(":")[0] for name in SIDECAR),
+    *dict.fromkeys(name.partition(":")[0] for name in (*OWN, *SIDECAR)),
     # What those import only once they serve.
     "paramd_service.control.control_plane",
     "paramd_service.exports.service",

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 GROUP: Final = "paramd.parts"
@@ -22,6 +24,17 @@ TRACE: Final = "PARAMD_TRACE_PARTS"
 Part = TypeVar("Part")
 Tell = Callable[[str, str, float], None]
 """Called with a part's name, a method and how long it took, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A part that an installed package adds."""
+
+    name: str
+    """Of its entry point, without the process."""
+    value: str
+    """Where it is: "module:Class"."""
+    package: str
 
 
 def found(names: Iterable[str], process: str, base: type[Part]) -> list[type[Part]]:
@@ -35,16 +48,46 @@ def found(names: Iterable[str], process: str, base: type[Part]) -> list[type[Par
     Raises:
         TypeError: One is no such part.
     """
-    return [_loaded(name, base) for name in (*names, *_installed(process))]
+    added = [part.value for part in installed(process)]
+    return [loaded(name, base) for name in (*names, *added)]
 
 
-def _installed(process: str) -> Iterator[str]:
-    for entry in sorted(entry_points(group=GROUP), key=lambda one: one.name):
-        if entry.name.startswith(f"{process}."):
-            yield entry.value
+def installed(process: str) -> list[Installed]:
+    """The parts of a process that installed packages add, by name. Imports none of them."""
+    if not any(map(_may_add, sys.path)):
+        return []
+    # Here: importing it takes longer than to find that nothing was added.
+    from importlib.metadata import entry_points
+
+    parts = []
+    for entry in entry_points(group=GROUP):
+        of_process, _, name = entry.name.partition(".")
+        if of_process == process:
+            package = entry.dist.name if entry.dist is not None else entry.module
+            parts.append(Installed(name, entry.value, package))
+    return sorted(parts, key=lambda part: (part.name, part.package))
 
 
-def _loaded(name: str, base: type[Part]) -> type[Part]:
+def _may_add(entry: str) -> bool:
+    """Whether a package in an entry of `sys.path` may add parts, without parsing any metadata."""
+    path = Path(entry)
+    if not path.is_dir():
+        # An archive has metadata, too.
+        return path.is_file()
+    header = f"[{GROUP}]".encode()
+    return any(
+        header in file.read_bytes()
+        for kind in ("dist-info", "egg-info")
+        for file in path.glob(f"*.{kind}/entry_points.txt")
+    )
+
+
+def loaded(name: str, base: type[Part]) -> type[Part]:
+    """The class that is named as "module:Class".
+
+    Raises:
+        TypeError: It does not derive from `base`.
+    """
     module, _, attribute = name.partition(":")
     part = vars(import_module(module)).get(attribute)
     if not (isinstance(part, type) and issubclass(part, base)):

@@ -49,7 +49,10 @@ def test_the_extras_of_integrations_have_the_ranges_that_these_check() -> None:
 
 def test_a_reader_needs_no_extra() -> None:
     everything = (*extras.TORCH, *extras.SERVICE, "psycopg")
-    code = "import paramd, paramd.aio; paramd.connect, paramd.aio.connect; import paramd.cli.main"
+    code = (
+        "import paramd, paramd.aio; paramd.connect, paramd.aio.connect;"
+        "from paramd.cli.commands import PartCommands; dict(PartCommands())"
+    )
     assert without(everything, code) == "ok"
     read = "import paramd.mesh.amesh, paramd.cli.doctor, paramd.cli.dashboard"
     assert without(everything, read) == "ok"

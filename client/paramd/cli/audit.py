@@ -14,6 +14,7 @@ from paramd.chain import ChainCheck, Link
 from paramd.cli import ended
 from paramd.cli.options import Target, examples, with_output
 from paramd.cli.output import Column
+from paramd.cli.parts import RUN, CommandPart, Commands
 from paramd.cli.shell import say
 from paramd.errors import ParamdError, UsageError
 
@@ -182,3 +183,12 @@ audit.command("list", epilog=examples("paramd audit list -o jsonl"))(list_record
 audit.command("verify", epilog=examples("paramd audit verify", "paramd audit verify --job my-run"))(
     verify
 )
+
+
+class Audit(CommandPart):
+    """Who changed what."""
+
+    name = "audit"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add_group(RUN, "audit", audit)

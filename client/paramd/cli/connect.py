@@ -36,6 +36,7 @@ from paramd.answers import parsed_json, said
 from paramd.bounds import REMOTE_ENDPOINT, OverBoundError
 from paramd.cli import completion
 from paramd.cli.options import PANEL
+from paramd.cli.parts import RUN, CommandPart, Commands
 from paramd.cli.shell import say
 from paramd.errors import UnreachableError, UsageError
 
@@ -346,3 +347,14 @@ def _wait_for(process: subprocess.Popen[bytes], way: Path, host: str) -> None:
                 return
         select.select([], [], [], POLL_S)
     raise UnreachableError(f"SSH to {host} could not forward a port; see ssh's message above")
+
+
+class Connect(CommandPart):
+    """Jobs on other hosts."""
+
+    name = "connect"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(
+            RUN, connect, "me@login.example", "gpu-17 --job my-run --remote '~/venv/bin/paramd'"
+        )

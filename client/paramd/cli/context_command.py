@@ -10,6 +10,7 @@ import typer
 from paramd.cli import completion, settings
 from paramd.cli.options import ContextName, Debug, Output, Target, completed, examples
 from paramd.cli.output import Column
+from paramd.cli.parts import RUN, CommandPart, Commands
 from paramd.cli.settings import Context, choose
 from paramd.cli.shell import say
 from paramd.errors import UsageError
@@ -87,3 +88,12 @@ def _token_state(one: Context) -> str:
     if one.token_file is None:
         return "from PARAMD_TOKEN"
     return "readable" if os.access(Path(one.token_file).expanduser(), os.R_OK) else "not readable"
+
+
+class Contexts(CommandPart):
+    """Named contexts."""
+
+    name = "contexts"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add_group(RUN, "context", context)

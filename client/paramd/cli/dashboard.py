@@ -18,6 +18,7 @@ from typer import Option
 from paramd import places, state_files
 from paramd.cli import ended
 from paramd.cli.options import Target, with_target
+from paramd.cli.parts import LOOK, CommandPart, Commands
 from paramd.cli.shell import say
 
 PAGE_FILE = "sign-in.html"
@@ -104,3 +105,12 @@ def has_browser() -> bool:
     except webbrowser.Error:
         return False
     return True
+
+
+class Dashboard(CommandPart):
+    """The way to the page."""
+
+    name = "dashboard"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(LOOK, dashboard, "", "--job my-run --no-browser")

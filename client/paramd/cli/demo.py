@@ -25,6 +25,7 @@ from paramd.cli import status as status_command
 from paramd.cli import tensors
 from paramd.cli.options import Debug
 from paramd.cli.output import Format, Listing, emit, seconds, size
+from paramd.cli.parts import RUN, CommandPart, Commands
 from paramd.cli.shell import one_line
 from paramd.errors import DataLossError, DeadlineError, ParamdError, UnreachableError
 from paramd.places import read_endpoint, state_dir
@@ -470,3 +471,12 @@ def _heading(text: str, command: str) -> None:
 def _note(text: str) -> None:
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
+
+
+class Demo(CommandPart):
+    """A tour."""
+
+    name = "demo"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(RUN, demo, "", "--keep")

@@ -27,6 +27,7 @@ from paramd.answers import asked_once
 from paramd.bounds import HEALTH, OverBoundError
 from paramd.cli.options import Target, with_output
 from paramd.cli.output import Column, seconds
+from paramd.cli.parts import RUN, CommandPart, Commands
 from paramd.cli.shell import explain, one_line, say
 from paramd.errors import ExhaustedError, ParamdError, UsageError
 from paramd.integrations.versions import release
@@ -497,3 +498,12 @@ def _certificate_file(name: str, path: Path) -> Finding:
     found = x509.load_pem_x509_certificates(data)
     end_s = min(certificate.not_valid_after_utc.timestamp() for certificate in found)
     return expiry_finding(name, str(path), end_s, time.time())
+
+
+class Doctor(CommandPart):
+    """What is wrong with this machine, and with its jobs."""
+
+    name = "doctor"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(RUN, doctor, "", "-o json")

@@ -16,6 +16,7 @@ from paramd.cli import completion, ended
 from paramd.cli.ended import Past
 from paramd.cli.options import Globs, Target, completed, duration, with_output
 from paramd.cli.output import Column, Format, count, number, seconds, size, when
+from paramd.cli.parts import CHANGE, CommandPart, Commands
 from paramd.cli.shell import say
 from paramd.cli.summon import bar
 from paramd.errors import NotFoundError, UsageError
@@ -382,3 +383,31 @@ def resume(target: Target, timeout: AgreeTimeout = 60.0) -> None:
 
 def _show_pause(target: Target, job: str, state: PauseState) -> None:
     target.show("pause", [asdict(state)], PAUSE_COLUMNS, id_key="state", job=job)
+
+
+class Edits(CommandPart):
+    """Edits of parameters."""
+
+    name = "edits"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(
+            CHANGE,
+            edit,
+            "'layers.0.up.bias' --fill 0",
+            "'layers.*.norm.weight' --mul 0.5 --dry-run",
+            "'head.weight[0:4]' --from fixed.safetensors --note 'dead rows'",
+        )
+        commands.add(CHANGE, edits, "", "--state APPLIED -o json", "3f2a9c01")
+        commands.add(CHANGE, undo, "3f2a9c01", "last")
+
+
+class Pauses(CommandPart):
+    """Training that waits, and goes on step by step."""
+
+    name = "pauses"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(CHANGE, pause, "", "--lease 120", "--keep")
+        commands.add(CHANGE, step, "", "10")
+        commands.add(CHANGE, resume, "")

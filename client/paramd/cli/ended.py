@@ -34,6 +34,7 @@ from paramd import extras, helpers, places
 from paramd.cli import completion
 from paramd.cli.options import Target, completed, with_output
 from paramd.cli.output import Column, Format, count, size, when
+from paramd.cli.parts import RUN, CommandPart, Commands
 from paramd.cli.shell import say
 from paramd.errors import (
     CODES,
@@ -416,3 +417,12 @@ def _parent(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, IndexError, ValueError):
         return 0
+
+
+class Cleanup(CommandPart):
+    """What is left of a training."""
+
+    name = "cleanup"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(RUN, cleanup, "my-run")

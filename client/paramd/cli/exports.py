@@ -26,6 +26,7 @@ from paramd.cli.options import (
     with_target,
 )
 from paramd.cli.output import Column, Format, count, seconds, size, when
+from paramd.cli.parts import CHANGE, LOOK, CommandPart, Commands
 from paramd.cli.shell import say
 from paramd.cli.summon import bar
 from paramd.errors import UsageError
@@ -415,3 +416,36 @@ def delete(
 
 def _show_schedules(target: Target, mesh: Mesh, rows: Sequence[Mapping[str, Any]]) -> None:
     target.show("schedules", rows, SCHEDULE_COLUMNS, id_key="id", job=mesh.job)
+
+
+class Restores(CommandPart):
+    """Exports that are loaded back."""
+
+    name = "restores"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(
+            CHANGE,
+            restore,
+            "checkpoints/step-1000",
+            "checkpoints/step-1000 --reset-moments --note 'before the spike'",
+        )
+
+
+class Exports(CommandPart):
+    """Exports, and their schedules."""
+
+    name = "exports"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(
+            LOOK,
+            export,
+            "checkpoints/step-{step} --wait",
+            "checkpoints/final --max-shard-size 2GB --dtype bfloat16 --assets hf-config",
+            "checkpoints/resume --format dcp",
+        )
+        commands.add(
+            LOOK, exports, "", "--state FAILED -o json", "3f2a9c01 --wait", "3f2a9c01 --cancel"
+        )
+        commands.add_group(LOOK, "export-schedule", schedule)

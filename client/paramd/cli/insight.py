@@ -15,6 +15,7 @@ from paramd import state_files
 from paramd.cli import completion, ended
 from paramd.cli.options import AnyGlobs, Target, completed, with_output
 from paramd.cli.output import Column, count, number
+from paramd.cli.parts import LOOK, CommandPart, Commands
 from paramd.cli.shell import one_line, say
 from paramd.errors import UsageError
 from paramd.extras import need
@@ -360,3 +361,34 @@ def _left(past: ended.Past, rank: int, lines: int) -> RankLog:
     return RankLog(
         job=past.job, incarnation=past.last.incarnation, rank=rank, error="", logs=(tail,)
     )
+
+
+class Activity(CommandPart):
+    """What the ranks do."""
+
+    name = "activity"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(LOOK, why, "", "--rank 3", "-o json")
+        commands.add(LOOK, logs, "3", "3 -n 20 --job my-run", "0 -o json")
+
+
+class Weights(CommandPart):
+    """What changes in the weights."""
+
+    name = "weights"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(LOOK, updates, "", "'layers.*' -o json")
+        commands.add(
+            LOOK, spectrum, "layers.0.up.weight", "'layers.0.up.weight[0:512]' -k 16 -o json"
+        )
+        commands.add(LOOK, verify, "", "'layers.*' --rank 3", "-n 100")
+        commands.add(
+            LOOK,
+            diff,
+            "checkpoints/step-1000",
+            "checkpoints/step-1000 checkpoints/step-2000",
+            "+0 +100 --filter 'layers.*'",
+            "job:other now -o json",
+        )

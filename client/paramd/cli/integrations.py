@@ -32,6 +32,7 @@ from paramd.cli.options import (
     with_target,
 )
 from paramd.cli.output import Format, seconds, size
+from paramd.cli.parts import LOOK, RUN, CommandPart, Commands
 from paramd.cli.shell import say
 from paramd.errors import UsageError
 
@@ -335,3 +336,27 @@ def guarded(app: App, token: str) -> App:
         await send({"type": "http.response.body", "body": b"the token of this server is needed\n"})
 
     return call
+
+
+class Integrations(CommandPart):
+    """Trackers and inference engines."""
+
+    name = "integrations"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(LOOK, track, "--to tensorboard --dir runs", "--to wandb 'layers.*' --every 60")
+        commands.add(
+            LOOK,
+            follow,
+            "--to vllm http://127.0.0.1:8000 --dir /dev/shm/weights --every-steps 10",
+            "--to sglang http://127.0.0.1:30000 --dir /dev/shm/weights --deltas",
+        )
+
+
+class Agents(CommandPart):
+    """The way in for agents."""
+
+    name = "agents"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(RUN, mcp, "--job my-run", "--job my-run --changes --http 8765")

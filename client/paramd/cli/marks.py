@@ -14,6 +14,7 @@ from typer import Argument, Option
 from paramd.cli.edit import Note, Timeout, Wait, show_edit
 from paramd.cli.options import Target, with_output, with_target
 from paramd.cli.output import Column, count, size, when
+from paramd.cli.parts import CHANGE, LOOK, CommandPart, Commands
 from paramd.cli.shell import say
 from paramd.errors import UsageError
 
@@ -178,3 +179,22 @@ def _show(target: Target, job: str, found: Sequence[Mark]) -> None:
     for row in rows:
         row["why_not_whole"] = row.pop("reason")
     target.show("marks", rows, COLUMNS, id_key="name", job=job)
+
+
+class Marks(CommandPart):
+    """Restore points, rollbacks and hyper-parameters."""
+
+    name = "marks"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(CHANGE, mark, "before-lr-bump")
+        commands.add(LOOK, marks, "", "-o json")
+        commands.add(CHANGE, unmark, "before-lr-bump")
+        commands.add(CHANGE, rollback, "before-lr-bump", "1200 --yes --note 'loss jumped'")
+        commands.add(
+            CHANGE,
+            set_hyperparameters,
+            "",
+            "0 lr=1e-4",
+            "'optimizer 1 group 0' betas=0.9,0.98 weight_decay=0.1",
+        )

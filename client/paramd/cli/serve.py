@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from paramd import extras
 from paramd.cli.options import examples
+from paramd.cli.parts import RUN, CommandPart, Commands
 from paramd.cli.shell import say
 
 control = typer.Typer(help="Run a control plane.", no_args_is_help=True)
@@ -118,3 +119,22 @@ def init(
     for path in authority.write(directory, names=list(dict.fromkeys(names)), days=days):
         print(path)
     say(f"keys are in {directory}, readable only by you; anyone with ca.key can sign certificates")
+
+
+class Serve(CommandPart):
+    """The service's own programs."""
+
+    name = "serve"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add_group(RUN, "control", control)
+        commands.add_group(RUN, "sidecar", sidecar)
+
+
+class Certs(CommandPart):
+    """Certificates to try."""
+
+    name = "certs"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add_group(RUN, "certs", certs)

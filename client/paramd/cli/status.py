@@ -32,6 +32,7 @@ from paramd.cli.output import (
     terminal_width,
     when,
 )
+from paramd.cli.parts import LOOK, CommandPart, Commands
 from paramd.cli.shell import one_line, say
 from paramd.documents import read_document
 from paramd.errors import NotFoundError, ParamdError, PartialError, UnreachableError, UsageError
@@ -504,3 +505,23 @@ def suspect_text(alert: Mapping[str, Any]) -> str:
         return ""
     suspect = read_document(Suspect, found)
     return f"{suspect.text} (to try its undo: paramd undo {suspect.edit[:8]} --dry-run)"
+
+
+class Status(CommandPart):
+    """The jobs of this host, and the state of one."""
+
+    name = "status"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(LOOK, jobs, "", "--all")
+        commands.add(LOOK, status, "", "--job my-run -o json", "-w")
+
+
+class Alerts(CommandPart):
+    """Alerts, and what is watched."""
+
+    name = "alerts"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(LOOK, alerts, "", "--all -o json", "-w")
+        commands.add(LOOK, watch, "", "on", "off")

@@ -22,6 +22,7 @@ from paramd.cli.options import (
     with_target,
 )
 from paramd.cli.output import seconds, size
+from paramd.cli.parts import LOOK, CommandPart, Commands
 from paramd.cli.shell import say
 from paramd.errors import UsageError
 
@@ -136,3 +137,18 @@ def summon(
         f"{UNSETTLED_TEXT if found.unsettled else ''}"
         f"{differ_text(found.replicas_differ)}, read in {seconds(found.seconds)}"
     )
+
+
+class Summon(CommandPart):
+    """Reads parameters."""
+
+    name = "summon"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(
+            LOOK,
+            summon,
+            "'*' -f model.safetensors",
+            "'layers.0.*' --dtype bfloat16 -f layer0.safetensors --overwrite",
+            "'head.weight[0:4]' -f rows.safetensors",
+        )

@@ -26,6 +26,7 @@ from paramd.cli.output import (
     shape,
     table_lines,
 )
+from paramd.cli.parts import LOOK, CommandPart, Commands
 from paramd.cli.shell import one_line, say
 from paramd.filters import parse_filter
 from paramd.layout.stats import STATISTICS
@@ -331,3 +332,27 @@ def _live(found: Iterator[GradFrame[Any]]) -> None:
         for frame in found:
             frames.append(frame.document())
             live.update(Text("\n".join(table_of(frames, live.console.width))), refresh=True)
+
+
+class Tensors(CommandPart):
+    """Parameters, and numbers of parameters and gradients."""
+
+    name = "tensors"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add(LOOK, params, "", "'layers.*.weight' -o name", "'*' --buffers")
+        commands.add(
+            LOOK,
+            stats,
+            "",
+            "'layers.*' 'norm>10'",
+            "'layers.0.*' -o json",
+            "head.weight --histogram",
+        )
+        commands.add(
+            LOOK,
+            grads,
+            "'*'",
+            "'layers.*' --every-steps 10 -o jsonl",
+            "head.weight --histogram -n 1",
+        )

@@ -11,6 +11,7 @@ from typer import Option
 from paramd.cli import completion
 from paramd.cli.options import Output, Target, completed, examples, with_output, with_target
 from paramd.cli.output import Column, seconds
+from paramd.cli.parts import RUN, CommandPart, Commands
 from paramd.cli.shell import say
 from paramd.clock import seconds_of
 
@@ -97,3 +98,12 @@ def _state(row: Mapping[str, Any], now_s: float) -> str:
         return "valid"
     left_s = float(row["expires_s"]) - now_s
     return f"valid for {seconds(left_s)}" if left_s > 0 else "expired"
+
+
+class Tokens(CommandPart):
+    """User tokens."""
+
+    name = "tokens"
+
+    def add_to(self, commands: Commands) -> None:
+        commands.add_group(RUN, "token", token)

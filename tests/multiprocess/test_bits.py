@@ -152,6 +152,24 @@ def test_an_update_made_again_is_the_same_and_a_flipped_bit_is_named(
             moments_and_rates_are_the_trainers(mesh, tmp_path)
         planted(mesh, tmp_path, optimizer)
         changed_by_the_script(mesh, tmp_path, optimizer)
+        (tmp_path / "changes").unlink()
+        (tmp_path / "flip-each-1").unlink()
+        set_right_before_the_update(mesh, tmp_path)
+
+
+def set_right_before_the_update(mesh: Mesh, folder: Path) -> None:
+    """A learning rate that no record has: what differs then proves nothing."""
+    late = folder / "late-lr"
+    part = folder / "part"
+    part.write_text("yes")
+    part.rename(late)
+    after(mesh, 3)
+    found = mesh.verify(rank=1)
+    assert not found.differing, found
+    assert "not proven: the script set hyper-parameters" in found.summary()
+    late.unlink()
+    after(mesh, 3)
+    assert mesh.verify(rank=1).clean
 
 
 def changed_by_the_script(mesh: Mesh, folder: Path, optimizer: str) -> None:

@@ -257,12 +257,14 @@ class Word(IntEnum):
 
 
 class Changed(IntFlag):
-    """Evidence that a script changed parameters outside of an update."""
+    """Evidence that a script changed what an update reads or writes, outside of it."""
 
     WRITTEN = 1
     """torch has counted writes to them, or other tensors took their place."""
     SAMPLES = 2
     """Samples differ: of a write that torch does not count, but also of damage."""
+    INPUTS = 4
+    """Hyper-parameters or optimizer state are not those that the state's record has."""
 
 
 UNCHANGED = Changed(0)
@@ -284,15 +286,16 @@ NO_CHANGES = Changes()
 
 def note_changes(page: Page, moment: int, found: Changes) -> None:
     """Trainer's side: publish what is known of this update (`in_time`)."""
-    page.words[Word.CHANGES] = moment << 6 | found.resting << 4 | found.before << 2 | found.after
+    bits = found.resting << 6 | found.before << 3 | found.after
+    page.words[Word.CHANGES] = moment << 9 | bits
 
 
 def changes_of(words: memoryview, moment: int) -> Changes:
     """What the trainer has published of this update; nothing, once it has of another."""
     word = words[Word.CHANGES]
-    if word >> 6 != moment:
+    if word >> 9 != moment:
         return NO_CHANGES
-    return Changes(*(Changed(word >> shift & 3) for shift in (0, 2, 4)))
+    return Changes(*(Changed(word >> shift & 7) for shift in (0, 3, 6)))
 
 
 def note_settled(page: Page, moment: int, *, changed: bool) -> None:

@@ -118,7 +118,11 @@ def main(
             updating.zero_grad()
             lr = updating.param_groups[0]["lr"]
             nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
+            if told(folder / "late-lr"):
+                # As many scripts do: after the forward, from the number of the step.
+                updating.param_groups[0]["lr"] = lr * 0.5
             updating.step()
+            updating.param_groups[0]["lr"] = lr
             if changed := told(folder / "changes"):
                 halve(names.values(), data="data" in changed)
             scheduler.step()

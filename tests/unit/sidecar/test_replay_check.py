@@ -10,6 +10,7 @@ from paramd_service.sidecar.statistics.replay import (
     CHANGED_AFTER,
     CHANGED_BEFORE,
     FEW,
+    OTHER_INPUTS,
     without_the_scripts,
 )
 from paramd_service.statistics.sidecar import ReplaySnapshots, _check, changes_around
@@ -88,6 +89,10 @@ FEW_DIFFER, MANY_DIFFER = 3, FEW + 1
         (Changes(before=Changed.WRITTEN), FEW_DIFFER, "exp_avg", CHANGED_BEFORE),
         (Changes(before=Changed.SAMPLES), FEW_DIFFER, "", ""),
         (Changes(resting=Changed.SAMPLES), MANY_DIFFER, "", CHANGED_BEFORE),
+        (Changes(before=Changed.INPUTS), FEW_DIFFER, "", OTHER_INPUTS),
+        (Changes(before=Changed.INPUTS), MANY_DIFFER, "exp_avg", OTHER_INPUTS),
+        (Changes(after=Changed.INPUTS), FEW_DIFFER, "exp_avg", CHANGED_AFTER),
+        (Changes(after=Changed.INPUTS), FEW_DIFFER, "", ""),
     ],
 )
 def test_what_differs_is_no_damage_where_the_script_may_have_changed_it(

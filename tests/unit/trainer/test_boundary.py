@@ -262,6 +262,79 @@ def test_what_a_script_changes_around_an_update_is_noted_for_who_waits_for_it(ma
     assert noted() == Changes()
 
 
+def _noted(bench: Bench) -> Changes:
+    return changes_of(bench.page.words, bench.boundary.step)
+
+
+def test_a_change_between_two_settlings_of_a_state_is_noted_for_who_copied_the_first(
+    make: Make,
+) -> None:
+    """Of which the few samples that are compared while nobody reads see nothing."""
+    bench = make()
+    bench.boundary.keeper = SimpleNamespace(  # type: ignore[assignment]
+        kept=lambda _: None, rested=lambda _: None,
+        settling=lambda *_, **__: False, ended=lambda *_, **__: False,
+    )  # fmt: skip
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+    bench.page[Word.ARM_STEP] = 10**6
+    bench.train(optimizer, 1)
+    bench.model(torch.ones(2, WIDTH))
+    assert bench.settled
+    contents = bench.home.contents
+    assert contents is not None
+    place = next(place for place in contents.indices if place not in contents._at_seen)
+    torch.frombuffer(bench.arena.buffer, dtype=torch.float32)[2 * place] += 1.0
+    bench.boundary.kept()
+    assert bench.page[Word.STRAY_COUNT] == 0
+    assert _noted(bench).after == Changed.SAMPLES
+    bench.train(optimizer, 1)
+    assert _noted(bench).before == Changed.SAMPLES
+    bench.train(optimizer, 1)
+    assert _noted(bench) == Changes()
+
+
+def test_a_parameter_replaced_right_before_its_update_is_noted_as_changed_before_it(
+    make: Make,
+) -> None:
+    """Weight decay takes its value into the optimizer's state."""
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+    bench.page[Word.ARM_STEP] = 10**6
+    bench.train(optimizer, 2)
+    assert _noted(bench) == Changes()
+    bench.forward_backward()
+    weight = next(bench.model.parameters())
+    weight.data = weight.data * 0.5
+    optimizer.step()
+    assert _noted(bench).before == Changed.WRITTEN
+
+
+def test_other_inputs_of_an_update_than_recorded_are_noted(make: Make) -> None:
+    """Hyper-parameters that a script sets between forward and step, and optimizer state."""
+    bench = make()
+    optimizer = torch.optim.SGD(bench.model.parameters(), lr=0.1, momentum=0.9)
+    bench.home.states = lambda: [one for s in optimizer.state.values() for one in s.values()]
+    recorded = [0.1]
+    bench.boundary.follow_record(lambda: recorded == [g["lr"] for g in optimizer.param_groups])
+    bench.train(optimizer)
+    bench.page[Word.ARM_STEP] = 10**6
+    bench.train(optimizer, 2)
+    assert _noted(bench) == Changes()
+    bench.forward_backward()
+    optimizer.param_groups[0]["lr"] = 0.2
+    optimizer.step()
+    assert _noted(bench) == Changes(before=Changed.INPUTS)
+    recorded[0] = 0.2
+    bench.forward_backward()
+    next(iter(optimizer.state.values()))["momentum_buffer"].zero_()
+    optimizer.step()
+    assert _noted(bench) == Changes(before=Changed.INPUTS)
+    bench.train(optimizer, 1)
+    assert _noted(bench) == Changes()
+
+
 def test_a_change_after_a_state_was_settled_by_a_backward_is_seen(make: Make) -> None:
     """Its boundary comes with the next update, and must not take the changed for the settled."""
     bench = make()
@@ -773,6 +846,28 @@ def test_a_step_of_a_schedule_is_one_backward_whatever_a_rank_has_of_it(
     assert bench.boundary.step == 4
     bench.signals.close()
     assert not any("clear_runtime_states" in vars(stage) for stage in made)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_stage_that_is_made_anew_over_its_modules_is_followed_too(make: Make) -> None:
+    """As for another shape of the batch; the script still has the first."""
+    bench = make(nn.ModuleList([nn.Linear(WIDTH, WIDTH)]))
+    optimizer, counts, settled = _sgd(bench), [], []
+    schedules: list[Any] = []
+    for size in (4, 8):
+        stage = pipelining.PipelineStage(Through(bench.model), 0, 1, torch.device("cpu"))
+        schedules.append(pipelining.ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss))
+        batch = torch.ones(size, WIDTH)
+        for _ in range(PROBATION + 2):
+            schedules[-1].step(batch, target=batch)
+            counts.append(bench.boundary.iteration())
+            settled.append(bench.settled)
+            optimizer.step()
+    # The first step of each shows that it runs the module.
+    assert counts == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8]
+    assert settled[-1], "where the schedule began its step"
+    schedules[0].step(torch.ones(4, WIDTH), target=torch.ones(4, WIDTH))
+    assert bench.boundary.iteration() == 9
 
 
 def test_the_end_of_the_process_settles_what_was_not_changed_since(make: Make) -> None:

@@ -334,10 +334,12 @@ class Attachment:
         if self._record is not None:
             self._record.optimizers = followed
             self._editor.groups_changed = self._record.groups_changed
+            self._boundary.follow_record(self._record.has_groups)
         given = [weakref.ref(optimizer) for optimizer in optimizers]
         self._editor.given = lambda: [one for ref in given if (one := ref()) is not None]
         if self.keeper is not None:
             self.keeper.followed = followed
+            self._boundary.follow_record(self.keeper.has_groups)
 
     def clipped(self, total_norm: float | torch.Tensor, max_norm: float) -> None:
         """Record for gradient readers that the next update's gradients were clipped.

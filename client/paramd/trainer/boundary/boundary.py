@@ -220,7 +220,8 @@ class Boundary:
         self._moved_at = self._done
         self._told_moved = False
         self._why = ""
-        self._outside = Outside(page, lambda: home.contents)
+        # Both are set later.
+        self._outside = Outside(page, lambda: home.contents, lambda: [*home.states()])
         self._always_strict = always_strict
         self._strict_left = PROBATION
         self._forgotten = False
@@ -257,6 +258,10 @@ class Boundary:
     def trained(self) -> bool:
         """Whether a backward was seen since the last update."""
         return self._backwards != self._ended_at
+
+    def follow_record(self, recorded: Callable[[], bool]) -> None:
+        """Set what tells whether the last record has the hyper-parameters as they are."""
+        self._outside.recorded = recorded
 
     def begin_filling(self) -> None:
         """A step begins that only fills an optimizer's state, and changes no parameter.
@@ -511,6 +516,7 @@ class Boundary:
             words[Word.BUFFERS_STEP] = -1
         keeper.kept(self._done)
         if settled:
+            self._outside.settles_again(self._done)
             self._gate.settle(self._done, self._iteration, proven=True)
             self._trust()
         else:
@@ -647,6 +653,7 @@ class Boundary:
 
     def _consume(self, owner: object, entry: _Entry) -> None:
         """The owner reads gradients next: have them captured."""
+        self._outside.consumes()
         if self.gradients is None:
             return
         within = not entry.outermost or (entry.depth > 1 and entry.consumed)

@@ -32,7 +32,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, cycle
+from itertools import cycle
 from operator import attrgetter, getitem, is_
 from typing import Any, NamedTuple
 
@@ -480,6 +480,8 @@ class Left(NamedTuple):
 
     samples: bytes
     versions: tuple[int, ...]
+    addresses: tuple[int, ...]
+    """`p.data = other` counts as no write, and leaves the arena as it was."""
 
 
 class Contents:
@@ -536,15 +538,20 @@ class Contents:
         return self._samples() != samples or tuple(map(_version, tensors)) != versions
 
     def left(self) -> Left:
-        """All samples and versions as they are now."""
+        """All samples, versions and addresses as they are now."""
         plain, distributed = self._all
-        tensors = chain(map(getitem, *plain), map(_local, map(getitem, *distributed)))
-        return Left(self._words.take(self._at).tobytes(), tuple(map(_version, tensors)))
+        tensors = *map(getitem, *plain), *map(_local, map(getitem, *distributed))
+        return Left(
+            self._words.take(self._at).tobytes(),
+            tuple(map(_version, tensors)),
+            tuple(map(_address, tensors)),
+        )
 
     def changed_since(self, before: Left) -> Changed:
         """Whether what an update has left was changed since, and what shows it."""
         now = self.left()
-        how = UNCHANGED if now.versions == before.versions else Changed.WRITTEN
+        written = (now.versions, now.addresses) != (before.versions, before.addresses)
+        how = Changed.WRITTEN if written else UNCHANGED
         return how if now.samples == before.samples else how | Changed.SAMPLES
 
     def close(self) -> None:

@@ -234,6 +234,14 @@ class Keeper:
         except Exception as error:
             self._give_up(error)
 
+    def has_groups(self) -> bool:
+        """Whether the last record has the hyper-parameters as they are now."""
+        now = [_groups(optimizer) for optimizer in self._state.alive()]
+        values = (value for groups in now for group in groups for value in group.values())
+        # A tensor is the record's own, and may have been written since.
+        written = any(isinstance(value, torch.Tensor) for value in values)
+        return not written and self._parts.get("groups") == now
+
     def rewound(self, step: int, record: dict[str, Any], data: bytes, table: bytes) -> None:
         """Continue from the record, given in both forms, of a state that was put back.
 

@@ -56,6 +56,9 @@ class StateRecord(Protocol):
     def groups_changed(self) -> None:
         """An edit has set hyper-parameters."""
 
+    def has_groups(self) -> bool:
+        """Whether the last record has the hyper-parameters as they are now."""
+
     def close(self) -> None:
         """Release the memory, and give the optimizers their own again."""
 
@@ -86,6 +89,10 @@ class _Notes:
             self._told = told
         # The same record may be of many steps.
         self._words[Word.RECORD_STEP] = step
+
+    def has_groups(self, optimizers: Collection[torch.optim.Optimizer]) -> bool:
+        """Whether the last record has their hyper-parameters as they are now."""
+        return self._told[:1] == [list(map(_groups, optimizers))]
 
     def fail(self, step: int, why: str) -> None:
         """Note that the state of this step cannot be described."""
@@ -140,6 +147,9 @@ class MovedState:
         if self._noted and not self._why:
             self.settle(self._words[Word.STEP])
 
+    def has_groups(self) -> bool:
+        return self._notes.has_groups(self._state.alive())
+
     def close(self) -> None:
         self._notes.close()
         self._state.close()
@@ -186,6 +196,10 @@ class CopiedState:
 
     def groups_changed(self) -> None:
         """Do nothing: every request notes them again."""
+
+    def has_groups(self) -> bool:
+        """True: state that is copied at requests has no record of each step."""
+        return True
 
     def copy_for(self, request: Request) -> None:
         """Copy the state of what the request wants, and note all of it.

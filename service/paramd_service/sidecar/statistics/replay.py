@@ -28,6 +28,10 @@ FEW = 64
 """Damage changes few elements; a script's own arithmetic changes many."""
 
 CHANGED_BEFORE = "not proven: the script changed parameters right before the update"
+OTHER_INPUTS = (
+    "not proven: the script set hyper-parameters or optimizer state after the step's record was "
+    "made, right before the update"
+)
 CHANGED_AFTER = "not proven: the script changed it after the update, before training went on"
 
 Place = Callable[[int, int], int | None]
@@ -84,10 +88,15 @@ def without_the_scripts(
     found = []
     for row in rows:
         why = ""
-        if row.differing_count and shows(changes.before | changes.resting):
+        after = bool(changes.after & Changed.INPUTS) if row.state_key else shows(changes.after)
+        if not row.differing_count:
+            pass
+        elif shows(changes.before | changes.resting):
             # Weight decay takes such a change into the optimizer's state, too.
             why = CHANGED_BEFORE
-        elif row.differing_count and not row.state_key and shows(changes.after):
+        elif changes.before & Changed.INPUTS:
+            why = OTHER_INPUTS
+        elif after:
             why = CHANGED_AFTER
         unproven = pb.ReplayedTensor(
             arena_begin=row.arena_begin, state_key=row.state_key, numel=row.numel, refused=why

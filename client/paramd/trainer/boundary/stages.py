@@ -50,14 +50,16 @@ class Stages:
     def forward(self, module: nn.Module) -> bool:
         """Note that a forward of a root begins; return whether a stage was known to run it."""
         self._cleared.clear()
-        if self.runs(module):
-            return True
-        stage = running_stage(module)
-        if stage is not None:
+        known = self._running.get(id(module))
+        was_known = known is not None and known() is not None
+        stage = running_stage(module, known() if known is not None else None)
+        # None also where a backward computes a stage's forward again, on a thread of its own.
+        if stage is not None and (known is None or stage is not known()):
+            # The first, or another one: a script may make a stage anew, and keep the old one.
             self._running[id(module)] = weakref.ref(stage)
             if stage not in self._followed:
                 self._follow(stage)
-        return False
+        return was_known
 
     def close(self) -> None:
         """End following all stages. Idempotent."""
@@ -93,14 +95,19 @@ class Stages:
             self._listener.backward()
 
 
-def running_stage(module: nn.Module) -> Any:
-    """The stage whose forward of `module` runs on this thread now; None if none does."""
+def running_stage(module: nn.Module, known: Any) -> Any:
+    """The stage whose forward of `module` runs on this thread now; None if none does.
+
+    `known`: a stage that has run it before, whose modules are not searched again.
+    """
     stages: Any = loaded_class(STAGES, "_PipelineStageBase")
     if stages is None:
         return None
     for frame in frames():
         if frame.f_globals.get("__name__") == STAGES:
             stage = frame.f_locals.get("self")
-            if isinstance(stage, stages) and any(m is module for m in stage.submod.modules()):
+            if not isinstance(stage, stages):
+                continue
+            if stage is known or any(one is module for one in stage.submod.modules()):
                 return stage
     return None

@@ -9,7 +9,8 @@ own, and how many of the plain server's, which has no doors of its own:
                 that checks a token
     gRPC        gRPC's own server, with its health service
     MCP         uvicorn, as for REST, beside `paramd mcp --http`
-    tunnel      a relay of asyncio's to gRPC's server, beside a tunnel to the control plane's gRPC
+    tunnel      a relay of asyncio's to gRPC's server that reads the request with h11 and checks the
+                token, beside a tunnel to the control plane's gRPC
 
 All have 256 descriptors.
 """
@@ -136,7 +137,27 @@ asyncio.run(run())
 """
 
 PLAIN_RELAY = """
-import asyncio, sys
+import asyncio, h11, hmac, os, sys
+tokens = ["Bearer " + one for one in os.environ["PLAIN_TOKENS"].split()]
+async def asks_for_tunnel(reader, writer):
+    http = h11.Connection(h11.SERVER)
+    while True:
+        while (event := http.next_event()) is h11.NEED_DATA:
+            http.receive_data(await reader.read(65536))
+        if isinstance(event, h11.EndOfMessage):
+            http.start_next_cycle()
+            continue
+        if not isinstance(event, h11.Request):
+            return False
+        given = dict(event.headers).get(b"authorization", b"").decode()
+        known = any([hmac.compare_digest(given, one) for one in tokens])
+        if known and b"tunnel" in event.target:
+            fields = [("connection", "upgrade"), ("upgrade", "paramd-tunnel")]
+            writer.write(http.send(h11.InformationalResponse(status_code=101, headers=fields)))
+            return True
+        status = 200 if known else 401
+        answer = h11.Response(status_code=status, headers=[("content-length", "0")])
+        writer.write(http.send(answer) + http.send(h11.EndOfMessage()))
 async def pour(reader, writer):
     while part := await reader.read(65536):
         writer.write(part)
@@ -144,12 +165,14 @@ async def pour(reader, writer):
 async def one(reader, writer):
     far = None
     try:
+        if not await asks_for_tunnel(reader, writer):
+            return
         far = await asyncio.open_connection("127.0.0.1", int(sys.argv[2]))
         both = [asyncio.ensure_future(p) for p in (pour(reader, far[1]), pour(far[0], writer))]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         for task in both:
             task.cancel()
-    except OSError:
+    except (OSError, h11.ProtocolError):
         pass
     finally:
         writer.close()
@@ -218,22 +241,26 @@ def asked_grpc(there: str) -> bool:
             return False
 
 
-def asked_through(there: str, head: bytes = b"") -> bool:
-    """Whether gRPC's server at the other end begins; a tunnel is asked for with `head`."""
+def asked_through(there: str, head: bytes) -> bool:
+    """Whether gRPC's server at the other end of a tunnel begins. `head` asks for the tunnel."""
     try:
         with connected(there) as connection:
-            if head:
-                connection.sendall(head)
-                taken = b""
-                while not taken.endswith(b"\r\n\r\n"):
-                    if not (part := connection.recv(1)):
-                        return False
-                    taken += part
-                if b" 101 " not in taken:
+            connection.sendall(head)
+            taken = b""
+            while b"\r\n\r\n" not in taken:
+                if not (part := connection.recv(4096)):
                     return False
+                taken += part
+            answer, _, begun = taken.partition(b"\r\n\r\n")
+            if b" 101 " not in answer:
+                return False
             connection.sendall(PREFACE)
-            # Its settings: a frame of type 4.
-            return connection.recv(9)[3:4] == b"\x04"
+            # Its settings: a frame of type 4. It may have begun with the answer.
+            while len(begun) < 4:
+                if not (part := connection.recv(9)):
+                    return False
+                begun += part
+            return begun[3:4] == b"\x04"
     except OSError:
         return False
 
@@ -370,11 +397,14 @@ def tunnel_pair(ours: Site) -> Iterator[Pair]:
     ).encode()
     with (
         ended([sys.executable, "-c", PLAIN_GRPC, behind]),
-        ended([sys.executable, "-c", PLAIN_RELAY, port, behind]) as plain,
+        ended(
+            [sys.executable, "-c", PLAIN_RELAY, port, behind],
+            PLAIN_TOKENS=f"{ours.token} {ours.others}",
+        ) as plain,
     ):
         yield (
             Server(ours.process, ours.rest, lambda: asked_through(ours.rest, head)),
-            Server(plain, port, lambda: asked_through(port)),
+            Server(plain, port, lambda: asked_through(port, head)),
         )
 
 

@@ -40,6 +40,8 @@ DESCRIPTORS = 256
 FLOODS = ("none", "dropped at once", "opened and closed", "silent", "half a request", "slow")
 WITH_TOKEN = "with a token"
 """Whole requests with another's token, over connections that are kept."""
+TUNNELS = "tunnels with a token"
+"""The same, of tunnels that stay open."""
 USERS = (65534, 65533)
 HALF = 200
 """Connections that each of the two users holds."""
@@ -56,7 +58,9 @@ kind, there, count, token = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv
 family = socket.AF_UNIX if there.startswith("/") else socket.AF_INET
 if family == socket.AF_INET:
     there = ("127.0.0.1", int(there))
-begin = b"GET /api/v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+path = b"/api/v1/jobs/doors/tunnel" if kind.startswith("tunnels") else b"/api/v1/jobs"
+begin = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\n" % path
+begin += b"Connection: upgrade\r\nUpgrade: paramd-tunnel\r\n" if kind.startswith("tunnels") else b""
 begin += b"Authorization: Bearer %s\r\n\r\n" % token.encode() if token else b"X-Slow: "
 print("UP", flush=True)
 def opened():
@@ -416,8 +420,8 @@ LISTENERS: dict[str, Callable[[Site], contextlib.AbstractContextManager[Pair]]] 
     "MCP": mcp_pair,
     "tunnel": tunnel_pair,
 }
-WITH_TOKENS = ("REST", "REST, Unix", "tunnel")
-"""Listeners that are also flooded with another's token."""
+WITH_TOKENS = {"REST": WITH_TOKEN, "REST, Unix": WITH_TOKEN, "tunnel": TUNNELS}
+"""The flood with another's token, of listeners that take tokens."""
 
 
 @contextlib.contextmanager
@@ -428,7 +432,7 @@ def flooded(kind: str, there: str, token: str) -> Iterator[None]:
         for uid in USERS if kind != "none" else ():
             others = os.geteuid() == 0 and not there.startswith("/")
             who = {"user": uid, "group": uid, "extra_groups": []} if others else {}
-            given = token if kind == WITH_TOKEN else ""
+            given = token if kind in WITH_TOKENS.values() else ""
             process = subprocess.Popen(
                 ["/usr/bin/python3", "-c", FLOOD, kind, there, str(HALF), given],
                 stdout=subprocess.PIPE,
@@ -493,7 +497,7 @@ def rows(listener: str, kinds: Sequence[str], seconds: float, ours: Site) -> Ite
     with LISTENERS[listener](ours) as servers:
         for server in servers:
             until_asked(server)
-        for kind in (*kinds, *([WITH_TOKEN] if listener in WITH_TOKENS else [])):
+        for kind in (*kinds, *([WITH_TOKENS[listener]] if listener in WITH_TOKENS else [])):
             found: dict[str, list[float]] = {server.there: [] for server in servers}
             turns = TURNS if seconds > 1 else 1
             for server in servers * turns:

@@ -40,8 +40,11 @@ class Listener(socket.socket):
         super().__init__(family, socket.SOCK_STREAM, protocol)
         self.setblocking(False)
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self.is_full: Callable[[], bool] = lambda: False
+        """Whether another connection would take a descriptor that others in the process need."""
         self.on_full: Callable[[], bool] = lambda: False
-        """Called when no descriptor is left: whether a connection has been closed for the next."""
+        """Called when it is full, or no descriptor is left: whether a connection has been closed
+        for the next."""
 
     def keep_backlog(self) -> None:
         """Listen, or go on listening, with the kernel's own backlog."""
@@ -53,6 +56,9 @@ class Listener(socket.socket):
         Raises:
             BlockingIOError: No connection waits.
         """
+        if self.is_full() and self.on_full():
+            # One in each turn of the event loop: those that are let in get theirs.
+            raise BlockingIOError
         for _ in range(GONE_AT_ONCE):
             try:
                 connection, address = super().accept()

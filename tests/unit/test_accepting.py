@@ -40,6 +40,19 @@ def test_whoever_is_gone_is_passed_over(listener: Listener) -> None:
         listener.accept()
 
 
+def test_who_is_full_makes_room_before_it_accepts_one_a_turn(listener: Listener) -> None:
+    rooms = [True, False]
+    listener.is_full = lambda: True
+    listener.on_full = lambda: rooms.pop(0)
+    with connected(listener) as waits:
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        # Nothing could make room: it is let in, as there are descriptors.
+        with listener.accept()[0] as accepted:
+            assert accepted.getpeername() == waits.getsockname()
+    assert not rooms
+
+
 FULL = """
 import contextlib, resource, socket, sys
 from paramd.accepting import Listener

@@ -300,6 +300,7 @@ class HttpServer:
             UnreachableError: If it ended at once.
         """
         for listener in listeners:
+            listener.is_full = self._doorway.is_full
             listener.on_full = self._doorway.make_room
         context = tls.ssl_context() if tls is not None else None
 

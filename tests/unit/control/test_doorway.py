@@ -1,11 +1,12 @@
 """Connections of strangers and of tokens' holders: who makes place for whom."""
 
 import asyncio
+import resource
 
 import pytest
 
 from paramd_service.admission import Shares
-from paramd_service.control.access.doorway import Doorway
+from paramd_service.control.access.doorway import LEFT_FREE, Doorway
 
 
 class FakeDoor:
@@ -75,6 +76,25 @@ def test_idle_connections_of_the_token_with_the_most_make_room_and_the_owners_la
     doorway.waits(found["many"][0])
     assert doorway.make_room()
     assert shut(found["many"]) == [0, 1]
+
+
+def test_it_is_full_while_others_still_find_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    doorway = Doorway()
+    found = doors(doorway, 256 - LEFT_FREE)
+    assert len(shut(found)) == len(found) - 64
+    known = [door for door in found if not door.is_shut]
+    for door in known:
+        doorway.shown(door, "many")
+    assert not doorway.is_full()
+    # A tunnel takes two more.
+    for door in known:
+        doorway.tunnels.add(door)
+    assert doorway.is_full()
+    doorway.closed(known[0])
+    assert not doorway.is_full()
 
 
 @pytest.mark.parametrize("capacity", range(1, 40))

@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 MAX_STRANGERS: Final = 512
 
+LEFT_FREE: Final = 64
+"""Descriptors for what is no connection of REST's: gRPC, the store, logs, listeners."""
+
 MAX_REQUESTS = 256
 """Most concurrent requests, streams included."""
 
@@ -85,7 +88,10 @@ class Doorway:
 
     def __init__(self, *, places: int = MAX_STRANGERS) -> None:
         # A quarter of all descriptors: those with a token need some, and so do store and sidecars.
-        self._places = min(places, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._places = min(places, descriptors // 4)
+        # It must not come to a failed accept of gRPC's server, which tries again after a second.
+        self._most = max(descriptors - LEFT_FREE, descriptors // 2)
         self._strangers: dict[str, dict[Connection, None]] = {}
         """By address; an address without any is absent."""
         self._count = 0
@@ -94,7 +100,7 @@ class Doorway:
         self._idle: dict[str, dict[Connection, None]] = {}
         """Those of a token that wait for a request, the longest first; none is absent."""
         self.tunnels: set[Connection] = set()
-        """Connections upgraded from HTTP."""
+        """Connections upgraded from HTTP. Each has two more: to gRPC, and gRPC's own end."""
 
     def opened(self, door: Connection) -> None:
         """Add a new connection, as a stranger."""
@@ -102,6 +108,11 @@ class Doorway:
         self._count += 1
         if self._count > self._places:
             self.make_room()
+
+    def is_full(self) -> bool:
+        """Whether the next connection would take a descriptor that others need."""
+        beyond = 2 * len(self.tunnels)
+        return self._count + len(self._tokens) + beyond >= self._most
 
     def make_room(self) -> bool:
         """Shut the oldest stranger, or else an idle connection; return whether there was one."""

@@ -40,7 +40,7 @@ export function timelineOf(sources: Sources): Happening[] {
     ...sources.edits.filter((edit) => !edit.dry_run).map(ofEdit),
     ...sources.marks.flatMap(ofMark),
     ...sources.exports.map(ofExport),
-    ...sources.incarnations.flatMap(ofIncarnation),
+    ...sources.incarnations.flatMap((one) => ofIncarnation(one, lastStepBefore(one, sources.incarnations))),
     ...sources.causes.map(ofCause),
     ...ofPauses(sources.recent),
   ].sort((a, b) => b.time_s - a.time_s);
@@ -113,13 +113,19 @@ function ofExport(one: ExportInfo): Happening {
   };
 }
 
-function ofIncarnation(one: IncarnationRecord): Happening[] {
+/** Last step of the run before this one; -1 if it is not known. */
+function lastStepBefore(run: IncarnationRecord, all: readonly IncarnationRecord[]): number {
+  return all.find((one) => one.incarnation === run.incarnation - 1)?.step ?? -1;
+}
+
+/** `began_step` is where the run is drawn: it goes on from there, or from a snapshot shortly before. */
+function ofIncarnation(one: IncarnationRecord, began_step: number): Happening[] {
   const shared = { kind: "restart" as const, incarnation: one.incarnation, who: "", view: "runs" as const, query: {} };
   const began: Happening = {
     ...shared,
     key: `begin ${one.incarnation}`,
     time_s: one.began_s,
-    step: -1,
+    step: began_step,
     what: `run ${one.incarnation} began with ${plural(one.world_size, "rank")}`,
     state: "began",
   };

@@ -7,7 +7,7 @@ import type { Mark } from "../api/schema";
 import { endOf, newId } from "../lib/edits";
 import { bytes, clock, count, plural } from "../lib/format";
 import { Empty, Name, Panel, Source, Trouble } from "../ui/bits";
-import { useShared } from "../ui/context";
+import { useShared, whyDead } from "../ui/context";
 import { Question, Text, useSending } from "../ui/form";
 import { usePoll } from "../ui/hooks";
 import { whyNoMark } from "./keep";
@@ -16,7 +16,7 @@ import { whyNoMark } from "./keep";
 const keyOf = (mark: Mark): string => `${mark.name} ${mark.step}`;
 
 export function Marks(props: { mayEdit: boolean }): ReactNode {
-  const { job, live } = useShared();
+  const { job, live, summary } = useShared();
   const [name, setName] = useState("");
   const { busy, problem, send } = useSending();
   const [going, setGoing] = useState("");
@@ -42,7 +42,7 @@ export function Marks(props: { mayEdit: boolean }): ReactNode {
       title="Restore points"
       source={<Source what={`/jobs/${job}/marks`} at={marks.at} error={marks.error} busy={marks.busy} refresh={marks.refresh} />}
     >
-      {marks.error && <Trouble>{marks.error}</Trouble>}
+      {marks.error && (whyDead(summary) ? <Empty>They lay in the memory of the sidecars, which are gone.</Empty> : <Trouble>{marks.error}</Trouble>)}
       {problem && <Trouble>{problem}</Trouble>}
       {props.mayEdit && (
         <form

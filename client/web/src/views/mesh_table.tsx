@@ -12,6 +12,7 @@ import { phaseText, type TileData, toneOfRank, wordOf } from "./mesh_tiles";
 const COLUMNS: readonly Column<TileData>[] = [
   { key: "rank", title: "rank", width: "4rem", numeric: true, render: (r) => r.rank },
   { key: "state", title: "state", width: "5.4rem", render: (r) => <Badge state={wordOf(r)} tone={toneOfRank(r)} /> },
+  { key: "why", title: "what is wrong", width: "minmax(12rem, 2fr)", render: (r) => [r.reason, r.late ? "straggler" : ""].filter(Boolean).join("; ") },
   { key: "phase", title: "phase", width: "9rem", wide: true, render: (r) => phaseText(r.phase) },
   { key: "step", title: "step", width: "5rem", numeric: true, render: (r) => count(r.step) },
   { key: "step_time_ns", title: "step time", width: "5.4rem", numeric: true, render: (r) => duration(r.step_time_ns / 1e9) },
@@ -19,8 +20,7 @@ const COLUMNS: readonly Column<TileData>[] = [
   { key: "stall_max_ns", title: "longest wait", width: "6.5rem", wide: true, numeric: true, render: (r) => duration(r.stall_max_ns / 1e9) },
   { key: "arena_bytes", title: "parameters", width: "6rem", wide: true, numeric: true, render: (r) => bytes(r.arena_bytes) },
   { key: "sidecar_rss_bytes", title: "sidecar", width: "6rem", wide: true, numeric: true, render: (r) => bytes(r.sidecar_rss_bytes) },
-  { key: "host", title: "its host", width: "minmax(10rem, 2fr)", wide: true, render: (r) => <span title={r.host?.why}>{r.host?.why || "–"}</span> },
-  { key: "why", title: "what is wrong", width: "minmax(10rem, 1fr)", wide: true, render: (r) => [r.reason, r.late ? "straggler" : ""].filter(Boolean).join("; ") },
+  { key: "host", title: "its host", width: "minmax(8rem, 1fr)", wide: true, render: (r) => <span title={r.host?.why}>{r.host?.why || "–"}</span> },
 ];
 const SORTABLE = new Set(COLUMNS.map((column) => column.key).filter((key) => key !== "why" && key !== "host"));
 const keyOf = (rank: TileData): string => String(rank.rank);

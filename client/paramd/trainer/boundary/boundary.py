@@ -55,6 +55,7 @@ from paramd.trainer.boundary.signals import (
     runs_inside_itself,
 )
 from paramd.trainer.boundary.standins import CHANGED, StandIns
+from paramd.trainer.boundary.untraced import untraced
 
 if TYPE_CHECKING:
     from paramd.memory.device_arena import TrainerDevice
@@ -297,6 +298,7 @@ class Boundary:
                 # Its digest from before: what the script changed since the update still shows.
                 self._rest(digest)
 
+    @untraced
     def begin(self, owner: object, *, consumes: bool = True, evaluates: bool = False) -> None:
         """Open an update window unless one is open.
 
@@ -347,6 +349,7 @@ class Boundary:
             if entry is not None and not self._forgotten:
                 self._consume(owner, entry)
 
+    @untraced
     def suspend(self, owner: object) -> _Entry | None:
         """The owner's closure begins: it computes gradients with the parameters as they are.
 
@@ -372,6 +375,7 @@ class Boundary:
                 self._rest()
             return entry
 
+    @untraced
     def resume(self, owner: object, entry: _Entry, *, consumes: bool) -> None:
         """The closure is over: the update begins. `consumes`: it has computed gradients."""
         with self._lock:
@@ -383,6 +387,7 @@ class Boundary:
             if alone:
                 self._open_window(owner, entry, consumes=consumes)
 
+    @untraced
     def evaluated(self, owner: object) -> None:
         """The owner's closure has computed gradients amid the update.
 

@@ -46,7 +46,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
@@ -55,6 +54,7 @@ from torch.optim.optimizer import (
 
 from paramd.trainer.boundary.stack import frames
 from paramd.trainer.boundary.stages import Stages
+from paramd.trainer.boundary.untraced import is_compiled, untraced, untraced_itself
 from paramd.trainer.model.dtensor import split
 
 if TYPE_CHECKING:
@@ -144,9 +144,8 @@ class _Last:
         self.evaluates = False
         """Whether the optimizer is known to call its closure."""
 
+    @untraced
     def __call__(self, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs) -> _Changed:
-        if torch.compiler.is_compiling():
-            return self._signals.untraced_last(self, optimizer, args, kwargs)
         return self._signals.last(self, optimizer, args, kwargs)
 
 
@@ -229,44 +228,27 @@ class Signals:
             if plain and parameter.requires_grad and parameter.is_leaf:
                 # A parameter does not keep its own node alive, so we do.
                 self._leaf = torch.autograd.graph.get_gradient_edge(parameter).node
-                handle = self._leaf.register_prehook(lambda _: self._count(backward_id()))
+                handle = self._leaf.register_prehook(self._at_the_leaf)
                 self._remove.append(handle.remove)
                 return
         self._leaf = False
 
+    @untraced
+    def _at_the_leaf(self, _gradients: Any) -> None:
+        self._count(backward_id())
+
+    # Compiled code calls these hooks as they are: traced, they would be part of it, or missing.
+
+    @untraced_itself
     def _before(self, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs) -> None:
-        if torch.compiler.is_compiling():
-            self._untraced_first(optimizer, args, kwargs)
-        else:
-            self._first(optimizer, args, kwargs, early=False)
-
-    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._untraced_end(optimizer)
-        else:
-            self._end(optimizer)
-
-    # Compiled code calls these as they are: traced, they would be part of it, or missing from it.
-    # Loads torch's compiler only where it is in use.
-
-    @_disable_dynamo
-    def _untraced_first(
-        self, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs
-    ) -> None:
         # Early: the trace may have gone through the hooks before the last one was among them.
-        self._first(optimizer, args, kwargs, early=True)
+        self._first(optimizer, args, kwargs, early=is_compiled())
 
-    @_disable_dynamo
-    def untraced_last(
-        self, last: _Last, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs
-    ) -> _Changed:
-        """As `last`, called by compiled code."""
-        return self.last(last, optimizer, args, kwargs)
-
-    @_disable_dynamo
-    def _untraced_end(self, optimizer: torch.optim.Optimizer) -> None:
+    @untraced
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._end(optimizer)
 
+    @untraced
     def _first(
         self, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs, *, early: bool
     ) -> None:
@@ -331,6 +313,7 @@ class Signals:
     ) -> Callable[..., Any]:
         listener = self._listener
 
+        @untraced_itself
         @wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             last.evaluates = True
@@ -389,6 +372,7 @@ class Signals:
 def _computing(closure: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
     """The closure, with `then` called once it has returned."""
 
+    @untraced_itself
     @wraps(closure)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
@@ -630,10 +614,12 @@ class BackwardUpdate:
             return backward_id() != -1
         return thread in self._running
 
+    @untraced
     def _last(self, thread: int, now: int) -> None:
         # FSDP reduces the root's gradients in another callback, which may be after this.
         _at_the_end(partial(self._over, thread, now))
 
+    @untraced
     def _over(self, thread: int, now: int) -> None:
         known = self._running.get(thread)
         if known is None or known[0] != now:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from paramd.errors import UsageError
@@ -36,9 +37,9 @@ _NOTHING: Final[tuple[float, ...]] = (0, 0, 0, 0, 0.0, 0.0, 0.0, math.inf, -math
 def fits(runs: Sequence[Runs]) -> bool:
     """Whether these are reduced here: torch is not loaded anyway, they are small and of dtypes that
     numpy knows."""
-    if "torch" in sys.modules or any(one.dtype not in ITEM_BYTES for one in runs):
+    if "torch" in sys.modules or any(some.dtype not in ITEM_BYTES for some in runs):
         return False
-    return sum(ITEM_BYTES[one.dtype] * sum(one.numels) for one in runs) <= MOST_BYTES
+    return sum(ITEM_BYTES[some.dtype] * sum(some.numels) for some in runs) <= MOST_BYTES
 
 
 class Answers:
@@ -55,7 +56,7 @@ class Answers:
     def messages(self) -> list[pb.Stats]:
         """One for each run, in order."""
         named: list[dict[str, Any]] = [dict(zip(COLUMNS, row, strict=True)) for row in self.rows]
-        return [pb.Stats(**_NO_COUNTS, **one) for one in named]
+        return [pb.Stats(**_NO_COUNTS, **columns) for columns in named]
 
 
 def reduce_runs(data: memoryview, runs: Sequence[Runs], *, stop: Sequence[bool] = ()) -> Answers:
@@ -64,52 +65,83 @@ def reduce_runs(data: memoryview, runs: Sequence[Runs], *, stop: Sequence[bool] 
     Raises:
         UsageError: If a run leaves `data`.
     """
-    found = Answers(sum(len(one.tensors) for one in runs))
-    for one in runs:
-        size = ITEM_BYTES[one.dtype]
-        for number, begin, numel in zip(one.tensors, one.begin_bytes, one.numels, strict=True):
+    answers = Answers(sum(len(some.tensors) for some in runs))
+    for some in runs:
+        size = ITEM_BYTES[some.dtype]
+        for number, begin, numel in zip(some.tensors, some.begin_bytes, some.numels, strict=True):
             if stop:
-                return found
+                return answers
             if not 0 <= begin <= len(data) or not 0 <= numel <= (len(data) - begin) // size:
                 raise UsageError(
-                    f"items: {numel} elements of {one.dtype} from byte {begin} on leave the "
+                    f"items: {numel} elements of {some.dtype} from byte {begin} on leave the "
                     f"snapshot of {len(data)} bytes"
                 )
-            found.rows[number] = _reduced(data[begin : begin + numel * size], one.dtype)
-    return found
+            answers.rows[number] = _reduced(data[begin : begin + numel * size], some.dtype)
+    return answers
 
 
 def _reduced(data: memoryview, dtype: str) -> tuple[float, ...]:
-    import numpy as np
-
-    count = zeros = nans = infs = 0
-    mean = m2 = squares = 0.0
-    low, high = math.inf, -math.inf
+    """The columns of one run."""
+    sums = _Sums()
     size = ITEM_BYTES[dtype]
     for first in range(0, len(data), PIECE_NUMEL * size):
         piece = _widened(data[first : first + PIECE_NUMEL * size], dtype)
-        count += len(piece)
+        finite = sums.without_nonfinite(piece)
+        if len(finite):
+            sums.add(finite)
+    return sums.row()
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What is known of the pieces of one run so far."""
+
+    finite_count: int = 0
+    zeros: int = 0
+    nans: int = 0
+    infs: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+    """Sum of squared distances from the mean."""
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    def without_nonfinite(self, piece: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The finite elements of a piece, with its others counted."""
+        import numpy as np
+
         is_finite = np.isfinite(piece)
-        if not is_finite.all():
-            nan_count = int(np.isnan(piece).sum())
-            finite = piece[is_finite]
-            nans += nan_count
-            infs += len(piece) - len(finite) - nan_count
-            piece = finite
-        if not len(piece):
-            continue
-        before = count - nans - infs - len(piece)
-        own_mean = float(piece.mean())
-        apart = piece - own_mean
-        delta = own_mean - mean
-        total = before + len(piece)
+        if is_finite.all():
+            return piece
+        finite: NDArray[np.float64] = piece[is_finite]
+        nan_count = int(np.isnan(piece).sum())
+        self.nans += nan_count
+        self.infs += len(piece) - len(finite) - nan_count
+        return finite
+
+    def add(self, finite: NDArray[np.float64]) -> None:
+        """Add elements: at least one, all of them finite."""
+        import numpy as np
+
+        before = self.finite_count
+        self.finite_count = total = before + len(finite)
+        own_mean = float(finite.mean())
+        distances = finite - own_mean
+        delta = own_mean - self.mean
         # Chan's rule merges the moments of pieces without losing digits.
-        mean += delta * len(piece) / total
-        m2 += float(apart.dot(apart)) + delta * delta * before * len(piece) / total
-        squares += float(piece.dot(piece))
-        zeros += len(piece) - int(np.count_nonzero(piece))
-        low, high = min(low, float(piece.min())), max(high, float(piece.max()))
-    return count, zeros, nans, infs, mean, m2, squares, low, high
+        self.mean += delta * len(finite) / total
+        self.m2 += float(distances.dot(distances)) + delta * delta * before * len(finite) / total
+        self.squares += float(finite.dot(finite))
+        self.zeros += len(finite) - int(np.count_nonzero(finite))
+        self.low = min(self.low, float(finite.min()))
+        self.high = max(self.high, float(finite.max()))
+
+    def row(self) -> tuple[float, ...]:
+        """The columns of `paramd.layout.stats.COLUMNS`, in order."""
+        count = self.finite_count + self.nans + self.infs
+        counts = (count, self.zeros, self.nans, self.infs)
+        return (*counts, self.mean, self.m2, self.squares, self.low, self.high)
 
 
 def _widened(data: memoryview, dtype: str) -> NDArray[np.float64]:

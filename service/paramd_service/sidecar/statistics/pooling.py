@@ -193,11 +193,12 @@ def pool(
 def _empty(grid: Grid, views: Sequence[View], sides: Sequence[tuple[int, int]]) -> Heatmap:
     """An empty heatmap of the rectangle of cells that the views touch."""
     begins, sizes = [], []
-    for axis, (cell_count, count) in enumerate(sides):
-        of = [view.columns if axis else view.rows for view in views]
-        begin = min((one.begin * cell_count // count for one in of), default=0)
+    for number, (cell_count, count) in enumerate(sides):
+        axes = [view.columns if number else view.rows for view in views]
+        begin = min((axis.begin * cell_count // count for axis in axes), default=0)
+        end = max((axis.last * cell_count // count + 1 for axis in axes), default=0)
         begins.append(begin)
-        sizes.append(max((one.last * cell_count // count + 1 for one in of), default=0) - begin)
+        sizes.append(end - begin)
     return Heatmap(
         torch.full(sizes, _NEUTRAL[grid.mode], dtype=torch.float64),
         torch.zeros(sizes, dtype=torch.int64),
@@ -261,11 +262,11 @@ def _add(
     if mode == "sum":
         heatmap.values[window] += _fold(block.double(), starts, np.add)
     elif mode == "min":
-        found = _fold(block, starts, np.minimum).double()
-        heatmap.values[window] = torch.minimum(heatmap.values[window], found)
+        lowest = _fold(block, starts, np.minimum).double()
+        heatmap.values[window] = torch.minimum(heatmap.values[window], lowest)
     else:
-        found = _fold(block.abs() if mode == "absmax" else block, starts, np.maximum).double()
-        heatmap.values[window] = torch.maximum(heatmap.values[window], found)
+        highest = _fold(block.abs() if mode == "absmax" else block, starts, np.maximum).double()
+        heatmap.values[window] = torch.maximum(heatmap.values[window], highest)
 
 
 def _fold(block: torch.Tensor, starts: tuple[Starts, Starts], reduce: np.ufunc) -> torch.Tensor:
@@ -321,39 +322,56 @@ def matrix(numbers: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> torch.
 def profile(
     data: memoryview, dtype: str, views: Sequence[View], stopped: Callable[[], bool]
 ) -> Profile:
-    """Profile all views' rows and columns; useless once `stopped` returns true."""
-    kind: torch.dtype = getattr(torch, dtype)
-    limits = torch.finfo(kind)
+    """Profile all views' rows and columns.
+
+    Args:
+        data: The snapshot's bytes.
+        dtype: Name of its floating-point dtype; check with `check_float` first.
+        views: Checked by `make_view`.
+        stopped: Checked between blocks; true ends the work, and the result is useless.
+    """
+    result = _empty_profile(views)
+    col_end = result.col_begin + len(result.col_max)
+    multipliers = [_multipliers(number, result.col_begin, col_end) for number in range(_SUMS)]
+    for view in views:
+        for block, rows, columns in blocks(data, dtype, view):
+            if stopped():
+                return result
+            magnitudes = block.double().abs()
+            _count_kinds(result, magnitudes, torch.finfo(block.dtype))
+            at, across = rows - result.row_begin, columns - result.col_begin
+            # Rows and columns of a view are distinct, so none is written twice.
+            result.row_max[at] = torch.maximum(result.row_max[at], magnitudes.amax(dim=1))
+            result.col_max[across] = torch.maximum(result.col_max[across], magnitudes.amax(dim=0))
+            bits = block.contiguous().view(WORDS[block.itemsize]).long()
+            for number, random in enumerate(multipliers):
+                result.row_sums[at, number] += (bits * random[across]).sum(dim=1)
+    return result
+
+
+def _empty_profile(views: Sequence[View]) -> Profile:
+    """The profile of no element, with the rows and columns that the views touch."""
     row_begin, row_end = _reach([view.rows for view in views])
     col_begin, col_end = _reach([view.columns for view in views])
-    found = Profile(
+    return Profile(
         row_begin,
         col_begin,
         torch.zeros(row_end - row_begin, dtype=torch.float64),
         torch.zeros(col_end - col_begin, dtype=torch.float64),
         torch.zeros(row_end - row_begin, _SUMS, dtype=torch.int64),
     )
-    multipliers = [_multipliers(number, col_begin, col_end) for number in range(_SUMS)]
-    for view in views:
-        for block, rows, columns in blocks(data, dtype, view):
-            if stopped():
-                return found
-            at, across = rows - row_begin, columns - col_begin
-            magnitude = block.double().abs()
-            finite = torch.isfinite(magnitude)
-            found.count += magnitude.numel()
-            found.nonfinite += magnitude.numel() - int(finite.sum())
-            found.saturated += int((magnitude >= limits.max).sum())
-            found.denormal += int(((magnitude > 0) & (magnitude < limits.smallest_normal)).sum())
-            found.zero += int((magnitude == 0).sum())
-            found.sum_squares += float(magnitude.masked_fill(~finite, 0.0).square().sum())
-            # Rows and columns of a view are distinct, so none is written twice.
-            found.row_max[at] = torch.maximum(found.row_max[at], magnitude.amax(dim=1))
-            found.col_max[across] = torch.maximum(found.col_max[across], magnitude.amax(dim=0))
-            bits = block.contiguous().view(WORDS[kind.itemsize]).long()
-            for number, random in enumerate(multipliers):
-                found.row_sums[at, number] += (bits * random[across]).sum(dim=1)
-    return found
+
+
+def _count_kinds(profile: Profile, magnitudes: torch.Tensor, limits: torch.finfo) -> None:
+    """Count a block's elements of each kind, and add their squares. `limits`: of their dtype."""
+    finite = torch.isfinite(magnitudes)
+    profile.count += magnitudes.numel()
+    profile.nonfinite += magnitudes.numel() - int(finite.sum())
+    profile.saturated += int((magnitudes >= limits.max).sum())
+    denormal = (magnitudes > 0) & (magnitudes < limits.smallest_normal)
+    profile.denormal += int(denormal.sum())
+    profile.zero += int((magnitudes == 0).sum())
+    profile.sum_squares += float(magnitudes.masked_fill(~finite, 0.0).square().sum())
 
 
 def multiply(
@@ -396,9 +414,10 @@ def multiply(
 
 
 def _reach(axes: Sequence[Axis]) -> tuple[int, int]:
-    return min((one.begin for one in axes), default=0), max(
-        (one.last + 1 for one in axes), default=0
-    )
+    """[first, last) of the rows (or columns) that the axes touch."""
+    begin = min((axis.begin for axis in axes), default=0)
+    end = max((axis.last + 1 for axis in axes), default=0)
+    return begin, end
 
 
 def _multipliers(number: int, begin: int, end: int) -> torch.Tensor:

@@ -103,8 +103,8 @@ def folded(biased: torch.Tensor) -> list[int]:
     counts = biased[first : first + EXPONENT_BINS].clone()
     counts[0] += biased[:first].sum()
     counts[-1] += biased[first + EXPONENT_BINS :].sum()
-    found: list[int] = counts.tolist()
-    return found
+    bins: list[int] = counts.tolist()
+    return bins
 
 
 @dataclass(slots=True)
@@ -166,9 +166,9 @@ def item_bytes(dtype: str) -> int:
         UsageError: If there are no statistics of that dtype.
     """
     if dtype not in _WIDENED:
-        why = " (complex numbers have no order)" if "complex" in dtype else ""
+        reason = " (complex numbers have no order)" if "complex" in dtype else ""
         raise UsageError(
-            f"dtype: no statistics of {dtype!r}{why}; expected one of {', '.join(_WIDENED)}"
+            f"dtype: no statistics of {dtype!r}{reason}; expected one of {', '.join(_WIDENED)}"
         )
     return DTYPES[dtype].item_bytes
 
@@ -371,46 +371,80 @@ def reduce_runs(
     before: memoryview | None = None,
     stop: Sequence[bool] = (),
 ) -> Answers:
-    """Answers by what the runs call tensors; unfinished once `stop` is not empty. As `reduce_run`;
-    raises UsageError if a run leaves `data`, too."""
-    placed = [[np.array(column, np.int64) for column in one[1:]] for one in runs]
-    for one, (_, begins, numels) in zip(runs, placed, strict=True):
-        _check(one.dtype, begins, numels, len(data))
-    found = Answers(sum(len(one.tensors) for one in runs))
-    for (dtype, *_), (numbers, begins, numels) in zip(runs, placed, strict=True):
-        single = np.ones(len(numbers), bool)
+    """Statistics of all runs, by what the runs call tensors.
+
+    Args:
+        data: The snapshot's bytes.
+        runs: Runs of one dtype each.
+        with_exponents: As in `reduce_run`; so are `edges` and `before`.
+        stop: Once it is not empty, the work ends and the answers are unfinished.
+
+    Raises:
+        UsageError: A run leaves `data`, or there are no statistics of its dtype.
+    """
+    placed = [_Placed.of(some) for some in runs]
+    for some in placed:
+        some.check(len(data))
+    answers = Answers(sum(len(some.numbers) for some in placed))
+    for some in placed:
+        left = np.ones(len(some.numbers), bool)
         if edges is None and before is None:
-            for rows in _alike(numels):
+            for rows in _alike(some.numels):
                 if stop:
                     break
-                some = numbers[rows], begins[rows], int(numels[rows[0]])
-                single[rows] = _reduce_rows(data, dtype, *some, found, with_exponents)
-        for at in np.flatnonzero(single):
+                left[rows] = _reduce_rows(data, some.taken(rows), answers, with_exponents)
+        for at in np.flatnonzero(left):
             if stop:
                 break
-            begin = int(begins[at])
-            run = slice(begin, begin + int(numels[at]) * item_bytes(dtype))
+            run = some.bytes_of(int(at))
             reduced = reduce_run(
                 data[run],
-                dtype,
+                some.dtype,
                 with_exponents=with_exponents,
                 edges=edges,
                 before=before[run] if before is not None else None,
             )
-            found.put(int(numbers[at]), **reduced.columns())
-            found.counts[int(numbers[at])] = _counts(reduced)
-    return found
+            number = int(some.numbers[at])
+            answers.put(number, **reduced.columns())
+            answers.counts[number] = _counts(reduced)
+    return answers
 
 
-def _check(dtype: str, begins: Column, numels: Column, size_bytes: int) -> None:
-    fit = (begins >= 0) & (begins <= size_bytes) & (numels >= 0)
-    fit &= numels <= (size_bytes - begins) // item_bytes(dtype)
-    if not fit.all():
-        at = int(np.argmin(fit))
-        raise UsageError(
-            f"items: {numels[at]} elements of {dtype} from byte {begins[at]} on leave the "
-            f"snapshot of {size_bytes} bytes"
-        )
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Runs of one dtype, as columns of equal length."""
+
+    dtype: str
+    numbers: Column
+    """What the runs call tensors."""
+    begins: Column
+    """First bytes in the snapshot."""
+    numels: Column
+
+    @classmethod
+    def of(cls, runs: Runs) -> _Placed:
+        columns = (np.array(column, np.int64) for column in runs[1:])
+        return cls(runs.dtype, *columns)
+
+    def check(self, size_bytes: int) -> None:
+        """Raise UsageError if a run leaves the snapshot, or has no statistics."""
+        fit = (self.begins >= 0) & (self.begins <= size_bytes) & (self.numels >= 0)
+        fit &= self.numels <= (size_bytes - self.begins) // item_bytes(self.dtype)
+        if not fit.all():
+            at = int(np.argmin(fit))
+            raise UsageError(
+                f"items: {self.numels[at]} elements of {self.dtype} from byte {self.begins[at]} "
+                f"on leave the snapshot of {size_bytes} bytes"
+            )
+
+    def taken(self, rows: Column) -> _Placed:
+        """Some of the runs, by their indices."""
+        return _Placed(self.dtype, self.numbers[rows], self.begins[rows], self.numels[rows])
+
+    def bytes_of(self, row: int) -> slice:
+        """The bytes of one run in the snapshot."""
+        begin = int(self.begins[row])
+        return slice(begin, begin + int(self.numels[row]) * item_bytes(self.dtype))
 
 
 def _alike(numels: Column) -> Iterator[Column]:
@@ -423,21 +457,21 @@ def _alike(numels: Column) -> Iterator[Column]:
             yield from np.split(alike, range(most, len(alike), most))
 
 
-def _reduce_rows(
-    data: memoryview,
-    dtype: str,
-    numbers: Column,
-    begins: Column,
-    numel: int,
-    answers: Answers,
-    with_exponents: bool,
-) -> NDArray[np.bool_]:
-    """Answer runs of one length together; returns which have non-finite elements, and none yet."""
+def _rows_of(data: memoryview, dtype: str, begins: Column, numel: int) -> torch.Tensor:
+    """Copies of runs of one length, as rows; float64 [runs, numel]."""
     size_bytes = item_bytes(dtype) * numel
     # Every place where a row may begin, at any alignment: taking some of them copies whole rows.
     places = np.ndarray((len(data) - size_bytes + 1,), f"V{size_bytes}", data, strides=(1,))
     raw = torch.from_numpy(places[begins].view(np.uint8))
-    rows = raw.view(getattr(torch, dtype)).view(len(begins), numel).double()
+    return raw.view(getattr(torch, dtype)).view(len(begins), numel).double()
+
+
+def _reduce_rows(
+    data: memoryview, alike: _Placed, answers: Answers, with_exponents: bool
+) -> NDArray[np.bool_]:
+    """Answer runs of one length together; returns which have non-finite elements, and none yet."""
+    numbers, numel = alike.numbers, int(alike.numels[0])
+    rows = _rows_of(data, alike.dtype, alike.begins, numel)
     low, high = torch.amin(rows, dim=1), torch.amax(rows, dim=1)
     finite = torch.isfinite(low) & torch.isfinite(high)
     if not finite.all():

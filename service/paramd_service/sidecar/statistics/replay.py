@@ -61,18 +61,18 @@ def replay(captured: Captured, stopped: Callable[[], bool]) -> list[pb.ReplayedT
     """Repeat the update; one row for each tensor, useless once `stopped` returns true."""
     facts = captured.facts
     torch.set_num_threads(max(int(facts["threads"]), 1))
-    found: list[pb.ReplayedTensor] = []
+    rows: list[pb.ReplayedTensor] = []
     try:
         for number, name in enumerate(facts["classes"]):
             mine = [param for param in facts["params"] if param["optimizer"] == number]
             for param in mine:
                 if stopped():
-                    return found
+                    return rows
                 group = facts["groups"][number][param["group"]]
-                found += _one(captured, param, group, name)
+                rows += _replayed(captured, param, group, name)
     finally:
         torch.set_num_threads(1)
-    return without_the_scripts(found, captured.changes)
+    return without_the_scripts(rows, captured.changes)
 
 
 def without_the_scripts(
@@ -85,73 +85,102 @@ def without_the_scripts(
     def shows(changed: Changed) -> bool:
         return bool(changed & Changed.WRITTEN) or (many and bool(changed & Changed.SAMPLES))
 
-    found = []
+    judged = []
     for row in rows:
-        why = ""
+        refusal = ""
         after = bool(changes.after & Changed.INPUTS) if row.state_key else shows(changes.after)
         if not row.differing_count:
             pass
         elif shows(changes.before | changes.resting):
             # Weight decay takes such a change into the optimizer's state, too.
-            why = CHANGED_BEFORE
+            refusal = CHANGED_BEFORE
         elif changes.before & Changed.INPUTS:
-            why = OTHER_INPUTS
+            refusal = OTHER_INPUTS
         elif after:
-            why = CHANGED_AFTER
+            refusal = CHANGED_AFTER
         unproven = pb.ReplayedTensor(
-            arena_begin=row.arena_begin, state_key=row.state_key, numel=row.numel, refused=why
+            arena_begin=row.arena_begin, state_key=row.state_key, numel=row.numel, refused=refusal
         )
-        found.append(unproven if why else row)
-    return found
+        judged.append(unproven if refusal else row)
+    return judged
 
 
-def _one(
+@dataclass(frozen=True, slots=True)
+class _Elements:
+    """Where a parameter's elements, and those of its state, lie in the snapshots."""
+
+    begin: int
+    """First byte in each snapshot."""
+    size_bytes: int
+    dtype: torch.dtype
+    shape: Sequence[int]
+    strides: Sequence[int]
+
+    def copied(self, data: memoryview) -> torch.Tensor:
+        """A copy of the elements in a snapshot."""
+        own = bytearray(data[self.begin : self.begin + self.size_bytes])
+        return torch.frombuffer(own, dtype=self.dtype).as_strided(self.shape, self.strides)
+
+
+def _replayed(
     captured: Captured, param: Mapping[str, Any], group: Mapping[str, Any], name: str
 ) -> list[pb.ReplayedTensor]:
-    begin, size = param["begin"], param["end"] - param["begin"]
-    at = captured.place(begin, size)
-    if at is None or not size:
+    """Repeat a parameter's update; one row for it, and one for each of its state's tensors."""
+    arena_begin, size_bytes = param["begin"], param["end"] - param["begin"]
+    begin = captured.place(arena_begin, size_bytes)
+    if begin is None or not size_bytes:
         return []
-    why = _why_not(param, group, name, captured)
-    if why:
-        return [pb.ReplayedTensor(arena_begin=begin, refused=why)]
+    refusal = _refusal(param, group, name, captured)
+    if refusal:
+        return [pb.ReplayedTensor(arena_begin=arena_begin, refused=refusal)]
     dtype = getattr(torch, param["dtype"])
+    elements = _Elements(begin, size_bytes, dtype, param["shape"], param["strides"])
+    weight = elements.copied(captured.before[""]).requires_grad_()
+    optimizer = _optimizer_before(captured, param, group, name, elements, weight)
+    if arena_begin not in captured.without_gradient:
+        weight.grad = elements.copied(captured.gradients)
+        optimizer.step()
+    after = elements.copied(captured.after[""])
+    rows = [_compared(arena_begin, "", weight.detach(), after)]
+    state = optimizer.state.get(weight, {})
+    for key, data in captured.after.items():
+        if key and isinstance(state.get(key), torch.Tensor):
+            rows.append(_compared(arena_begin, key, state[key], elements.copied(data)))
+    return rows
 
-    def tensor(data: memoryview) -> torch.Tensor:
-        flat = torch.frombuffer(bytearray(data[at : at + size]), dtype=dtype)
-        return flat.as_strided(param["shape"], param["strides"])
 
-    weight = tensor(captured.before[""]).requires_grad_()
+def _optimizer_before(
+    captured: Captured,
+    param: Mapping[str, Any],
+    group: Mapping[str, Any],
+    name: str,
+    elements: _Elements,
+    weight: torch.Tensor,
+) -> torch.optim.Optimizer:
+    """An optimizer of this parameter alone, with its options and state before the update."""
     # Torch's types, from the recorded ones.
-    given = {key: tuple(one) if isinstance(one, list) else one for key, one in group.items()}
-    optimizer = OPTIMIZERS[name]([{**given, "params": [weight]}])
-    state: dict[str, Any] = {key: tensor(captured.before[key]) for key in param["keys"]}
+    options = {key: tuple(it) if isinstance(it, list) else it for key, it in group.items()}
+    optimizer = OPTIMIZERS[name]([{**options, "params": [weight]}])
+    state = {key: elements.copied(captured.before[key]) for key in param["keys"]}
     for key, value in param["scalars"].items():
         state[key] = torch.tensor(float(value), dtype=torch.float32)
     if state:
         optimizer.state[weight] = state
-    if begin not in captured.without_gradient:
-        weight.grad = tensor(captured.gradients)
-        optimizer.step()
-    rows = [_compared(begin, "", weight.detach(), tensor(captured.after[""]))]
-    made = optimizer.state.get(weight, {})
-    for key, data in captured.after.items():
-        if key and isinstance(made.get(key), torch.Tensor):
-            rows.append(_compared(begin, key, made[key], tensor(data)))
-    return rows
+    return optimizer
 
 
-def _why_not(
+def _refusal(
     param: Mapping[str, Any], group: Mapping[str, Any], name: str, captured: Captured
 ) -> str:
+    """Why a parameter's update is not repeated; empty: it is."""
     if name not in OPTIMIZERS:
         return f"{name} is not replayed; only torch's own Adam, AdamW and SGD are"
     for option in ("capturable", "differentiable"):
         if group.get(option):
             return f"an optimizer with {option}=True is not replayed"
     if param["left_out"]:
-        key, why = next(iter(param["left_out"].items()))
-        return f"its state {key!r} cannot be read: {why}"
+        key, reason = next(iter(param["left_out"].items()))
+        return f"its state {key!r} cannot be read: {reason}"
     if param["begin"] in captured.partial:
         return "its gradient is a summand, which the optimizer did not consume as it is"
     absent = [key for key in param["keys"] if key not in captured.before]
@@ -162,12 +191,13 @@ def _why_not(
 
 def _compared(begin: int, key: str, ours: torch.Tensor, theirs: torch.Tensor) -> pb.ReplayedTensor:
     words = WORDS[ours.itemsize]
-    one, other = (_memory(tensor).view(words) for tensor in (ours, theirs))
-    differs = (one != other).nonzero().flatten()
+    our_words, their_words = (_memory(tensor).view(words) for tensor in (ours, theirs))
+    differs = (our_words != their_words).nonzero().flatten()
     row = pb.ReplayedTensor(arena_begin=begin, state_key=key, numel=ours.numel())
     if len(differs):
         row.differing_count, row.element = len(differs), int(differs[0])
-        row.bits = int(one[row.element] ^ other[row.element]) & ((1 << 8 * ours.itemsize) - 1)
+        bits = int(our_words[row.element] ^ their_words[row.element])
+        row.bits = bits & ((1 << 8 * ours.itemsize) - 1)
     return row
 
 

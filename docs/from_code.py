@@ -16,9 +16,9 @@ import typer
 from docs import notebook
 from paramd.cli.main import app
 from paramd.trainer.settings import AttachSettings
-from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.alerts.config import AlertConfig
 from paramd_service.control.base.config import ControlConfig
-from paramd_service.control.edits.spec import EditConfig
+from paramd_service.edits.spec import EditConfig
 from paramd_service.sidecar.config import SidecarConfig
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from paramd.errors import ConflictError, NotFoundError
 from paramd.mesh.insight.reports import Alert
-from paramd_service.control.store.alerts import State
+from paramd_service.alerts.store import State
 from paramd_service.control.store.history import Sample
 from paramd_service.control.store.tokens import TokenRow
 

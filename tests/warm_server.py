@@ -33,7 +33,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from paramd.cli.commands import OWN
-from paramd_service.parts import SIDECAR
+from paramd.parts import found
+from paramd_service.parts import CONTROL, SIDECAR
 from tests import leaks, warm
 from tests.ending import end
 
@@ -41,10 +42,10 @@ SERVICE = (
     "paramd.cli.main",
     "paramd_service.sidecar.main",
     "paramd_service.control.main",
-    *dict.fromkeys(name.partition(":")[0] for name in (*OWN, *SIDECAR)),
+    *dict.fromkeys(name.partition(":")[0] for name in (*OWN, *SIDECAR, *CONTROL)),
     # What those import only once they serve.
     "paramd_service.control.control_plane",
-    "paramd_service.exports.service",
+    "paramd_service.exports.files",
     "anyio._backends._asyncio",
     "httpcore2",
     "jwt",
@@ -138,23 +139,49 @@ def control_planes_routes() -> Callable[[], None]:
     Returns:
         has this process' control plane take them.
     """
+    from paramd_service.alerts.service import Watchers
     from paramd_service.control.api import app
     from paramd_service.control.api.services import Services
-    from paramd_service.control.edits.service import EditRegistry
+    from paramd_service.control.mesh.jobs import Jobs
+    from paramd_service.control.parts import ControlHost, ControlPart, ControlParts
     from paramd_service.control.store.history import MetricHistory
+    from paramd_service.edits.service import EditRegistry
+    from paramd_service.exports.service import ExportService
 
     # What some routes take out of them at once.
-    edits, history = object.__new__(EditRegistry), object.__new__(MetricHistory)
-    services: Any = SimpleNamespace(edits=edits, records=SimpleNamespace(history=history))
+    kinds = {"_edits": EditRegistry, "_watchers": Watchers, "_exports": ExportService}
+    jobs, history, host = (object.__new__(one) for one in (Jobs, MetricHistory, ControlHost))
+    vars(host).update(jobs=jobs, records=SimpleNamespace(history=history))
+    services: Any = SimpleNamespace(host=host)
+    parts = [object.__new__(one) for one in found(CONTROL, "control", ControlPart)]
+    for part in parts:
+        vars(part).update({name: object.__new__(kind) for name, kind in kinds.items()}, host=host)
+    of_parts = [router for part in parts for router in part.routes()]
+
+    def fill(given: ControlHost) -> None:
+        jobs.__dict__, history.__dict__ = vars(given.jobs), vars(given.records.history)
+        vars(host).update(vars(given))
 
     def filled(router: Any, given: Services) -> Any:
-        edits.__dict__, history.__dict__ = vars(given.edits), vars(given.records.history)
+        fill(given.host)
         vars(services).update({one.name: getattr(given, one.name) for one in fields(given)})
         return router
 
+    def filled_parts(given: ControlParts) -> list[Any]:
+        for part, real in zip(parts, given, strict=True):
+            assert type(part) is type(real)
+            for name in kinds.keys() & vars(real).keys():
+                vars(part)[name].__dict__ = vars(vars(real)[name])
+        return of_parts
+
     metrics = partial(filled, app.metrics_router(services))
     routes = [partial(filled, make(services)) for make in app._ROUTES]
-    return partial(vars(app).update, metrics_router=metrics, _ROUTES=routes)
+
+    def take() -> None:
+        vars(app).update(metrics_router=metrics, _ROUTES=routes)
+        ControlParts.routes = filled_parts  # type: ignore[assignment,method-assign]
+
+    return take
 
 
 def run(arguments: Sequence[str]) -> None:

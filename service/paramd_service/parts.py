@@ -15,3 +15,12 @@ SIDECAR: Final = (
     "paramd_service.gateway.sidecar:Gateway",
 )
 """Parts of a sidecar. Their methods are called in this order."""
+
+CONTROL: Final = (
+    "paramd_service.insight.control:Insight",
+    "paramd_service.edits.control:Edits",
+    "paramd_service.alerts.control:Alerts",
+    "paramd_service.exports.control:Exports",
+    "paramd_service.audit.control:Audit",
+)
+"""Parts of a control plane. They close in the reverse order."""

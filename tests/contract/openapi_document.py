@@ -7,10 +7,9 @@ After a wanted change write both again:
 
 import json
 from pathlib import Path
-from unittest.mock import MagicMock
 
 from paramd_service.control.api.app import build_app
-from paramd_service.control.api.services import Services
+from tests.control_services import services
 
 FROZEN = Path(__file__).parents[2] / "client" / "web" / "openapi.json"
 COMMAND = "make web-types"
@@ -22,7 +21,7 @@ def document() -> str:
     Without the version, or every release would change it, and without problems, which are
     the same for every operation.
     """
-    found = build_app(MagicMock(spec=Services)).openapi()
+    found = build_app(services()).openapi()
     found["info"]["version"] = ""
     for operations in found["paths"].values():
         for operation in operations.values():

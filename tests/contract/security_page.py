@@ -7,15 +7,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from unittest.mock import MagicMock
 
 from paramd.security.tickets import Role
 from paramd_service.admission import OPEN_METHODS
 from paramd_service.control.access.join import METHOD_ROLES
 from paramd_service.control.access.roles import OPERATIONS, PERMITTED, Action, UserRole, ticket_role
 from paramd_service.control.api.app import build_app
-from paramd_service.control.api.services import Services
 from paramd_service.sidecar.calls import ROLES
+from tests.control_services import services
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "roles.md"
 BEGIN, END = "<!-- roles: begin -->", "<!-- roles: end -->"
@@ -47,7 +46,7 @@ def _actions() -> Iterator[str]:
 
 def _operations() -> Iterator[str]:
     by_action: dict[str, list[str]] = defaultdict(list)
-    for path, methods in build_app(MagicMock(spec=Services)).openapi()["paths"].items():
+    for path, methods in build_app(services()).openapi()["paths"].items():
         for method, operation in methods.items():
             action = OPERATIONS.get(operation["operationId"], Action.ADMINISTER)
             by_action[action.value].append(f"`{method.upper()} {path}`")

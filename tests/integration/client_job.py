@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
@@ -35,6 +35,7 @@ from paramd.memory.gate import TrainerGate
 from paramd.places import host_id, job_dir
 from paramd.security.tickets import Signer, new_private_key
 from tests.integration.fake_trainer import TrainerSettings, attach_message
+from tests.integration.without import control as control_plane
 from tests.longer import wait_until as wait_for
 
 Answer = TypeVar("Answer")
@@ -42,8 +43,6 @@ Answer = TypeVar("Answer")
 JOB = "client-test"
 DEADLINE_S = 60.0
 """Only a hang is ended by it: none of these waits is a promise about speed."""
-
-_CONTROL = (sys.executable, "-m", "paramd_service.control")
 
 
 def compared(ask: Callable[[], Answer]) -> Answer:
@@ -188,8 +187,16 @@ class Rank:
 class Job:
     """All ranks of one incarnation, and the control plane."""
 
-    def __init__(self, layout: Layout, stack: ExitStack, incarnation: int, listen: str) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        stack: ExitStack,
+        incarnation: int,
+        listen: str,
+        without: Sequence[str],
+    ) -> None:
         self.layout = layout
+        self._without = without
         self._control_listen = listen
         self.incarnation = incarnation
         self.private_key = new_private_key()
@@ -209,9 +216,10 @@ class Job:
         self._stop = threading.Event()
 
     def _start_control(self, stack: ExitStack) -> subprocess.Popen[str]:
+        program = [sys.executable, *control_plane(self._without), "--job", JOB]
         control = stack.enter_context(
             subprocess.Popen(
-                [*_CONTROL, "--job", JOB, "--listen-near", self._control_listen],
+                [*program, "--listen-near", self._control_listen],
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -327,13 +335,17 @@ class Job:
 
 @contextmanager
 def running_job(
-    layout: Layout, *, incarnation: int = 1, listen: str = "127.0.0.1:0"
+    layout: Layout,
+    *,
+    incarnation: int = 1,
+    listen: str = "127.0.0.1:0",
+    without: Sequence[str] = (),
 ) -> Iterator[Job]:
     """A job whose ranks serve; everything it started ends with the block.
 
-    `listen` is the control plane's.
+    `listen` is the control plane's, which does not have the parts of the subjects `without`.
     """
     with ExitStack() as stack:
-        job = Job(layout, stack, incarnation, listen)
+        job = Job(layout, stack, incarnation, listen, without)
         stack.callback(job.rest)
         yield job

@@ -17,20 +17,9 @@ from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, layout_of
+from tests.integration.without import sidecar as program
 from tests.longer import wait_until
 from tests.orders import Metadata, Ordering, bound
-
-WITHOUT = """
-import sys
-from paramd_service import parts
-
-without = sys.argv.pop(1).split(",")
-parts.SIDECAR = tuple(name for name in parts.SIDECAR if name.split(".")[1] not in without)
-from paramd_service.sidecar.main import main
-
-sys.exit(main())
-"""
-"""`python -m paramd_service.sidecar` without some subjects."""
 
 
 class SidecarProcess:
@@ -48,10 +37,7 @@ class SidecarProcess:
         self.socket_path = directory / f"rank-{rank}.sock"
         self.log_path = directory / f"sidecar-{uuid.uuid4().hex}.log"
         environment = {**os.environ, "PARAMD_FAULTS": faults}
-        program = (
-            ["-c", WITHOUT, ",".join(without)] if without else ["-m", "paramd_service.sidecar"]
-        )
-        command = [sys.executable, *program, "--job", "job"]
+        command = [sys.executable, *program(without), "--job", "job"]
         command += ["--rank", str(rank), "--socket", str(self.socket_path), *options]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(

@@ -36,10 +36,10 @@ from paramd.v1 import (
 )
 from paramd_service.control.access.join import METHOD_ROLES
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.edits.runner import stage, withdrawn
-from paramd_service.control.exports.sidecars import made, part_of, stored
 from paramd_service.control.mesh.coordinator import BoundaryRequest
 from paramd_service.control.mesh.sidecars import OwnChannels, SidecarCalls
+from paramd_service.edits.runner import stage, withdrawn
+from paramd_service.exports.group import made, part_of, stored
 from paramd_service.sidecar.calls import ROLES, SERVICE
 from paramd_service.sidecar.owner import Mesh as ExchangedMesh
 from paramd_service.sidecar.rpc.control_link import may_be_at

@@ -12,8 +12,9 @@ from paramd_service.parts import SIDECAR
 from paramd_service.sidecar.parts import SidecarPart
 from tests.integration.fake_trainer import attached
 from tests.integration.sidecar_process import Client, client_of, sidecar, values_of
+from tests.integration.without import subjects
 
-SUBJECTS = tuple(dict.fromkeys(name.split(".")[1] for name in SIDECAR))
+SUBJECTS = subjects(SIDECAR)
 """One of the calls of each subject, with a request that reaches it."""
 CALLS = {
     "edits": ("GetEdit", pb.GetEditRequest()),

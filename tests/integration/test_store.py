@@ -22,13 +22,12 @@ from sqlalchemy import Connection, inspect, text
 from paramd.clock import now_s
 from paramd.errors import ConflictError, NotFoundError, UsageError
 from paramd.mesh.insight.reports import Alert
-from paramd_service.control.alerts.watcher import Watcher
+from paramd_service.alerts.store import AlertStore, State
+from paramd_service.alerts.watcher import Watcher
 from paramd_service.control.api.choice import NormHistory
 from paramd_service.control.records.audit import Action, Audit
-from paramd_service.control.store.alerts import AlertStore, State
 from paramd_service.control.store.edits import EditRow, EditStore
 from paramd_service.control.store.engine import StoreAddress, StoreError, make_engine, parse_store
-from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
 from paramd_service.control.store.history import (
     KEEP_S,
     MAX_POINTS,
@@ -39,6 +38,7 @@ from paramd_service.control.store.history import (
 from paramd_service.control.store.schema import metadata
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore
+from paramd_service.exports.store import ExportRow, ExportStore, ScheduleRow
 from tests.integration.store_process import execute, started
 from tests.postgres import PASSWORD, Postgres
 

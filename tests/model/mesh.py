@@ -7,7 +7,7 @@ does not let them; whether the control plane's conclusions are right is what the
 
 from dataclasses import dataclass, field
 
-from paramd_service.control.edits.machine import Applied, Outcome
+from paramd_service.edits.machine import Applied, Outcome
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 
-from paramd_service.control.edits.machine import (
+from paramd_service.edits.machine import (
     Action,
     Commit,
     EditMachine,

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from paramd_service.control.edits.machine import (
+from paramd_service.edits.machine import (
     EDIT_ENDS,
     Action,
     CallOff,

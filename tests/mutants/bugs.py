@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CLIENT = "client/paramd/"
+SERVICE = "service/paramd_service/"
 SIDECAR = "service/paramd_service/sidecar/"
 CONTROL = "service/paramd_service/control/"
 
@@ -77,9 +78,9 @@ JOIN = planted(
 DOORWAY = planted(CONTROL + "access/doorway.py", "unit/control/test_session.py")
 COORDINATOR = planted(CONTROL + "mesh/coordinator.py", "unit/control/test_control_coordinator.py")
 EDIT_MACHINE = planted(
-    CONTROL + "edits/machine.py", "unit/control/test_edits_machine.py", "model/test_edit_machine.py"
+    SERVICE + "edits/machine.py", "unit/control/test_edits_machine.py", "model/test_edit_machine.py"
 )
-EDIT_SERVICE = planted(CONTROL + "edits/service.py", "integration/test_edits_control.py")
+EDIT_SERVICE = planted(SERVICE + "edits/service.py", "integration/test_edits_control.py")
 ROLES = planted(CONTROL + "access/roles.py", "unit/control/test_auth_roles.py")
 DIRECTORY = planted(
     "service/paramd_service/destinations/directory.py",

@@ -42,11 +42,11 @@ SUITES: dict[str, tuple[str, ...]] = {
         "unit/trainer/test_agreement.py",
         "unit/trainer/test_boundary.py",
     ),
-    "paramd_service/control/edits/machine.py": (
+    "paramd_service/edits/machine.py": (
         "unit/control/test_edits_machine.py",
         "model/test_edit_machine.py",
     ),
-    "paramd_service/control/exports/machine.py": ("unit/control/test_exports_machine.py",),
+    "paramd_service/exports/machine.py": ("unit/control/test_exports_machine.py",),
 }
 """Tests of each file, below `tests/`. What a server of its own shows, mutmut does not see."""
 

@@ -18,7 +18,7 @@ import yaml
 
 from paramd.cli.main import main
 from paramd.errors import UsageError
-from paramd_service.control.alerts.config import Rule
+from paramd_service.alerts.config import Rule
 from paramd_service.control.base.site import read_token
 from tests.launch import ROOT
 from tests.needs import program

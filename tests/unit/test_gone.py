@@ -21,11 +21,12 @@ from paramd.mesh.edits.calls import PauseState, PauseWord
 from paramd.mesh.mesh import Mesh
 from paramd.trainer.attaching.attach import attach
 from paramd.trainer.attaching.attachment import Attachment
-from paramd_service.control.alerts.service import parse_alerts
+from paramd_service.alerts.config import parse_alerts
 from paramd_service.control.base.config import ControlConfig
-from paramd_service.control.edits.spec import load_edits
+from paramd_service.edits.spec import load_edits
 from paramd_service.sidecar.main import parse
-from tests.unit.control.test_control_http import RIGHT, build_app, client_of, services
+from tests.control_services import services
+from tests.unit.control.test_control_http import RIGHT, build_app, client_of
 
 KINDS = {kind.__name__: kind for kind in (Mesh, Attachment, PauseState)}
 """Classes that tell; another one needs `@gone.tells`, and to stand here."""

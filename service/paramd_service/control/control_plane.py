@@ -10,22 +10,18 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-from paramd import places
+from paramd import parts, places
 from paramd.errors import ParamdError, UnreachableError
-from paramd.mesh.exports.calls import OWN
 from paramd.places import IncarnationRecord
 from paramd_service.control.access.authority import Tokens
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.alerts.config import AlertConfig
-from paramd_service.control.alerts.service import Watchers, load_alerts
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
-from paramd_service.control.base.config import Bootstrap, ControlConfig, loaded
+from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.base.endpoint import HANDOVER_S, Claim, Whereabouts, successor
 from paramd_service.control.base.site import (
     IncarnationNotes,
@@ -35,20 +31,17 @@ from paramd_service.control.base.site import (
     read_token,
     site_dir,
 )
-from paramd_service.control.edits.service import EditRegistry
-from paramd_service.control.edits.spec import EditConfig, load_edits
-from paramd_service.control.exports.documents import ADDED, load_added, load_destinations
-from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
 from paramd_service.control.mesh.jobs import ControlIdentity, Incarnation, Jobs
 from paramd_service.control.mesh.origin import parse_networks
 from paramd_service.control.mesh.registry import may_train
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
+from paramd_service.control.parts import ControlHost, ControlPart
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records
 from paramd_service.control.store.engine import StoreError
-from paramd_service.destinations.destinations import Destination
+from paramd_service.parts import CONTROL
 from paramd_service.tls import JobPems, ServerTls, advertised
 
 TICK_S = 1.0
@@ -91,9 +84,7 @@ class ControlPlane:
         self._reason = ""
         self._jobs: Jobs | None = None
         self._records: Records | None = None
-        self._edits: EditRegistry | None = None
-        self._watchers: Watchers | None = None
-        self._exports: ExportService | None = None
+        self._host: ControlHost | None = None
         self._token = ""
         self._asked_until_s = -math.inf
         """Until when a request to leave the ports is valid; on the monotonic clock."""
@@ -138,40 +129,9 @@ class ControlPlane:
         # 1. Open the records, and load ended tokens before anyone is let in.
         self._records = await open_records(self._config, self._bootstrap)
         await self._revocations.start(self._records.tokens)
-        # 2. Settle generation and secrets; an embedded control plane opens its job.
-        jobs = self._open_jobs(self._records)
-        files, history = self._tls_of_files, self._records.history
-        self._watchers = Watchers(
-            config=loaded(
-                partial(load_alerts, watch=not self._config.no_watch),
-                strict=jobs.is_site,
-                otherwise=AlertConfig(),
-                told="invalid alert configuration, using the defaults",
-            ),
-            publish=self._events.publish,
-            store=self._records.alerts,
-            edits=self._records.edits,
-            offer=history.offer,
-            trouble=lambda: history.problem,
-            expires_s=lambda: files.expires_s if files is not None else None,
-        )
-        records = self._records
-        # Of a job that has ended, too, where there is one: its record says where checkpoints are.
-        has_own = not jobs.is_site and (self._past is None or (records.directory / OWN).is_dir())
-        none: dict[str, Destination] | None = {}
-        destinations = loaded(
-            partial(load_destinations, own=records.directory / OWN if has_own else None),
-            strict=jobs.is_site,
-            otherwise=none,
-            told="exports are disabled, the destinations are invalid",
-        )
-        added = loaded(
-            lambda *given: load_added(records.directory / ADDED),
-            strict=jobs.is_site,
-            otherwise=dict[str, Destination](),
-            told="without the destinations that admins added",
-        )
-        self._exports = ExportService(records, destinations, added, publish=self._events.publish)
+        # 2. Settle generation and secrets, make the parts; an embedded control plane opens its job.
+        host = self._open_jobs(self._records)
+        jobs = host.jobs
         # 3. Serve gRPC, unless there are only records.
         if self._past is None:
             await self._start_grpc(jobs, self._records)
@@ -181,20 +141,13 @@ class ControlPlane:
         # 4. Serve REST. A training that resumes is running already, and clients ask for it at once.
         if self._bootstrap is not None and self._bootstrap.resumes:
             await self._all_joined(jobs.get(self._bootstrap.job))
-        services = self._services(jobs, self._records, where.grpc_address)
+        services = self._services(host)
         if self._past is None:
             own = services.tokens.own_digest
             services.sessions.keep(self._records.directory / "sessions.json", own)
         await self._http.start(build_app(services), self._claim.listeners, tls=self._tls)
-        # 5. Start watching; resume exports.
-        if (edits := self._edits) is not None:
-            self._watchers.pause = edits.pause_for
-            self._watchers.lost_marks = lambda job: edits.service(job).marks.lost()
-            edits.on_applied.append(self._watchers.applied)
-        self._watchers.failed = self._exports.failed
-        if self._past is None:
-            self._watchers.start(jobs)
-            self._exports.start(jobs)
+        # 5. All is served.
+        await host.parts.started()
         # 6. Announce the address to the job's programs, now that all of it works.
         if self._bootstrap is not None:
             self._claim.announce(self._bootstrap)
@@ -205,14 +158,14 @@ class ControlPlane:
         mine = self._bootstrap
         whose = f"job {mine.job}, run {mine.incarnation}" if mine is not None else "a site"
         log.info("serving %s at %s", whose, where.url)
-        return self._claim.whereabouts(await self._whole_exports(self._exports))
+        return self._claim.whereabouts(await self._checkpoints(host))
 
-    async def _whole_exports(self, exports: ExportService) -> tuple[Mapping[str, Any], ...]:
+    async def _checkpoints(self, host: ControlHost) -> tuple[Mapping[str, Any], ...]:
         """Newest first; none if they are unknown, or for several jobs."""
         if self._bootstrap is None:
             return ()
         try:
-            return tuple(await exports.whole(self._bootstrap.job))
+            return tuple(await host.parts.checkpoints(self._bootstrap.job))
         except StoreError:
             return ()
 
@@ -252,10 +205,11 @@ class ControlPlane:
         # 3. REST finishes its requests; event streams, which would never end, are closed first.
         self._events.close()
         await self._http.stop(self._drain_s)
-        # 4. Work on the jobs' sidecars, then the jobs, whose connections that work uses.
-        for part in (self._exports, self._watchers, self._edits, self._jobs):
-            if part is not None:
-                await part.close()
+        # 4. The parts, then the jobs, whose connections their work uses.
+        if self._host is not None:
+            await self._host.parts.closed()
+        if self._jobs is not None:
+            await self._jobs.close()
         await self._incarnations.close()
         await self._revocations.stop()
         # 5. The records last: everything above still writes to them.
@@ -276,7 +230,7 @@ class ControlPlane:
         """TLS that the operator must renew; None without TLS, or with the job's CA."""
         return None if self._claim.of_job else self._tls
 
-    def _open_jobs(self, records: Records) -> Jobs:
+    def _open_jobs(self, records: Records) -> ControlHost:
         mine = self._bootstrap
         site: Site | None = None
         if mine is None:
@@ -311,20 +265,24 @@ class ControlPlane:
             jobs.on_begin.append(self._goes_on)
         jobs.on_begin.append(records.incarnation_began)
         jobs.on_end.append(records.incarnation_ended)
-        config = loaded(
-            load_edits,
-            strict=mine is None,
-            otherwise=EditConfig(),
-            told="invalid [edits] configuration, using the default limits",
+        files = self._tls_of_files
+        self._host = host = ControlHost(
+            self._config,
+            jobs=jobs,
+            records=records,
+            events=self._events,
+            parts=parts.found(CONTROL, "control", ControlPart),
+            grpc_address=lambda: self._grpc_target,
+            expires_s=lambda: files.expires_s if files is not None else None,
+            shows_records=self._past is not None,
         )
-        self._edits = edits = EditRegistry(records, config, publish=self._events.publish)
-        jobs.on_begin.append(edits.began)
-        jobs.on_end.append(edits.is_over)
-        jobs.on_evict.append(edits.evicted)
-        jobs.on_view.extend((edits.tick, records.tick))
+        jobs.on_begin.append(host.parts.began)
+        jobs.on_end.append(host.parts.ended)
+        jobs.on_evict.append(host.parts.evicted)
+        jobs.on_view.extend((host.parts.seen, records.tick))
         if mine is not None:
             jobs.open(mine, past=self._past)
-        return jobs
+        return host
 
     def _goes_on(self, mesh: Incarnation) -> None:
         """Be found by the programs of a next incarnation, which has the same addresses."""
@@ -366,35 +324,15 @@ class ControlPlane:
         if bound != wanted:
             raise UnreachableError(f"another process has taken {wanted}, the address for gRPC")
 
-    def _services(self, jobs: Jobs, records: Records, grpc_address: str) -> Services:
-        assert self._edits is not None
-        assert self._watchers is not None
-        assert self._exports is not None
+    def _services(self, host: ControlHost) -> Services:
+        records = host.records
         return Services(
-            config=self._config,
+            host=host,
             listen_host=self._claim.http.host,
-            grpc_address=grpc_address,
-            refusal=f"job {self._bootstrap.job!r} {places.end_text(self._past)}: only its records "
-            "are shown here, and this needs its ranks or changes something; start the job again"
-            if self._bootstrap is not None and self._past is not None
-            else "",
+            refusal=self._refusal,
             tls=self._tls,
-            ca=self._bootstrap.certificates.authority.pem
-            if self._bootstrap is not None and self._claim.of_job
-            else b"",
-            jobs=jobs,
-            metrics=Metrics(
-                jobs=jobs,
-                lag=self._lag,
-                watchers=self._watchers,
-                tls=self._tls_of_files,
-                exports=self._exports,
-                edits=self._edits,
-                records=records,
-            ),
-            edits=self._edits,
-            watchers=self._watchers,
-            exports=self._exports,
+            ca=self._ca,
+            metrics=Metrics(host=host, lag=self._lag, tls=self._tls_of_files),
             tokens=Tokens(
                 self._token,
                 records.tokens,
@@ -402,10 +340,24 @@ class ControlPlane:
                 on_revoked=self._revocations.revoked,
             ),
             revocations=self._revocations,
-            records=records,
             denied=records.denied,
             failures=FailureLimit(),
             doorway=self._doorway,
-            events=self._events,
             stopping=self._done.is_set,
         )
+
+    @property
+    def _refusal(self) -> str:
+        """Why all but the records is refused; empty while jobs are served."""
+        if self._bootstrap is None or self._past is None:
+            return ""
+        return (
+            f"job {self._bootstrap.job!r} {places.end_text(self._past)}: only its records are "
+            "shown here, and this needs its ranks or changes something; start the job again"
+        )
+
+    @property
+    def _ca(self) -> bytes:
+        """The job's own CA, if it has signed our certificate."""
+        mine = self._bootstrap
+        return mine.certificates.authority.pem if mine is not None and self._claim.of_job else b""

@@ -9,25 +9,19 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from pydantic import TypeAdapter
 from sqlalchemy import Connection, func, select
 
-from paramd import places
-from paramd.errors import NotFoundError, ParamdError, codes_of
-from paramd.mesh.edits.calls import Edit
-from paramd_service.control.api.routes.audit import record_of
-from paramd_service.control.api.routes.edits import document_of
+from paramd import parts, places
+from paramd.errors import NotFoundError, ParamdError, UsageError, codes_of
 from paramd_service.control.base.site import directory_of
-from paramd_service.control.records.audit import links
-from paramd_service.control.store.edits import chosen_edits, edit_of
+from paramd_service.control.parts import ControlPart, ReadStored, StoredRequest
 from paramd_service.control.store.engine import make_engine, parse_store, store_errors
 from paramd_service.control.store.migrate import check_current
 from paramd_service.control.store.schema import metric_points, metric_series
-
-NO_UNDO = "the job has ended"
+from paramd_service.parts import CONTROL
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,15 +29,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m paramd_service.control.ended", allow_abbrev=False
     )
-    parser.add_argument("what", choices=("step", "edits", "audit"))
+    parser.add_argument("what", help="step, or what a part of the control plane keeps")
     parser.add_argument("--job", required=True, help="name of the job")
     parser.add_argument("--limit", type=int, default=1000, help="most rows")
     parser.add_argument("--state", default=None, help="of edits: only in this state")
     parser.add_argument("--id", default=None, help="of edits: only ids that begin so")
     parser.add_argument("--oldest", action="store_true", help="of the audit: oldest first")
-    given = parser.parse_args(arguments)
+    given = vars(parser.parse_args(arguments))
     try:
-        found = read(given)
+        found = read(given.pop("what"), StoredRequest(**given))
     except ParamdError as error:
         print(error, file=sys.stderr)
         return codes_of(error).exit
@@ -51,14 +45,16 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def read(given: argparse.Namespace) -> dict[str, Any]:
+def read(what: str, given: StoredRequest) -> dict[str, Any]:
     """The requested document.
 
     Raises:
+        UsageError: Nothing reads this.
         NotFoundError: No such job, or no store of it here.
         ConflictError: The directory is not private, or the store is another version's.
         StoreError: It cannot be read.
     """
+    read_stored = _reader(what)
     directory = directory_of(places.check_job_name(given.job))
     address = parse_store(os.environ.get("PARAMD_STORE_URL", ""), directory=directory)
     if address.path is not None and not address.path.exists():
@@ -70,12 +66,12 @@ def read(given: argparse.Namespace) -> dict[str, Any]:
                 # For any request below: this connection cannot write.
                 connection.exec_driver_sql("PRAGMA query_only=ON")
             check_current(connection, address)
-            return _READ[given.what](connection, given)
+            return read_stored(connection, given)
     finally:
         engine.dispose()
 
 
-def _step(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
+def _step(connection: Connection, given: StoredRequest) -> dict[str, Any]:
     """The last step in the metric history: the only trace when the end was not recorded."""
     steps = (
         select(func.max(metric_points.c.step))
@@ -86,24 +82,23 @@ def _step(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
     return {"step": int(step) if step is not None else -1}
 
 
-def _edits(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
-    chosen = chosen_edits(given.job, state=given.state, id_prefix=given.id).limit(given.limit)
-    rows = [edit_of(row) for row in connection.execute(chosen)]
-    return {"edits": [_EDIT.dump_python(document_of(row, NO_UNDO), mode="json") for row in rows]}
+_OWN: Final[Mapping[str, ReadStored]] = {"step": _step}
 
 
-def _audit(connection: Connection, given: argparse.Namespace) -> dict[str, Any]:
-    order = "oldest" if given.oldest else "newest"
-    found = links(connection, given.job, order=order, beyond_seq=None, limit=given.limit)
-    return {
-        "job": given.job,
-        "records": [record_of(link).model_dump(mode="json") for link in found],
-        "next_page_token": "",
-    }
+def _reader(word: str) -> ReadStored:
+    """What reads it: the kernel's own, or that of a part, which are loaded only then.
 
-
-_EDIT = TypeAdapter(Edit)
-_READ = {"step": _step, "edits": _edits, "audit": _audit}
+    Raises:
+        UsageError: Nothing does.
+    """
+    if word in _OWN:
+        return _OWN[word]
+    for part in parts.found(CONTROL, "control", ControlPart):
+        if (read_stored := part.stored().get(word)) is not None:
+            return read_stored
+    raise UsageError(
+        f"{word} of a job that has ended is not read here: no part of the control plane does so"
+    )
 
 
 if __name__ == "__main__":

@@ -1,280 +1,450 @@
-"""Files that a rank writes to a destination, and reads back.
-
-Plans are derived from the layout here, and the last one is kept. Blocking work runs on threads. A
-cancelled call waits for its thread, and the file it was writing is removed.
-"""
+"""All exports and schedules of a control plane, as REST calls them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from functools import partial
-from typing import TypeVar
+import json
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
 
-from google.protobuf.message import Message
+from paramd import clock
+from paramd.errors import ConflictError, DeniedError, ExhaustedError, ExistsError, ParamdError
+from paramd.layout.edits.ops import EditState
+from paramd.mesh.exports.calls import ExportInfo
+from paramd.state_files import replace
+from paramd.v1 import export_pb2
+from paramd_service.aio import kept
+from paramd_service.control.mesh.jobs import Incarnation
+from paramd_service.control.mesh.registry import MeshView
+from paramd_service.control.mesh.watch import Publish
+from paramd_service.control.records.audit import Action
+from paramd_service.control.records.events import Kind
+from paramd_service.control.records.records import Records
+from paramd_service.control.store.edits import EditRow
+from paramd_service.control.store.engine import StoreError
+from paramd_service.destinations.destinations import (
+    ENVIRONMENT,
+    Destination,
+    DestinationKind,
+    check_below,
+    locate,
+)
+from paramd_service.exports.documents import (
+    ADDED,
+    Assets,
+    export_document,
+    load_added,
+    named_at,
+    read_spec,
+    scheduled,
+)
+from paramd_service.exports.group import read_file, target_of
+from paramd_service.exports.histories import is_on_the_way
+from paramd_service.exports.incarnation import IncarnationExports
+from paramd_service.exports.runner import ExportJob
+from paramd_service.exports.schedules import MAX_SCHEDULES, Cadence, Schedules
+from paramd_service.exports.store import ExportRow, ExportStore, ScheduleRow
 
-from paramd.errors import UsageError
-from paramd.layout.codec import decode_layout
-from paramd.layout.exports.plan import ExportPlan
-from paramd.mesh.exports.pins import decode_plan
-from paramd.v1 import common_pb2, export_pb2, layout_pb2
-from paramd.wire import CHUNK_BYTES, data_chunk
-from paramd_service.aio import uncancelled
-from paramd_service.destinations.destinations import MANIFEST, FileSource, Place
-from paramd_service.destinations.open import open_place
-from paramd_service.exports.write import Digesting, Job, Memories, write_file
-from paramd_service.formats.dcp import dcp_files
-from paramd_service.formats.filling import manifest
-from paramd_service.sidecar.calls import check_range
-from paramd_service.sidecar.parts import SidecarHost
-from paramd_service.sidecar.rpc import messages
+FORGET_S: Final = 90 * 86_400.0
+"""Unscheduled exports are listed this long after their end."""
+WHOLE_COUNT: Final = 8
+"""Number of finished exports reported to a training that begins."""
+TELL_EVERY_S: Final = 1.0
+"""Least time between two events of an export in which only byte counts changed."""
 
-MAX_STORED_BYTES = 256 << 20
-"""Largest file that may be stored besides the planned ones."""
-KEPT_S = 60.0
-"""How long a plan is kept after its last use."""
+Named = Mapping[str, Destination]
 
-_READ_BYTES = 8 << 20
-
-Result = TypeVar("Result")
-
-
-class RankExports:
-    """The methods. One file is made at a time, so that memory stays bounded."""
-
-    def __init__(self, rank: SidecarHost) -> None:
-        self._rank = rank
-        self._plans = Plans(rank)
-        self._turn = asyncio.Lock()
-        self._writing: dict[str, set[asyncio.Event]] = {}
-        """By export id: an event per write in progress, set when it ends."""
-
-    async def begin(self, request: export_pb2.BeginExportRequest, _timeout_s: float) -> Message:
-        self._rank.follow_control(request.generation)
-        place = open_place(request.target)
-        async with self._writes(request.target.export_id):
-            await in_thread(partial(place.begin, request.size_bytes))
-        self._rank.faults.at("export-begun")
-        return export_pb2.BeginExportResponse(header=messages.header(self._rank))
-
-    async def write(
-        self, request: export_pb2.WriteExportFileRequest, _timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        place = open_place(request.target)
-        async with (
-            self._job(request.plan, request.file) as job,
-            self._writes(request.target.export_id),
-        ):
-            header = self._header(request.plan)
-            async with aclosing(write_file(self._rank, job, place)) as progress:
-                async for found in progress:
-                    answer = export_pb2.WriteExportFileResponse(header=header)
-                    if isinstance(found, int):
-                        answer.written_bytes = found
-                    else:
-                        answer.written_bytes = found.size_bytes
-                        answer.done.CopyFrom(found)
-                    yield answer.SerializeToString()
-
-    async def store(
-        self, requests: AsyncIterator[export_pb2.StoreExportFileRequest], _timeout_s: float
-    ) -> Message:
-        first = await anext(requests, None)
-        if first is None or not first.HasField("target"):
-            raise UsageError(
-                "target: missing; the first message of a file must have target and name"
-            )
-        place = open_place(first.target)
-        data = bytearray(first.data)
-        async for part in requests:
-            data += part.data
-            if len(data) > MAX_STORED_BYTES:
-                raise UsageError(f"{first.name[:80]!r}: more than {MAX_STORED_BYTES:,} bytes")
-        async with self._writes(first.target.export_id):
-            done = await in_thread(partial(_store, place, first.name, memoryview(data)))
-        self._rank.faults.at("export-stored")
-        return export_pb2.StoreExportFileResponse(header=messages.header(self._rank), done=done)
-
-    async def verify(
-        self, request: export_pb2.VerifyExportFileRequest, _timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        place = open_place(request.target)
-        header = messages.header(self._rank)
-        digesting = Digesting()
-        async with _opened(place, request.name, request.finished) as source:
-            while await in_thread(partial(_read_on, source, digesting)):
-                self._rank.faults.at("export-verify")
-                read_bytes = digesting.size_bytes
-                answer = export_pb2.VerifyExportFileResponse(header=header, read_bytes=read_bytes)
-                yield answer.SerializeToString()
-        found = digesting.file(request.name)
-        answer = export_pb2.VerifyExportFileResponse(
-            header=header, read_bytes=found.size_bytes, found=found
-        )
-        yield answer.SerializeToString()
-
-    async def read(
-        self, request: export_pb2.ReadExportFileRequest, _timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        place = open_place(request.target)
-        async with _opened(place, request.name, request.finished) as source:
-            begin, end = check_range(request.offset_bytes, request.size_bytes, source.size_bytes)
-            yield export_pb2.ReadExportFileResponse(
-                header=messages.header(self._rank), size_bytes=source.size_bytes
-            ).SerializeToString()
-            for offset in range(begin, end, CHUNK_BYTES):
-                size_bytes = min(CHUNK_BYTES, end - offset)
-                data = await in_thread(partial(source.read, offset, size_bytes))
-                yield data_chunk(memoryview(data), offset)
-
-    async def finish(self, request: export_pb2.FinishExportRequest, _timeout_s: float) -> Message:
-        rank = self._rank
-        rank.follow_control(request.generation)
-        target = request.target
-        place = open_place(target)
-        plan = await self._plans.plan(request.plan)
-        _check_complete(plan, request)
-        rank.faults.at("export-finish")
-
-        def work() -> list[export_pb2.ExportedFile]:
-            small = plan.finish(dcp_files)
-            files = [*request.files, *(digest_of(n, memoryview(c)) for n, c in small.items())]
-            small[MANIFEST] = manifest(
-                plan, request.plan, target, files, job=rank.config.job, created_s=request.created_s
-            )
-            sizes = {file.name: file.size_bytes for file in request.files}
-            place.commit(small, sizes, rank.faults.at)
-            return [*files, digest_of(MANIFEST, memoryview(small[MANIFEST]))]
-
-        header = self._header(request.plan)
-        async with self._writes(target.export_id):
-            return export_pb2.FinishExportResponse(header=header, files=await in_thread(work))
-
-    async def drop(self, request: export_pb2.DropExportRequest, _timeout_s: float) -> Message:
-        self._rank.follow_control(request.generation)
-        # An abandoned upload may still succeed, and its object appear after the removal.
-        for written in list(self._writing.get(request.target.export_id, ())):
-            await written.wait()
-        if request.wait_only:
-            return export_pb2.DropExportResponse(header=messages.header(self._rank))
-        place = open_place(request.target)
-        work = partial(place.drop, list(request.names), finished=request.finished)
-        await in_thread(work)
-        self._rank.faults.at("export-dropped")
-        return export_pb2.DropExportResponse(header=messages.header(self._rank))
-
-    @asynccontextmanager
-    async def _writes(self, export_id: str) -> AsyncIterator[None]:
-        ended = asyncio.Event()
-        writing = self._writing.setdefault(export_id, set())
-        writing.add(ended)
-        try:
-            yield
-        finally:
-            ended.set()
-            writing.discard(ended)
-            if not writing:
-                self._writing.pop(export_id, None)
-
-    @asynccontextmanager
-    async def _job(self, message: export_pb2.ExportPlan, number: int) -> AsyncIterator[Job]:
-        async with self._turn:
-            plan = await self._plans.plan(message)
-            if not 0 <= number < len(plan.files):
-                raise UsageError(f"file: {number}; the plan has {len(plan.files)} files")
-            async with Memories(self._rank, plan, message) as memories:
-                yield Job(plan, plan.files[number], memories)
-
-    def _header(self, message: export_pb2.ExportPlan) -> common_pb2.Header:
-        header = messages.header(self._rank, message.step)
-        header.edits = message.edits
-        return header
+log = logging.getLogger("paramd.control.exports")
 
 
-async def in_thread(work: Callable[[], Result]) -> Result:
-    """Run blocking work; cancellation waits for it, since a thread cannot be stopped."""
-    return await uncancelled(asyncio.to_thread(work))
+class ExportService:
+    """Made before jobs open; `close` before the records stop. Use on one event loop."""
 
+    def __init__(
+        self, records: Records, destinations: Named | None, added: Named, *, publish: Publish
+    ) -> None:
+        """`added` are those of `load_added`; without `destinations` the operator allows none."""
+        self._allows_any = destinations is not None
+        self._adding = asyncio.Lock()
+        self.destinations = {} if destinations is None else {**added, **destinations}
+        self.store = ExportStore(records.store)
+        self.assets = Assets(records.directory)
+        self.ended_counts: Counter[tuple[str, str]] = Counter()
+        """Exports that ended in this process, by (job, state)."""
+        self.written_bytes: Counter[str] = Counter()
+        """Bytes written by exports that ended in this process, by job."""
+        self._records = records
+        self._publish = publish
+        self._queues: dict[str, IncarnationExports] = {}
+        self._schedules: dict[str, Schedules] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._told_s: dict[str, float] = {}
+        self._failed: dict[str, ExportRow] = {}
+        """Of each job, the newest export that has ended, if it failed."""
 
-def digest_of(name: str, data: memoryview) -> export_pb2.ExportedFile:
-    """Size and checksum of a small file."""
-    digesting = Digesting()
-    digesting.update(data)
-    return digesting.file(name)
+    async def close(self) -> None:
+        """Stop without ending exports; the next control plane resumes them. Idempotent."""
+        for schedules in self._schedules.values():
+            await schedules.close()
+        for queue in self._queues.values():
+            await queue.close()
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
 
-
-@asynccontextmanager
-async def _opened(place: Place, name: str, finished: bool) -> AsyncIterator[FileSource]:
-    source = await in_thread(partial(place.open, name, finished=finished))
-    try:
-        yield source
-    finally:
-        source.close()
-
-
-def _store(place: Place, name: str, data: memoryview) -> export_pb2.ExportedFile:
-    sink = place.create(name, len(data))
-    try:
-        sink.write(data)
-        sink.finish()
-    finally:
-        sink.abort()
-    return digest_of(name, data)
-
-
-def _read_on(source: FileSource, digesting: Digesting) -> int:
-    data = source.read(digesting.size_bytes, _READ_BYTES)
-    digesting.update(memoryview(data))
-    return len(data)
-
-
-def _check_complete(plan: ExportPlan, request: export_pb2.FinishExportRequest) -> None:
-    written = {file.name: file.size_bytes for file in request.files}
-    for file in plan.files:
-        if written.get(file.name) != file.size_bytes:
-            raise UsageError(
-                f"files: {file.name} was planned with {file.size_bytes:,} bytes; "
-                f"{written.get(file.name)} were reported written"
-            )
-
-
-class Plans:
-    """Plans derived from messages; keeps the latest."""
-
-    def __init__(self, rank: SidecarHost) -> None:
-        self._rank = rank
-        self._key: tuple[int, str, bytes] | None = None
-        self._kept: ExportPlan | None = None
-        self._making = asyncio.Lock()
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def plan(self, message: export_pb2.ExportPlan) -> ExportPlan:
-        """Derive the plan of a message, or return the kept one.
+    async def add_destination(self, wanted: Destination) -> None:
+        """Add a destination, for good. Idempotent.
 
         Raises:
-            ConflictError: For another incarnation or layout, or a plan of another version.
-            UsageError: If the message names something that does not exist.
+            DeniedError: If the operator allows none.
+            ExistsError: If the name has another root: exports and retention rely on it.
+            UsageError: The file of added ones is damaged.
         """
-        self._rank.check_plan(message.incarnation, message.layout_digest)
-        key = (message.incarnation, message.layout_digest, message.digest)
-        async with self._making:
-            if self._kept is None or key != self._key:
-                layout = self._rank.ready_mesh().layout
-                self._kept = await asyncio.to_thread(_made, layout, message)
-                self._key = key
-            self._forget_later()
-            return self._kept
+        if not self._allows_any:
+            raise DeniedError(
+                f"the operator's empty {ENVIRONMENT} or [destinations] disables exports"
+            )
+        async with self._adding:
+            # As the file stands: it may have been mended since the start, or be damaged still.
+            file = self._records.directory / ADDED
+            added = await asyncio.to_thread(load_added, file)
+            there = {**added, **self.destinations}.get(wanted.name, wanted)
+            if there.root != wanted.root:
+                raise ExistsError(f"{wanted.name!r} is {there.root!r} for good; use another name")
+            if wanted.name not in self.destinations:
+                roots = {name: one.root for name, one in {**added, wanted.name: wanted}.items()}
+                await asyncio.to_thread(replace, file, json.dumps(roots))
+                self.destinations[wanted.name] = wanted
 
-    def _forget_later(self) -> None:
-        """Drop the plan after a while: it takes memory, and can be derived again."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(KEPT_S, self._forget)
+    def running(self) -> list[ExportJob]:
+        return [job for queue in self._queues.values() for job in queue.runs.values()]
 
-    def _forget(self) -> None:
-        self._kept = self._key = None
+    def check(self, request: Mapping[str, Any], jobs: str | None) -> None:
+        """Validate a request of a token for `jobs`, as in `ExportRow`. Raises UsageError,
+        NotFoundError; DeniedError: its key is none that this token may write."""
+        read_spec(request)
+        wanted = str(request["destination"])
+        locate(self.destinations, named_at(wanted, incarnation=1, step=0))
+        check_below(wanted.partition("/")[2], jobs or "")
+
+    async def create(
+        self,
+        mesh: Incarnation,
+        request: Mapping[str, Any],
+        *,
+        actor: str,
+        jobs: str | None = None,
+        export_id: str | None = None,
+        schedule: str = "",
+    ) -> ExportInfo:
+        """Queue an export; `jobs` as in `ExportRow`. Idempotent by id. Raises as `check`.
+        ExhaustedError: the queue is full. ConflictError: the incarnation has ended, or the id
+        belongs to another request."""
+        mesh.check()
+        self.check(request, jobs)
+        queue = self._queues[mesh.job]
+        if export_id is not None:
+            found = await self._same(mesh.job, export_id, request)
+            if found is not None:
+                return found
+        queue.check_room()
+        row = ExportRow(
+            id=export_id if export_id is not None else secrets.token_hex(16),
+            job=mesh.job,
+            destination=str(request["destination"]),
+            format=str(request["format"]),
+            actor=actor,
+            schedule=schedule,
+            request=request,
+            generation=mesh.terms.generation,
+            created_s=clock.now_s(),
+            jobs=jobs,
+        )
+        await self.store.add(row)
+        job = queue.add(row, [])
+        self._tell(job, True)
+        return export_document(job.row, job.files)
+
+    def failed(self, job: str) -> ExportRow | None:
+        """The newest export that has ended in this process, if it failed."""
+        return self._failed.get(job)
+
+    async def get(self, job: str, export_id: str) -> ExportInfo:
+        """One export, by its whole id. Raises NotFoundError, StoreError."""
+        live = self._live(job, export_id)
+        if live is not None:
+            return export_document(live.row, live.files)
+        row = await self.store.get(job, export_id)
+        return export_document(row, await self.store.files(row.id))
+
+    async def page(self, job: str, *, limit: int, offset: int, state: str) -> list[ExportInfo]:
+        """Exports of a job, newest first, without their files. Raises StoreError."""
+        rows = await self.store.page(job, limit=limit, offset=offset, state=state)
+        sizes = await self.store.sizes([row.id for row in rows])
+        found = []
+        for row in rows:
+            live = self._live(job, row.id)
+            if live is not None:
+                size = live.export.size_bytes, live.export.written_bytes
+                found.append(export_document(live.row, [], size=size))
+            else:
+                found.append(export_document(row, [], size=sizes.get(row.id, (0, 0))))
+        return found
+
+    async def whole(self, job: str) -> list[Mapping[str, Any]]:
+        """The last finished exports of a job, newest first, and their directories, without those of
+        a history that was rolled back: their steps may be above the present. Raises StoreError."""
+        rows = await self.store.page(job, limit=WHOLE_COUNT, state="DONE")
+        applied = await self._records.edits.of_job(job, (EditState.APPLIED,))
+        applied.sort(key=lambda row: (row.incarnation, row.edits))
+        back = [row for row in applied if row.detail.get("rollback")]
+        return [
+            {"id": row.id, "step": row.step, "format": row.format, "destination": row.destination}
+            | self._directory(row.destination)
+            for row in rows
+            if not row.removed and _is_on_the_way(row, back)
+        ]
+
+    async def directory(self, job: str, given: str) -> tuple[str, str, str]:
+        """(directory, destination, id) of a finished safetensors export, by the first characters of
+        its id.
+
+        Raises:
+            NotFoundError: For an unknown one.
+            ConflictError: For one that is not finished, was removed, has another format or is
+                not in a directory.
+        """
+        row = await self.store.get(job, await self.store.whole_id(job, given))
+        if row.state != "DONE" or row.removed:
+            state = "removed" if row.removed else row.state
+            raise ConflictError(f"export {row.id[:8]} is {state}; only a finished one can be read")
+        if row.format != "safetensors":
+            raise ConflictError(
+                f"export {row.id[:8]} is in the format {row.format}; only safetensors files are "
+                "read"
+            )
+        found = self._directory(row.destination)
+        if found["why_not"]:
+            raise ConflictError(f"export {row.id[:8]}: {found['why_not']}")
+        return found["directory"], row.destination, row.id
+
+    def _directory(self, named: str) -> dict[str, str]:
+        try:
+            destination, key = locate(self.destinations, named)
+        except ParamdError as error:
+            return {"directory": "", "why_not": str(error)}
+        if destination.kind is not DestinationKind.DIRECTORY:
+            return {"directory": "", "why_not": "it is not in a directory; load it before attach"}
+        return {"directory": f"{destination.root.rstrip('/')}/{key}", "why_not": ""}
+
+    async def cancel(self, job: str, export_id: str, *, actor: str) -> ExportInfo:
+        """Cancel an export and wait for its end. Raises NotFoundError, ConflictError."""
+        if (queue := self._queues.get(job)) is not None:
+            await queue.cancel(export_id, f"cancelled by {actor}")
+        found = await self.get(job, export_id)
+        if found.state != "CANCELLED":
+            raise ConflictError(f"export {export_id} is {found.state}; it cannot be cancelled")
+        return found
+
+    async def read_file(
+        self,
+        mesh: Incarnation,
+        destination: str,
+        name: str,
+        offset_bytes: int,
+        jobs: str | None,
+    ) -> tuple[int, bytes]:
+        """Read a file of a finished export of any job that the caller sees, or its manifest: (its
+        size, up to 8 MiB from the offset). `jobs` as in `ExportRow`.
+
+        Raises:
+            UsageError, NotFoundError: There is no such destination, export or file.
+        """
+        mesh.check()
+        target = target_of(self.destinations, destination, jobs=jobs)
+        return await read_file(self._queues[mesh.job].group, target, name, offset_bytes)
+
+    def schedules(self, job: str) -> Schedules:
+        if job not in self._schedules:
+            self._schedules[job] = Schedules(job, self.store, begin=self._begin_scheduled)
+        return self._schedules[job]
+
+    async def add_schedule(
+        self,
+        mesh: Incarnation,
+        request: Mapping[str, Any],
+        cadence: Cadence,
+        *,
+        actor: str,
+        jobs: str | None,
+        schedule_id: str | None,
+    ) -> ScheduleRow:
+        """Add a schedule; `jobs` as in `ExportRow`. Raises as `create`; ExhaustedError when the job
+        has too many."""
+        mesh.check()
+        schedules = self.schedules(mesh.job)
+        if len(await schedules.all()) >= MAX_SCHEDULES:
+            raise ExhaustedError(f"a job has at most {MAX_SCHEDULES} schedules; delete one")
+        request = {**request, "destination": scheduled(str(request["destination"]))}
+        self.check(request, jobs)
+        joined = mesh.registry.view().joined
+        row = ScheduleRow(
+            id=schedule_id if schedule_id is not None else secrets.token_hex(16),
+            job=mesh.job,
+            actor=actor,
+            request=request,
+            cadence=asdict(cadence),
+            last_step=max(min((report.step for report in joined), default=0), 0),
+            created_s=clock.now_s(),
+            jobs=jobs,
+        )
+        return await schedules.add(row)
+
+    def _live(self, job: str, export_id: str) -> ExportJob | None:
+        queue = self._queues.get(job)
+        return queue.runs.get(export_id) if queue is not None else None
+
+    async def _same(
+        self, job: str, export_id: str, request: Mapping[str, Any]
+    ) -> ExportInfo | None:
+        live = self._live(job, export_id)
+        rows = [live.row] if live is not None else await self.store.find(export_id)
+        for row in rows:
+            if row.job != job or dict(row.request) != dict(request):
+                raise ConflictError(f"export {export_id} is a different request; use a new id")
+            return await self.get(job, export_id)
+        return None
+
+    def began(self, mesh: Incarnation) -> None:
+        """Serve an incarnation, and take up the exports that were under way."""
+        queue = IncarnationExports(
+            mesh=mesh,
+            store=self.store,
+            place=self._place,
+            assets=self._assets_of,
+            on_change=self._tell,
+            ended=self._ended,
+        )
+        queue.start(self._queues.get(mesh.job))
+        self._queues[mesh.job] = queue
+        kept(self._tasks, self._tidy(), "paramd-exports-tidy")
+
+    def is_over(self, mesh: Incarnation) -> None:
+        """Fail the exports of an incarnation that has ended."""
+        # `Jobs` ends an incarnation before it begins the next, so this is its queue.
+        queue = self._queues.get(mesh.job)
+        if queue is not None:
+            why = f"run {mesh.number} of the job has ended; export again"
+            kept(self._tasks, queue.end(why), "paramd-exports-end")
+
+    def evicted(self, job: str) -> None:
+        """Let go of a job, once its exports have ended."""
+        kept(self._tasks, self._forget(job))
+
+    async def _forget(self, job: str) -> None:
+        self._failed.pop(job, None)
+        # Once its end has run: exports that end look for their queue.
+        if (queue := self._queues.get(job)) is not None:
+            await queue.close()
+            if self._queues.get(job) is queue:
+                del self._queues[job]
+                if (schedules := self._schedules.pop(job, None)) is not None:
+                    await schedules.close()
+
+    async def _tidy(self) -> None:
+        try:
+            await self.store.forget(clock.now_s() - FORGET_S)
+            await asyncio.to_thread(self.assets.sweep, await self.store.owners())
+        except (StoreError, OSError) as error:
+            log.warning("old exports could not be deleted: %s", error)
+
+    def seen(self, mesh: Incarnation, view: MeshView) -> None:
+        """Begin the exports that are due; called once a second."""
+        queue = self._queues.get(mesh.job)
+        if queue is not None and mesh.over is None:
+            self.schedules(mesh.job).tick(view, queue)
+
+    async def _begin_scheduled(self, row: ScheduleRow) -> None:
+        request = {**row.request, "overwrite": False}
+        mesh = self._queues[row.job].mesh
+        await self.create(mesh, request, actor=row.actor, jobs=row.jobs, schedule=row.id)
+
+    def _place(self, row: ExportRow) -> export_pb2.ExportTarget:
+        overwrite = bool(row.request.get("overwrite", False))
+        return target_of(
+            self.destinations,
+            row.destination,
+            export_id=row.id,
+            overwrite=overwrite,
+            job=row.job,
+            jobs=row.jobs,
+        )
+
+    async def _assets_of(self, row: ExportRow) -> Mapping[str, bytes]:
+        owner = row.schedule or row.id
+        names = row.request.get("assets", ())
+        return await asyncio.to_thread(self.assets.read, row.job, owner, names)
+
+    async def _ended(self, job: ExportJob) -> None:
+        row = job.row
+        self._told_s.pop(row.id, None)
+        self.ended_counts[row.job, row.state] += 1
+        if row.state == "FAILED":
+            self._failed[row.job] = row
+        elif row.state == "DONE":
+            self._failed.pop(row.job, None)
+        await self._records.event(
+            Action(
+                actor=row.actor,
+                role="",
+                method="export.end",
+                job=row.job,
+                incarnation=row.incarnation,
+                step=row.step,
+                detail={
+                    "id": row.id,
+                    "destination": row.destination,
+                    "state": row.state,
+                    "reason": row.reason,
+                    "schedule": row.schedule,
+                },
+            )
+        )
+        self.written_bytes[row.job] += job.export.written_bytes
+        if not row.schedule:
+            await asyncio.to_thread(self.assets.forget, row.job, row.id)
+        elif row.state == "DONE":
+            try:
+                await self.schedules(row.job).retain(row.schedule, self._queues[row.job])
+            except StoreError as error:
+                log.warning("schedule %s: nothing was removed: %s", row.schedule, error)
+
+    def _tell(self, job: ExportJob, whole: bool) -> None:
+        now_s = time.monotonic()
+        if not whole and now_s - self._told_s.get(job.row.id, 0.0) < TELL_EVERY_S:
+            return
+        self._told_s[job.row.id] = now_s
+        row = job.row
+        data = {
+            "id": row.id,
+            "state": row.state,
+            "destination": row.destination,
+            "format": row.format,
+            "incarnation": row.incarnation,
+            "step": row.step,
+            "schedule": row.schedule,
+            "size_bytes": job.export.size_bytes,
+            "written_bytes": job.export.written_bytes,
+            "reason": row.reason[:500],
+        }
+        self._publish(Kind.EXPORT, data, job=row.job)
 
 
-def _made(layout: bytes, message: export_pb2.ExportPlan) -> ExportPlan:
-    return decode_plan(message, decode_layout(layout_pb2.Layout.FromString(layout)))
+def _is_on_the_way(export: ExportRow, rollbacks: Sequence[EditRow]) -> bool:
+    plan = export_pb2.ExportPlan.FromString(export.plan)
+    own = [row for row in rollbacks if row.incarnation == export.incarnation]
+    return is_on_the_way(export.step, plan.edits, own)

@@ -12,7 +12,7 @@ from paramd_service.sidecar.calls import Answers, Call, CallTable, Unary
 from paramd_service.sidecar.parts import SidecarHost, SidecarPart
 
 if TYPE_CHECKING:
-    from paramd_service.exports.service import RankExports
+    from paramd_service.exports.files import RankExports
 
 _UnaryOf: TypeAlias = "Callable[[RankExports], Unary]"
 _AnswersOf: TypeAlias = "Callable[[RankExports], Answers]"
@@ -57,7 +57,7 @@ class Exports(SidecarPart):
 
     def _loaded(self) -> RankExports:
         if self._made is None:
-            from paramd_service.exports.service import RankExports
+            from paramd_service.exports.files import RankExports
 
             self._made = RankExports(self.host)
         return self._made

@@ -5,10 +5,9 @@ import pytest
 from paramd.errors import UsageError
 from paramd.mesh.insight.reports import Alert
 from paramd.trainer.settings import AttachSettings
-from paramd_service.control.alerts.book import Book, Finding, Severity
-from paramd_service.control.alerts.config import Rule
-from paramd_service.control.alerts.service import load_alerts
-from paramd_service.control.store.alerts import State
+from paramd_service.alerts.book import Book, Finding, Severity
+from paramd_service.alerts.config import Rule, load_alerts
+from paramd_service.alerts.store import State
 
 
 def finding(subject: str = "rank 1", *, reason: str = "x") -> Finding:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from paramd_service.control.alerts.book import Finding
-from paramd_service.control.alerts.courses import DEAD, LEAST, Courses, Sampled
+from paramd_service.alerts.book import Finding
+from paramd_service.alerts.courses import DEAD, LEAST, Courses, Sampled
 
 LAYERS = [f"layers.{n}.weight" for n in range(24)]
 AT = 30

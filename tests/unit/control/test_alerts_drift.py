@@ -10,9 +10,9 @@ import pytest
 from paramd.errors import AbortedError
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 from paramd.state import At
-from paramd_service.control.alerts.bits import BitRounds
-from paramd_service.control.alerts.config import AlertConfig, Rule
-from paramd_service.control.alerts.drift import (
+from paramd_service.alerts.bits import BitRounds
+from paramd_service.alerts.config import AlertConfig, Rule
+from paramd_service.alerts.drift import (
     Difference,
     ReplicaGroup,
     ask_where,

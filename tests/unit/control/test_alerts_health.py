@@ -6,9 +6,9 @@ import pytest
 
 from paramd.mesh.edits.calls import PauseWord
 from paramd.mesh.insight.reports import Alert
-from paramd_service.control.alerts.costs import Spent
-from paramd_service.control.alerts.health import Verdict, Watch, WatchState, verdict_of
-from paramd_service.control.alerts.pace import (
+from paramd_service.alerts.costs import Spent
+from paramd_service.alerts.health import verdict_of
+from paramd_service.alerts.pace import (
     CREDIT_S,
     HURRY_S,
     LAST,
@@ -19,6 +19,7 @@ from paramd_service.control.alerts.pace import (
     USUAL_S,
     Pace,
 )
+from paramd_service.control.mesh.health import Seen, Verdict, Watch, WatchState
 from paramd_service.control.mesh.registry import State
 
 ON = Watch(what="values", state=WatchState.ON, every_s=40.0, age_s=12.0)
@@ -37,7 +38,8 @@ def alert(rule: str, severity: str, first_seen_s: float, **changes: object) -> A
 
 def verdict(*firing: Alert, watches: tuple[Watch, ...] = (ON,), **changes: object) -> Verdict:
     usual: dict[str, object] = {"state": State.OK, "reason": "", "pause": PauseWord.RUNNING}
-    return verdict_of(firing=firing, watches=watches, **(usual | changes))  # type: ignore[arg-type]
+    seen = Seen(**(usual | changes))  # type: ignore[arg-type]
+    return verdict_of(seen, firing=firing, watches=watches, tells_of_late=True)
 
 
 def test_ok_says_what_was_looked_at_and_when() -> None:
@@ -112,6 +114,8 @@ def test_each_state_has_its_word_and_a_line(changes: dict[str, object], word: st
 def test_reports_that_are_late_are_told_and_are_no_trouble_yet() -> None:
     late = {"state": State.DEGRADED, "reason": "rank 0: its sidecar has not reported for 5 s"}
     assert verdict(**late).word == "degraded"
+    nobody_tells = Seen(**late, pause=PauseWord.RUNNING, is_late=True)  # type: ignore[arg-type]
+    assert verdict_of(nobody_tells, firing=()).word == "degraded"
     found = verdict(**late, is_late=True)
     assert (found.word, found.level) == ("running", "info")
     assert "has not reported for 5 s" in found.line

@@ -5,19 +5,12 @@ from dataclasses import replace
 import pytest
 
 from paramd.errors import UsageError
-from paramd_service.control.alerts.config import AlertConfig
-from paramd_service.control.alerts.numbers import NumberHistory
-from paramd_service.control.alerts.rules import (
-    Ends,
-    RankInput,
-    certificate,
-    failed_export,
-    mesh_findings,
-)
-from paramd_service.control.alerts.sampling import TensorInput
-from paramd_service.control.alerts.service import parse_alerts
-from paramd_service.control.alerts.values import Values
-from paramd_service.control.store.exports import ExportRow
+from paramd_service.alerts.config import AlertConfig, parse_alerts
+from paramd_service.alerts.numbers import NumberHistory
+from paramd_service.alerts.rules import Ends, RankInput, certificate, failed_export, mesh_findings
+from paramd_service.alerts.sampling import TensorInput
+from paramd_service.alerts.values import Values
+from paramd_service.control.parts import Failure
 
 CONFIG = AlertConfig()
 
@@ -242,11 +235,9 @@ def test_training_is_paused_only_on_its_users_word() -> None:
 
 
 def test_a_failed_export_is_told_of_for_minutes() -> None:
-    row = ExportRow(
-        id="a", job="job", destination="disk/x", format="safetensors", actor="ann", schedule="",
-        request={}, generation=1, created_s=90.0, jobs=None,
-    )  # fmt: skip
-    failed = replace(row, ended_s=100.0, step=7, reason="no space left on device")
+    failed = Failure(
+        "the export to disk/x", reason="no space left on device", ended_s=100.0, step=7
+    )
     assert list(failed_export(None, 101.0, CONFIG)) == []
     (found,) = failed_export(failed, 101.0, CONFIG)
     assert (found.rule, found.step) == ("failed-export", 7)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from paramd_service.control.alerts.looks import EVERY_S, HURRY_S, MAX_HURRIED, Slow, Waits
-from paramd_service.control.insight.verdict import Evidence
+from paramd_service.alerts.looks import EVERY_S, HURRY_S, MAX_HURRIED, Slow, Waits
+from paramd_service.control.mesh.evidence import Evidence
 
 Look = Callable[[float, random.Random], list[Evidence]]
 

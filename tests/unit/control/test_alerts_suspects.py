@@ -7,11 +7,11 @@ import pytest
 
 from paramd.layout.edits.ops import EditState
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.alerts.book import Book, Finding, Severity
-from paramd_service.control.alerts.config import Rule
-from paramd_service.control.alerts.courses import Courses, Sampled
-from paramd_service.control.alerts.numbers import WINDOW, NumberHistory
-from paramd_service.control.alerts.suspects import UNKNOWN_S, Changes, onset_of
+from paramd_service.alerts.book import Book, Finding, Severity
+from paramd_service.alerts.config import Rule
+from paramd_service.alerts.courses import Courses, Sampled
+from paramd_service.alerts.numbers import WINDOW, NumberHistory
+from paramd_service.alerts.suspects import UNKNOWN_S, Changes, onset_of
 from paramd_service.control.store.edits import EditRow
 
 NOW_S = 1000.0

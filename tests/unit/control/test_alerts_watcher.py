@@ -12,23 +12,23 @@ import pytest
 from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.insight.reports import Alert
-from paramd_service.control.alerts import watcher as watcher_module
-from paramd_service.control.alerts import webhook
-from paramd_service.control.alerts.config import AlertConfig
-from paramd_service.control.alerts.drift import Difference, ReplicaGroup
-from paramd_service.control.alerts.looks import LookRounds
-from paramd_service.control.alerts.sampling import (
+from paramd_service.alerts import watcher as watcher_module
+from paramd_service.alerts import webhook
+from paramd_service.alerts.config import AlertConfig
+from paramd_service.alerts.drift import Difference, ReplicaGroup
+from paramd_service.alerts.looks import LookRounds
+from paramd_service.alerts.sampling import (
     DigestRound,
     GradientRound,
     MeshSampler,
     StatsRound,
     TensorInput,
 )
-from paramd_service.control.alerts.watcher import Watcher
-from paramd_service.control.alerts.webhook import Webhooks
-from paramd_service.control.insight.verdict import Evidence
+from paramd_service.alerts.store import AlertStore
+from paramd_service.alerts.watcher import Watcher
+from paramd_service.alerts.webhook import Webhooks
+from paramd_service.control.mesh.evidence import Evidence
 from paramd_service.control.mesh.registry import MeshView
-from paramd_service.control.store.alerts import AlertStore
 from tests.memory_stores import MemoryStore
 from tests.unit.control.reports import report, view
 

@@ -16,8 +16,8 @@ from paramd_service.control.access.authority import OWNER, Tokens
 from paramd_service.control.access.doorway import OPEN_PATHS
 from paramd_service.control.access.roles import OPERATIONS, UserRole
 from paramd_service.control.api.app import build_app
+from tests.control_services import BOOTSTRAP, TOKEN, services
 from tests.memory_stores import MemoryTokens
-from tests.unit.control.test_control_http import BOOTSTRAP, TOKEN, services
 
 V, R, E, X, T, A = UserRole
 EVERYBODY = {V, R, E, X, T, A}

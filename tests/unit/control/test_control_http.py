@@ -3,8 +3,6 @@
 import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 from unittest.mock import AsyncMock
 
 import httpx2
@@ -12,65 +10,32 @@ import pytest
 from fastapi import FastAPI
 
 from paramd.errors import ConflictError
-from paramd_service.control.access.authority import Tokens
 from paramd_service.control.access.join import FailureLimit
-from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.alerts.config import AlertConfig
-from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
 from paramd_service.control.base import problems
-from paramd_service.control.base.config import Bootstrap, ControlConfig
-from paramd_service.control.edits.service import EditRegistry
-from paramd_service.control.edits.spec import EditConfig
-from paramd_service.control.exports.service import ExportService
 from paramd_service.control.http_server import SECURITY_HEADERS
-from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
-from paramd_service.control.metrics.metrics import LoopLag, Metrics
-from paramd_service.control.records.events import EventBus
-from paramd_service.control.records.records import Records
-from tests.memory_stores import MemoryTokens
+from tests.control_services import TOKEN, host, services
 
-TOKEN = "a-token-of-the-user"
-BOOTSTRAP = Bootstrap(job="run", incarnation=3, world_size=2, private_key=bytes(32), token=TOKEN)
 RIGHT = {"authorization": f"Bearer {TOKEN}"}
 
 
-def services() -> Services:
-    jobs = Jobs(ControlIdentity(generation=1, silent_after_s=10.0), site=None)
-    jobs.open(BOOTSTRAP)
-    records = Records("", Path("/nonexistent"), chain="run")
-    alerts, publish = AlertConfig(watch=False), EventBus().publish
-    watchers = Watchers(
-        config=alerts, publish=publish, store=records.alerts, offer=records.history.offer
-    )
-    exports = ExportService(records, {}, {}, publish=publish)
-    parts: dict[str, Any] = {
-        "jobs": jobs, "watchers": watchers, "records": records, "exports": exports,
-        "edits": EditRegistry(records, EditConfig(), publish=publish),
-    }  # fmt: skip
-    return Services(
-        config=ControlConfig(job="run"), listen_host="127.0.0.1", grpc_address="127.0.0.1:8471",
-        metrics=Metrics(lag=LoopLag(), tls=None, **parts), **parts,
-        tokens=Tokens(TOKEN, MemoryTokens()), revocations=Revocations(ticket_ttl_s=600.0),
-        denied=lambda *told: None, failures=FailureLimit(burst=1000.0), events=EventBus(),
-        stopping=lambda: False,
-    )  # fmt: skip
-
-
 async def test_nothing_is_kept_of_an_evicted_job() -> None:
-    of = services()
+    of = host()
     mesh = of.jobs.get("run")
+    parts = {part.name: part for part in of.parts}
+    edits, watchers, exports = (
+        vars(parts["edits"])["_edits"],
+        vars(parts["alerts"])["_watchers"],
+        vars(parts["exports"])["_exports"],
+    )
     of.jobs._end(mesh, ConflictError("over"))
-    of.jobs.on_evict.append(of.edits.evicted)
-    of.watchers.start(of.jobs)
-    of.exports.start(of.jobs)
-    of.edits.began(mesh)
-    of.watchers._watchers["run"] = of.exports._queues["run"] = AsyncMock()
+    of.jobs.on_evict.append(of.parts.evicted)
+    edits.began(mesh)
+    watchers._watchers["run"] = exports._queues["run"] = AsyncMock()
     of.jobs._evict_one([mesh])
-    await of.exports.close()
-    kept = of.watchers._watchers, of.exports._queues, of.edits._services, of.edits._paces
-    assert not any(kept)
+    await exports.close()
+    assert not any((watchers._watchers, exports._queues, edits._services, edits._paces))
 
 
 @asynccontextmanager

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from paramd.v1 import common_pb2
-from paramd_service.control.alerts.config import AlertConfig
-from paramd_service.control.alerts.rules import rank_inputs, stale_ranks
+from paramd_service.alerts.config import AlertConfig
+from paramd_service.alerts.rules import rank_inputs, stale_ranks
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.origin import Origin
 from paramd_service.control.mesh.registry import (

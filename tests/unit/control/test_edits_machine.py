@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from paramd_service.control.edits.machine import (
+from paramd_service.edits.machine import (
     Action,
     Applied,
     CallOff,

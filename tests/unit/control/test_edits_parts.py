@@ -18,11 +18,13 @@ from paramd.mesh.edits.calls import in_effect
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import UserRole
-from paramd_service.control.edits import service
-from paramd_service.control.edits.incarnation import IncarnationEdits
-from paramd_service.control.edits.machine import Commit, EditMachine, IncarnationEnded, Staged
-from paramd_service.control.edits.runner import EditRun
-from paramd_service.control.edits.spec import (
+from paramd_service.control.store.edits import EditRow
+from paramd_service.control.store.engine import StoreError
+from paramd_service.edits import service
+from paramd_service.edits.incarnation import IncarnationEdits
+from paramd_service.edits.machine import Commit, EditMachine, IncarnationEnded, Staged
+from paramd_service.edits.runner import EditRun
+from paramd_service.edits.spec import (
     EditConfig,
     EditSpec,
     merged,
@@ -31,8 +33,6 @@ from paramd_service.control.edits.spec import (
     replicas_text,
     same_data,
 )
-from paramd_service.control.store.edits import EditRow
-from paramd_service.control.store.engine import StoreError
 from tests.unit.control.reports import mesh
 
 ID = "0" * 32

@@ -4,9 +4,9 @@ import pytest
 
 from paramd.memory.edit_program import branch_of
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.exports.documents import named_anew
-from paramd_service.control.exports.histories import is_on_the_way
 from paramd_service.control.store.edits import EditRow
+from paramd_service.exports.documents import named_anew
+from paramd_service.exports.histories import is_on_the_way
 
 FIRST = 77
 """Lineage at the beginning of the incarnation, which no rollback began."""

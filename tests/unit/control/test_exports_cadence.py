@@ -2,7 +2,7 @@
 
 import pytest
 
-from paramd_service.control.exports.schedules import Cadence, Due, due, to_remove
+from paramd_service.exports.schedules import Cadence, Due, due, to_remove
 
 
 @pytest.mark.parametrize(

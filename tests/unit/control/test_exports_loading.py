@@ -3,7 +3,7 @@
 import pytest
 
 from paramd.errors import ConflictError, ExhaustedError
-from paramd_service.control.exports.loading import MAX_CONCURRENT, Loading
+from paramd_service.exports.loading import MAX_CONCURRENT, Loading
 
 
 def test_one_edit_is_loaded_once_at_a_time() -> None:

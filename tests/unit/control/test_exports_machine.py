@@ -12,9 +12,9 @@ import pytest
 from paramd.clock import now_s
 from paramd.errors import ConflictError
 from paramd.layout.exports.files import ExportState
-from paramd_service.control.exports import incarnation, machine, runner
-from paramd_service.control.exports.machine import Export
-from paramd_service.control.store.exports import ExportRow, File, FileState, TakenOverError
+from paramd_service.exports import incarnation, machine, runner
+from paramd_service.exports.machine import Export
+from paramd_service.exports.store import ExportRow, File, FileState, TakenOverError
 
 NEW = Export(files={})
 

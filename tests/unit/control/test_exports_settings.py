@@ -9,12 +9,12 @@ import pytest
 
 from paramd.errors import ConflictError, DeniedError, ExhaustedError, NotFoundError, UsageError
 from paramd.mesh.exports.calls import located
-from paramd_service.control.exports import documents as assets_module
-from paramd_service.control.exports.documents import ADDED, Assets, load_added, load_destinations
-from paramd_service.control.exports.service import ExportService
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records
 from paramd_service.destinations.destinations import Destination, parse_destinations
+from paramd_service.exports import documents as assets_module
+from paramd_service.exports.documents import ADDED, Assets, load_added, load_destinations
+from paramd_service.exports.service import ExportService
 
 OWNER = "ab" * 16
 JOB = "team-a.run"

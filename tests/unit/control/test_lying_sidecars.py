@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.alerts import numbers
-from paramd_service.control.alerts.config import AlertConfig
-from paramd_service.control.alerts.numbers import LoggedRounds
+from paramd_service.alerts import numbers
+from paramd_service.alerts.config import AlertConfig
+from paramd_service.alerts.numbers import LoggedRounds
 from paramd_service.control.metrics.passed_on import own_series
 from paramd_service.control.store.history import Sample
 

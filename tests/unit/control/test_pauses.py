@@ -15,9 +15,9 @@ from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import UserRole
-from paramd_service.control.edits.marks import Marks
-from paramd_service.control.edits.pauses import Pause
 from paramd_service.control.mesh.coordinator import BoundaryAction, BoundaryRequest, Turn, Verdict
+from paramd_service.edits.marks import Marks
+from paramd_service.edits.pauses import Pause
 from tests.unit.control.reports import mesh, report, view
 
 BY = Principal("operator", UserRole.EDITOR, token_id="t")

@@ -22,8 +22,9 @@ from paramd_service.control.access.authority import (
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.guard import CSP, Page, PageFile, page_files
 from paramd_service.control.base.config import ControlConfig
+from tests.control_services import TOKEN, host, services
 from tests.memory_stores import MemoryTokens
-from tests.unit.control.test_control_http import RIGHT, TOKEN, client_of, services
+from tests.unit.control.test_control_http import RIGHT, client_of
 
 SESSION = "/api/v1/session"
 
@@ -180,7 +181,7 @@ def test_a_cookie_that_cannot_be_read_is_none(header: str) -> None:
 
 
 async def test_readonly_refuses_changes_and_admins_may_still_look() -> None:
-    parts = dataclasses.replace(services(), config=ControlConfig(job="run", readonly=True))
+    parts = services(host(config=ControlConfig(job="run", readonly=True)))
     async with client_of(build_app(parts)) as client:
         answer = await client.post("/api/v1/tokens", headers=RIGHT, json={"role": "viewer"})
         assert answer.status_code == 403

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from paramd.mesh.insight.reports import Collective
-from paramd_service.control.insight.verdict import Evidence, culprits, verdict_of
+from paramd_service.control.mesh.evidence import Evidence, culprits, verdict_of
 
 
 def running(rank: int, **changes: object) -> Evidence:

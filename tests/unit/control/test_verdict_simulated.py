@@ -19,21 +19,22 @@ from paramd.mesh.edits.calls import PauseWord
 from paramd.mesh.insight.reports import Collective
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.alerts.config import AlertConfig
-from paramd_service.control.alerts.drift import ReplicaGroup
-from paramd_service.control.alerts.health import verdict_of
-from paramd_service.control.alerts.sampling import (
+from paramd_service.alerts.config import AlertConfig
+from paramd_service.alerts.drift import ReplicaGroup
+from paramd_service.alerts.health import verdict_of
+from paramd_service.alerts.sampling import (
     DigestRound,
     GradientRound,
     MeshSampler,
     StatsRound,
     TensorInput,
 )
-from paramd_service.control.alerts.watcher import Watcher
-from paramd_service.control.alerts.webhook import Webhooks
-from paramd_service.control.insight.verdict import Evidence
+from paramd_service.alerts.store import AlertStore
+from paramd_service.alerts.watcher import Watcher
+from paramd_service.alerts.webhook import Webhooks
+from paramd_service.control.mesh.evidence import Evidence
+from paramd_service.control.mesh.health import Seen
 from paramd_service.control.mesh.registry import MeshView, Report
-from paramd_service.control.store.alerts import AlertStore
 from tests.memory_stores import MemoryStore
 from tests.unit.control.reports import report, view
 
@@ -233,10 +234,8 @@ def simulated(trouble: str, until_s: float) -> list[tuple[float, str, str]]:
             seen = training.view()
             watcher.tick(seen)
             firing = watcher.book.firing
-            said = verdict_of(
-                state=seen.state, reason=seen.reason, pause=PauseWord.RUNNING, firing=firing,
-                watches=watcher.watches(),
-            )  # fmt: skip
+            reported = Seen(state=seen.state, reason=seen.reason, pause=PauseWord.RUNNING)
+            said = verdict_of(reported, firing=firing, watches=watcher.watches())
             first = next(
                 (f"{one.rule} {one.name or one.subject}" for one in firing if one.id == said.cause),
                 "",

@@ -25,7 +25,7 @@ from paramd_service.destinations.destinations import (
 )
 from paramd_service.destinations.object_store import ObjectPlace
 from paramd_service.destinations.open import open_place
-from paramd_service.exports import service as export_service
+from paramd_service.exports import files as export_service
 
 EXPORT_ID = "0123456789abcdef" * 2
 HERE: Any = {"destination": "here", "export_id": EXPORT_ID, "overwrite": True}

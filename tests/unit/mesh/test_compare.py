@@ -8,7 +8,7 @@ import torch
 from paramd.errors import UsageError
 from paramd.mesh.insight import compare as module
 from paramd.mesh.insight.compare import compare
-from paramd_service.control.insight.diff import state_of
+from paramd_service.insight.diff import state_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])

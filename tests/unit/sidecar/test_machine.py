@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from paramd.v1 import common_pb2
-from paramd_service.control.insight.host import clock_jump_s, host_document, why_slow
+from paramd_service.control.mesh.host import clock_jump_s, host_document, why_slow
 from paramd_service.hosts.devices import Devices
 from paramd_service.hosts.facts import Sample, facts, sample
 from paramd_service.hosts.watch import MachineWatch

@@ -25,19 +25,11 @@ from paramd_service.control.access.doorway import TokenGate, permitted, recorded
 from paramd_service.control.api.guard import Gone, Guard, Page, RequestIdMiddleware
 from paramd_service.control.api.routes import (
     access,
-    alerts,
-    audit,
-    edits,
-    exports,
-    history,
-    insight,
     jobs,
     numbers,
     params,
-    past,
     snapshots,
     streams,
-    training,
     tunnels,
 )
 from paramd_service.control.api.services import Services
@@ -49,22 +41,13 @@ _PROOF_ID = re.compile(f"[0-9a-f]{{{ID_CHARS}}}")
 _PROOF_NONCE = re.compile(f"[0-9a-f]{{{NONCE_CHARS}}}")
 _ROUTES = (
     jobs.router,
-    insight.router,
     params.router,
     numbers.router,
     snapshots.router,
-    edits.router,
-    training.pauses_router,
-    training.marks_router,
     streams.events_router,
     streams.grads_router,
     access.tokens_router,
     access.session_router,
-    history.router,
-    past.router,
-    audit.router,
-    alerts.router,
-    exports.router,
     tunnels.router,
 )
 
@@ -104,7 +87,7 @@ def build_app(services: Services) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         dependencies=[
-            Depends(permitted(services.denied, readonly=services.config.readonly)),
+            Depends(permitted(services.denied, readonly=services.host.config.readonly)),
             # Each dependency costs a tenth of a short request.
             *([Depends(recorded(services.refusal))] if services.refusal else []),
         ],
@@ -136,6 +119,8 @@ def build_app(services: Services) -> FastAPI:
     problems.install(app)
     for router in _ROUTES:
         app.include_router(router(services), prefix=API)
+    for of_part in services.host.parts.routes():
+        app.include_router(of_part, prefix=API)
     app.include_router(metrics_router(services))
 
     @app.get(f"{API}/openapi.json", include_in_schema=False)
@@ -207,7 +192,7 @@ def metrics_router(services: Services) -> APIRouter:
     @router.get("/api/v1/jobs/{job}/ranks/{rank}/metrics", response_class=PlainTextResponse)
     async def get_rank_metrics(job: str, rank: Annotated[int, Path(ge=0)]) -> Response:
         """One sidecar's own metrics, fetched now; Prometheus text format."""
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         for report in mesh.registry.view().joined:
             if report.rank == rank:
                 found = await mesh.calls.ask(rank, report.address, pb.GetMetricsRequest())

@@ -16,10 +16,9 @@ from paramd.layout.select import NameIndex, SelectedTensor, select
 from paramd.layout.types import TensorLayout
 from paramd.v1 import common_pb2
 from paramd_service.control.access.roles import SMALL_NUMEL
-from paramd_service.control.alerts.book import series_name
 from paramd_service.control.api.models import MissingDocument
 from paramd_service.control.mesh.registry import MeshView
-from paramd_service.control.store.history import Sample, SeriesKey
+from paramd_service.control.store.history import Sample, SeriesKey, series_name
 
 PERIOD_S = 1.0
 """Least time between two samples of one job; several readers deliver the same frames."""

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from paramd.mesh.peers.grpc import PHASE_NAMES
 from paramd.v1 import common_pb2
-from paramd_service.control.insight.host import host_document
+from paramd_service.control.mesh.host import host_document
 from paramd_service.control.mesh.registry import RankView, Registry
 
 _NUMBERS = (

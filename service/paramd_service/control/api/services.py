@@ -1,4 +1,4 @@
-"""The parts of a control plane that its routes use, in one object."""
+"""What the routes of a control plane use, in one object."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from paramd_service.control.access.authority import Denied, Sessions, Tokens
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.alerts.service import Watchers
-from paramd_service.control.base.config import ControlConfig
-from paramd_service.control.edits.service import EditRegistry
-from paramd_service.control.exports.service import ExportService
-from paramd_service.control.mesh.jobs import Jobs
 from paramd_service.control.metrics.metrics import Metrics
-from paramd_service.control.records.events import EventBus
-from paramd_service.control.records.records import Records
+from paramd_service.control.parts import ControlHost
 from paramd_service.tls import ServerTls
 
 
@@ -24,29 +18,16 @@ from paramd_service.tls import ServerTls
 class Services:
     """Built once at start, shared by all routes."""
 
-    config: ControlConfig
+    host: ControlHost
+    """What parts may reach, too: jobs, records, events, and the parts themselves."""
     listen_host: str
     """Host the HTTP server listens on."""
-    grpc_address: str
-    """gRPC target of this control plane."""
-    jobs: Jobs
-    """`jobs.get(job)` is the job's `Incarnation`: registry, layouts, statistics, bootstrap."""
     metrics: Metrics
-    watchers: Watchers
-    """`watchers.get(job)` holds the job's alerts."""
     tokens: Tokens
     """`tokens.principal(offered)` resolves a token to its principal."""
     revocations: Revocations
     """Revoked and expired tokens; sidecars and REST streams subscribe."""
-    records: Records
-    """Store, audit and metric history."""
-    exports: ExportService
-    """Exports, their schedules and destinations."""
-    edits: EditRegistry
-    """`edits.service(job)` runs the job's edits, `edits.pause(job)` its pause."""
     failures: FailureLimit
-    events: EventBus
-    """`events.publish(kind, data, job=)` pushes to all viewers of the job."""
     denied: Denied
     """Called for every refused request."""
     stopping: Callable[[], bool]

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from paramd.errors import ParamdError, codes_of, exhausted_of, reason_of
 
 MAX_DETAIL_CHARS = 2048
+MAX_PATH_CHARS = 200
 
 
 class Problem(BaseModel):
@@ -59,10 +60,14 @@ async def _validation(_: Request, error: Exception) -> JSONResponse:
     return problem(422, "usage", told)
 
 
-async def _http(_: Request, error: Exception) -> JSONResponse:
+async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    reason = "not-found" if error.status_code == 404 else "usage"
-    return problem(error.status_code, reason, str(error.detail), dict(error.headers or {}))
+    reason, detail = "usage", str(error.detail)
+    if error.status_code == 404:
+        # The router's own: no route has this path.
+        reason, asked = "not-found", f"{request.method} {request.url.path[:MAX_PATH_CHARS]}"
+        detail = f"{asked} is not served here: no such path, or no part of this server is for it"
+    return problem(error.status_code, reason, detail, dict(error.headers or {}))
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -308,17 +308,6 @@ class Jobs:
         """Whether jobs may register."""
         return self._site is not None
 
-    def follow(
-        self, begin: OnChange, end: OnChange, look: Callable[[Incarnation, MeshView], None]
-    ) -> None:
-        """Call these for the open incarnations, and for every later one."""
-        self.on_begin.append(begin)
-        self.on_end.append(end)
-        self.on_view.append(look)
-        for mesh in self.all():
-            if mesh.over is None:
-                begin(mesh)
-
     def all(self) -> list[Incarnation]:
         """Each job's latest incarnation, sorted by job name."""
         return [self._current[job] for job in sorted(self._current)]

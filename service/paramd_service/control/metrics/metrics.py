@@ -3,8 +3,7 @@ values of job and rank come from outside; all other labels have a handful of val
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,51 +13,18 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from paramd.layout.exports.files import EXPORT_ENDS
 from paramd.v1 import common_pb2
-from paramd_service.control.alerts.config import Rule
-from paramd_service.control.alerts.health import WORDS
-from paramd_service.control.alerts.service import Watchers, verdict_on
-from paramd_service.control.edits.pauses import pause_word
-from paramd_service.control.edits.service import EditRegistry
-from paramd_service.control.exports.service import ExportService
-from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.base.families import Row, family
+from paramd_service.control.mesh.health import WORDS, Seen, pause_word
 from paramd_service.control.mesh.registry import MeshView, RankView, Report, State
+from paramd_service.control.parts import ControlHost
 from paramd_service.control.records.records import Records
 from paramd_service.tls import ServerTls
 
 _NS = 1e9
 
-Row = tuple[Sequence[object], float]
-"""Values of the labels, and the number."""
 Numbers = tuple[str, str, Callable[[Report], float]]
 """Name, text, and the function that reads the number from a report."""
-
-
-def _family(
-    kind: type[Gauge | Counted], name: str, text: str, labels: str, rows: Iterable[Row]
-) -> Metric:
-    """A metric with labels, whose names are in `labels`, separated by spaces."""
-    family = kind(name, text, labels=labels.split())
-    for values, number in rows:
-        family.add_metric([str(value) for value in values], number)
-    return family
-
-
-def _edit_metrics(edits: EditRegistry) -> Iterator[Metric]:
-    counts, ended = sorted(edits.open_counts().items()), sorted(edits.ended.items())
-    yield _family(Gauge, "paramd_edits_open", "Edits in progress", "job state", counts)
-    yield _family(Counted, "paramd_edits", "Edits that ended here", "job state", ended)
-    seconds = _by_job(edits.seconds)
-    yield _family(
-        Counted, "paramd_edit_seconds", "Total time from creation to APPLIED", "job", seconds
-    )
-    pauses = _by_job(edits.pause_counts())
-    yield _family(Counted, "paramd_pauses", "Pauses begun here", "job", pauses)
-
-
-def _by_job(numbers: Mapping[str, float]) -> list[Row]:
-    return [((job,), number) for job, number in sorted(numbers.items())]
 
 
 def _record_metrics(records: Records) -> Iterator[Metric]:
@@ -153,22 +119,18 @@ class Metrics(Collector):
 
     content_type: ClassVar = "text/plain; version=0.0.4; charset=utf-8"
 
-    jobs: Jobs
+    host: ControlHost
     lag: LoopLag
-    watchers: Watchers
     tls: ServerTls | None
-    exports: ExportService
-    edits: EditRegistry
-    records: Records
 
     def __post_init__(self) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        yield from _record_metrics(self.records)
-        yield from _edit_metrics(self.edits)
-        yield from _job_metrics(self.jobs, self.watchers, self.exports)
+        yield from _record_metrics(self.host.records)
+        yield from _job_metrics(self.host)
+        yield from self.host.parts.metrics()
         if (tls := self.tls) is not None:
             text = "Expiry of the current certificate"
             yield Gauge("paramd_tls_expiry_timestamp_seconds", text, value=tls.expires_s)
@@ -183,8 +145,8 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
 
-def _job_metrics(jobs: Jobs, watchers: Watchers, exports: ExportService) -> Iterator[Metric]:
-    meshes = jobs.all()
+def _job_metrics(host: ControlHost) -> Iterator[Metric]:
+    meshes = host.jobs.all()
     views = [(i.job, i.registry.view()) for i in meshes]
     yield from _mesh_metrics(views)
     yield from _rank_metrics([(job, rank) for job, view in views for rank in view.ranks])
@@ -193,70 +155,41 @@ def _job_metrics(jobs: Jobs, watchers: Watchers, exports: ExportService) -> Iter
         captured = mesh.coordinator.captured_count
         rounds.append(((mesh.job, "true"), captured))
         rounds.append(((mesh.job, "false"), mesh.coordinator.round_count - captured))
-    yield _family(
+    yield family(
         Counted, "paramd_boundary_rounds", "Boundary rounds by outcome", "job captured", rounds
     )
     waiting = [((mesh.job,), mesh.coordinator.waiting_count) for mesh in meshes]
     text = "Requests waiting for the next round"
-    yield _family(Gauge, "paramd_boundary_waiting", text, "job", waiting)
-    yield from _alert_metrics(watchers, views)
-    yield from _export_metrics(exports, [job for job, _ in views])
+    yield family(Gauge, "paramd_boundary_waiting", text, "job", waiting)
+    health: list[Row] = []
+    for mesh, (job, view) in zip(meshes, views, strict=True):
+        seen = Seen(
+            state=view.state,
+            reason=view.reason,
+            pause=pause_word(view.joined),
+            is_late=view.is_late,
+        )
+        word = host.health(mesh, seen).verdict.word
+        health += [((job, one), one == word) for one in WORDS]
+    yield family(Gauge, "paramd_job_health", "1 at a job's present health", "job health", health)
 
 
 def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
     world = [((job,), len(view.ranks)) for job, view in views]
-    yield _family(Gauge, "paramd_world_size", "Ranks of the mesh", "job", world)
+    yield family(Gauge, "paramd_world_size", "Ranks of the mesh", "job", world)
     joined = [((job,), len(view.joined)) for job, view in views]
-    yield _family(Gauge, "paramd_joined_ranks", "Ranks that are joined", "job", joined)
+    yield family(Gauge, "paramd_joined_ranks", "Ranks that are joined", "job", joined)
     ok = [((job,), view.state is State.OK) for job, view in views]
-    yield _family(Gauge, "paramd_mesh_ok", "1 while the mesh is OK", "job", ok)
-
-
-def _export_metrics(exports: ExportService, jobs: Sequence[str]) -> Iterator[Metric]:
-    counts = Counter(job.row.job for job in exports.running())
-    running = [((job,), counts[job]) for job in jobs]
-    yield _family(Gauge, "paramd_exports_running", "Exports running or queued", "job", running)
-    keys = [(job, state.value) for job in jobs for state in EXPORT_ENDS]
-    ended = [(key, exports.ended_counts[key]) for key in keys]
-    yield _family(Counted, "paramd_exports", "Exports by outcome", "job state", ended)
-    written = [((job,), exports.written_bytes[job]) for job in jobs]
-    yield _family(Counted, "paramd_export_bytes", "Bytes exported", "job", written)
-
-
-def _alert_metrics(watchers: Watchers, views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
-    firing: list[Row] = []
-    rounds: list[Row] = []
-    for job, watcher in watchers.all():
-        counts = Counter(alert.rule for alert in watcher.book.firing)
-        firing += [((job, rule.value), counts[rule]) for rule in Rule]
-        for ok, found in (("true", watcher.round_counts), ("false", watcher.failed_counts)):
-            rounds += [((job, kind, ok), count) for kind, count in found.items()]
-    yield _family(Gauge, "paramd_alerts_firing", "Firing alerts", "job rule", firing)
-    fired = [((job,), watcher.book.fired_count) for job, watcher in watchers.all()]
-    yield _family(Counted, "paramd_alerts_fired", "Alerts that ever fired", "job", fired)
-    text = "Sampling rounds by outcome"
-    yield _family(Counted, "paramd_watch_rounds", text, "job kind ok", rounds)
-    hooks = watchers.webhooks
-    posts = [(("true",), hooks.posted_count), (("false",), hooks.failed_count)]
-    yield _family(Counted, "paramd_webhook_posts", "Webhook posts by outcome", "ok", posts)
-    health: list[Row] = []
-    for job, view in views:
-        current = watchers.get(job)
-        pause = pause_word(view.joined)
-        verdict = verdict_on(
-            current, state=view.state, reason=view.reason, pause=pause, is_late=view.is_late
-        )
-        health += [((job, word), word == verdict.word) for word in WORDS]
-    yield _family(Gauge, "paramd_job_health", "1 at a job's present health", "job health", health)
+    yield family(Gauge, "paramd_mesh_ok", "1 while the mesh is OK", "job", ok)
 
 
 def _rank_metrics(ranks: Sequence[tuple[str, RankView]]) -> Iterator[Metric]:
     joined = [((job, rank.rank), rank.connected) for job, rank in ranks]
-    yield _family(Gauge, "paramd_rank_joined", "1 while joined", "job rank", joined)
+    yield family(Gauge, "paramd_rank_joined", "1 while joined", "job rank", joined)
     told = [(job, rank, rank.report) for job, rank in ranks if rank.report is not None]
     ages = [((job, rank.rank), rank.age_s) for job, rank, _ in told]
     text = "Age of the last report"
-    yield _family(Gauge, "paramd_rank_report_age_seconds", text, "job rank", ages)
+    yield family(Gauge, "paramd_rank_report_age_seconds", text, "job rank", ages)
     reports = [((job, rank.rank), report) for job, rank, report in told]
     yield from (_of_ranks(Gauge, reports, one) for one in _RANK_GAUGES)
     yield from (_of_ranks(Counted, reports, one) for one in _RANK_COUNTERS)
@@ -264,7 +197,7 @@ def _rank_metrics(ranks: Sequence[tuple[str, RankView]]) -> Iterator[Metric]:
     stands = [((*key, one.cause), one) for key, report in reports for one in report.state.stands]
     for kind, name, text, read in _STANDS:
         rows = [(key, read(one)) for key, one in stands]
-        yield _family(kind, f"paramd_rank_stand{name}", text, "job rank cause", rows)
+        yield family(kind, f"paramd_rank_stand{name}", text, "job rank cause", rows)
 
 
 def _host_metrics(
@@ -273,15 +206,15 @@ def _host_metrics(
     hosts = [(key, one.state.host) for key, one in reports if one.state.HasField("host")]
     for name, text, read in _HOST_GAUGES:
         rows: list[Row] = [(key, read(host)) for key, host in hosts]
-        yield _family(Gauge, f"paramd_rank_host_{name}", text, "job rank", rows)
+        yield family(Gauge, f"paramd_rank_host_{name}", text, "job rank", rows)
     devices = [((*key, one.index), one) for key, host in hosts for one in host.devices]
     for name, text, of in _DEVICE_GAUGES:
         found: list[Row] = [(key, of(one)) for key, one in devices]
-        yield _family(Gauge, f"paramd_rank_gpu_{name}", text, "job rank gpu", found)
+        yield family(Gauge, f"paramd_rank_gpu_{name}", text, "job rank gpu", found)
 
 
 def _of_ranks(
     kind: type[Gauge | Counted], reports: Sequence[tuple[tuple[str, int], Report]], one: Numbers
 ) -> Metric:
     name, text, read = one
-    return _family(kind, name, text, "job rank", ((key, read(report)) for key, report in reports))
+    return family(kind, name, text, "job rank", ((key, read(report)) for key, report in reports))

@@ -20,10 +20,8 @@ from paramd_service.control.base.site import directory_of, site_dir
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.records.audit import Action, Audit, Denials, Entry
-from paramd_service.control.store.alerts import AlertStore
 from paramd_service.control.store.edits import EditStore
 from paramd_service.control.store.engine import StoreError, parse_store
-from paramd_service.control.store.exports import ExportRow
 from paramd_service.control.store.history import MetricHistory
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenStore
@@ -36,7 +34,7 @@ log = logging.getLogger("paramd.control")
 
 
 class Records:
-    """The store with its audit, tokens, alerts, edits and history. Single event loop."""
+    """The store with its audit, tokens, edits and history. Single event loop."""
 
     def __init__(self, store: str, directory: Path, *, chain: str, incarnation: int = 0) -> None:
         """No I/O. `store`: its URL; empty for a file in `directory`, which is the job's or the
@@ -51,7 +49,6 @@ class Records:
         self.directory = directory
         self.history = MetricHistory(self.store)
         self.tokens = TokenStore(self.store)
-        self.alerts = AlertStore(self.store)
         self.edits = EditStore(self.store)
         self.chain = chain
         self._incarnation = incarnation
@@ -120,17 +117,8 @@ class Records:
             detail = asdict(refused) | {"last": refused.last[:MAX_REFUSAL_CHARS]}
             self.note(mesh, "sidecar.denied", detail)
 
-    async def export_ended(self, row: ExportRow) -> None:
-        detail = {"id": row.id, "destination": row.destination, "state": row.state}
-        action = Action(
-            actor=row.actor,
-            role="",
-            method="export.end",
-            job=row.job,
-            incarnation=row.incarnation,
-            step=row.step,
-            detail={**detail, "reason": row.reason, "schedule": row.schedule},
-        )
+    async def event(self, action: Action) -> None:
+        """Record what has happened, unless only records are shown. Never fails."""
         if self._started:
             await self.audit.event(action)
 

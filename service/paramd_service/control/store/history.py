@@ -17,6 +17,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import xxhash
 from sqlalchemy import (
     ColumnElement,
     Connection,
@@ -35,7 +36,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from paramd.clock import now_s
 from paramd_service.aio import stopped
 from paramd_service.control.store.engine import StoreError
-from paramd_service.control.store.schema import metric_points, metric_series
+from paramd_service.control.store.schema import MAX_NAME_CHARS, metric_points, metric_series
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.thinning import Point, merge, sampled, thin
 
@@ -90,6 +91,31 @@ class Sample:
     """-1: unknown."""
     value: float
     """NaN and infinities are counted, not stored."""
+
+
+def series_of(job: str, incarnation: int, name: str, subject: str) -> SeriesKey:
+    """History of a metric of one subject: ranks by number, tensors as part of the name."""
+    if subject.isdecimal() and name != "norm":
+        return SeriesKey(job=job, incarnation=incarnation, rank=int(subject), name=name)
+    return SeriesKey(job=job, incarnation=incarnation, name=series_name(name, subject))
+
+
+def subject_of(series: SeriesKey) -> tuple[str, str]:
+    """(name, subject) of a series, inverse of `series_of`. A truncated subject stays truncated
+    and still names the same series."""
+    if series.rank >= 0:
+        return series.name, str(series.rank)
+    name, _, subject = series.name.partition(":")
+    return name, subject
+
+
+def series_name(name: str, subject: str) -> str:
+    """E.g. "norm:layers.0.weight"; a long subject is truncated and ends in a digest of it."""
+    whole = f"{name}:{subject}"
+    if len(whole) <= MAX_NAME_CHARS:
+        return whole
+    digest = xxhash.xxh3_64_hexdigest(subject.encode())
+    return f"{whole[: MAX_NAME_CHARS - 17]}~{digest}"
 
 
 def store_samples(

@@ -234,11 +234,11 @@ def _own_digest(services: Services, request: Request) -> str:
 
 def _session_document(services: Services, request: Request) -> SessionDocument:
     principal = principal_of(request)
-    actions = allowed(principal.role, readonly=services.config.readonly)
+    actions = allowed(principal.role, readonly=services.host.config.readonly)
     return SessionDocument(
         name=principal.name,
         role=principal.role.value,
         actions=[action.value for action in actions],
-        readonly=services.config.readonly,
+        readonly=services.host.config.readonly,
         version=__version__,
     )

@@ -15,8 +15,6 @@ from paramd.security.tls import is_of_job
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.doorway import check_job, principal_of
 from paramd_service.control.access.roles import ticket_role
-from paramd_service.control.alerts.book import Severity
-from paramd_service.control.alerts.service import verdict_on
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import (
     IncarnationList,
@@ -30,9 +28,10 @@ from paramd_service.control.api.models import (
     VerdictDocument,
 )
 from paramd_service.control.api.services import Services
-from paramd_service.control.edits.pauses import pause_word
+from paramd_service.control.mesh.health import Health, Seen, pause_word
 from paramd_service.control.mesh.jobs import Incarnation
-from paramd_service.control.mesh.registry import MeshView, State, alive_count
+from paramd_service.control.mesh.registry import MeshView, alive_count
+from paramd_service.control.parts import ControlHost
 
 MINTED_AT_ONCE = 32
 """Ranks whose two tickets (60 us each) are signed before the event loop serves other tasks."""
@@ -53,8 +52,8 @@ def router(services: Services) -> APIRouter:
     @routes.get("/jobs")
     async def list_jobs(request: Request) -> JobList:
         """Jobs of this control plane that the token is for, each in its last run."""
-        mine = [one for one in services.jobs.all() if principal_of(request).sees(one.job)]
-        return JobList(jobs=[summary_of(services, one, one.registry.view()) for one in mine])
+        mine = [one for one in services.host.jobs.all() if principal_of(request).sees(one.job)]
+        return JobList(jobs=[summary_of(services.host, one, one.registry.view()) for one in mine])
 
     @routes.post("/jobs", status_code=201)
     async def register_job(registration: JobRegistration, request: Request) -> RegisteredJob:
@@ -67,8 +66,8 @@ def router(services: Services) -> APIRouter:
             )
         detail = registration.model_dump(include={"world_size", "incarnation_floor", "succeeds"})
         owner = principal_of(request).token_id
-        mesh = await services.jobs.register(registration.job, owner=owner, **detail)
-        await services.records.happened(principal_of(request), "job.register", detail, mesh)
+        mesh = await services.host.jobs.register(registration.job, owner=owner, **detail)
+        await services.host.records.happened(principal_of(request), "job.register", detail, mesh)
         # One registration of a token at a time: many large ones do not delay other tokens'.
         async with signing[principal_of(request).token_id]:
             return await _registered(services, mesh, registration.rank_hosts, request)
@@ -80,10 +79,10 @@ def router(services: Services) -> APIRouter:
         """A job, its sidecars, and a fresh ticket with the rights of the token.
 
         Each server takes it beside its own key alone, which is derived from the seed."""
-        mesh, who = services.jobs.get(job), principal_of(request)
-        found = await job_document(services, mesh, who)
+        mesh, who = services.host.jobs.get(job), principal_of(request)
+        found = await job_document(services.host, mesh, who)
         if gather:
-            found.reads = handed(*await _ticket(services, mesh, who, "gather"))
+            found.reads = handed(*await _ticket(services.host, mesh, who, "gather"))
         if rank is not None:
             if rank >= found.world_size:
                 raise UsageError(f"rank: {rank}; the job has {found.world_size} ranks")
@@ -98,28 +97,28 @@ def router(services: Services) -> APIRouter:
 
         An embedded control plane then ends, too. Sidecars that linger are asked on their own
         hosts (paramd cleanup). Idempotent."""
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         who = principal_of(request)
-        async with services.records.recorded(who, "job.end", {}, mesh):
-            services.jobs.end(job, who.name)
-        return summary_of(services, mesh, mesh.registry.view())
+        async with services.host.records.recorded(who, "job.end", {}, mesh):
+            services.host.jobs.end(job, who.name)
+        return summary_of(services.host, mesh, mesh.registry.view())
 
     @routes.get("/jobs/{job}/ranks", response_model=RankList)
     async def list_ranks(job: str) -> Response:
         """All ranks, with the reason for every state that is not ok."""
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         chunks = rank_text.chunks(
             mesh.registry,
             world_size=mesh.bootstrap.world_size,
             incarnation=mesh.number,
-            stall_budget_s=services.watchers.config.stall_budget_s,
+            stall_budget_s=services.host.parts.stall_budget_s(),
         )
         return StreamingResponse(_yielded(chunks), media_type="application/json")
 
     @routes.get("/jobs/{job}/incarnations")
     async def list_incarnations(job: str) -> IncarnationList:
         """Incarnations of the job, the current one last."""
-        return IncarnationList(incarnations=await services.jobs.incarnations(job))
+        return IncarnationList(incarnations=await services.host.jobs.incarnations(job))
 
     return routes
 
@@ -160,7 +159,7 @@ async def _registered(
     return RegisteredJob(
         job=mine.job,
         incarnation=mine.incarnation,
-        control_address=services.grpc_address,
+        control_address=services.host.grpc_address,
         public_key=mine.signer.public_key.hex(),
         rank_tickets=tickets,
         copy_tickets=copy_tickets,
@@ -173,33 +172,18 @@ def reason_of(mesh: Incarnation, view: MeshView) -> str:
     return mesh.reason if mesh.over is not None else view.reason
 
 
-def verdict_of_job(services: Services, mesh: Incarnation) -> VerdictDocument:
+def verdict_of_job(host: ControlHost, mesh: Incarnation) -> VerdictDocument:
     """The verdict on a job now."""
-    view = mesh.registry.view()
-    return VerdictDocument.of(
-        verdict_on(
-            services.watchers.get(mesh.job),
-            state=State.ENDED if view.ended_well else view.state,
-            reason=reason_of(mesh, view),
-            pause=pause_word(view.joined),
-            is_late=view.is_late,
-        )
-    )
+    return VerdictDocument.of(_health(host, mesh, mesh.registry.view()).verdict)
 
 
-def summary_of(services: Services, mesh: Incarnation, view: MeshView) -> JobSummary:
-    watcher = services.watchers.get(mesh.job)
-    firing = watcher.book.firing if watcher is not None else ()
-    joined = view.joined
-    critical = sum(alert.severity == Severity.CRITICAL for alert in firing)
-    reason, pause = reason_of(mesh, view), pause_word(joined)
-    verdict = verdict_on(
-        watcher,
-        state=State.ENDED if view.ended_well else view.state,
-        reason=reason,
-        pause=pause,
-        is_late=view.is_late,
-    )
+def _health(host: ControlHost, mesh: Incarnation, view: MeshView) -> Health:
+    return host.health(mesh, Seen.of(view, reason_of(mesh, view)))
+
+
+def summary_of(host: ControlHost, mesh: Incarnation, view: MeshView) -> JobSummary:
+    joined, health = view.joined, _health(host, mesh, view)
+    verdict = health.verdict
     return JobSummary(
         job=mesh.job,
         incarnation=mesh.number,
@@ -208,46 +192,46 @@ def summary_of(services: Services, mesh: Incarnation, view: MeshView) -> JobSumm
         alive_count=alive_count(view) if mesh.over is None else 0,
         step=min((report.step for report in joined), default=mesh.last_step),
         state=view.state.value,
-        reason=reason,
-        pause=pause,
+        reason=reason_of(mesh, view),
+        pause=pause_word(joined),
         health=verdict.word,
         why=verdict.why,
         cause=verdict.cause,
         verdict=VerdictDocument.of(verdict),
-        critical_count=critical,
-        warning_count=len(firing) - critical,
+        critical_count=health.critical_count,
+        warning_count=health.warning_count,
     )
 
 
 async def _ticket(
-    services: Services, mesh: Incarnation, principal: Principal, use: str = ""
+    host: ControlHost, mesh: Incarnation, principal: Principal, use: str = ""
 ) -> tuple[str, str]:
     """A fresh ticket and the seed of its keys; with a `use`, one that can read alone."""
     mine, now_s = mesh.bootstrap, clock.now_s()
     return await asyncio.to_thread(
         mine.keyed_ticket,
-        ticket_role(principal.role, readonly=services.config.readonly or bool(use)),
-        ttl_s=_ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s),
+        ticket_role(principal.role, readonly=host.config.readonly or bool(use)),
+        ttl_s=_ticket_ttl_s(host.config.ticket_ttl_s, principal, now_s),
         now_s=now_s,
         token_id=principal.token_id,
         use=use,
     )
 
 
-async def job_document(services: Services, mesh: Incarnation, principal: Principal) -> JobDocument:
+async def job_document(host: ControlHost, mesh: Incarnation, principal: Principal) -> JobDocument:
     """A job for one caller, with a ticket of the caller's rights. Raises as `check_job`."""
     check_job(principal, mesh.job)
-    ticket, seed = await _ticket(services, mesh, principal)
+    ticket, seed = await _ticket(host, mesh, principal)
     mine, view, now_s = mesh.bootstrap, mesh.registry.view(), clock.now_s()
-    ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
+    ttl_s = _ticket_ttl_s(host.config.ticket_ttl_s, principal, now_s)
     peers = mesh.registry.peers()
     pems = None
-    if any(is_of_job(address) for address in (services.grpc_address, *(p.address for p in peers))):
+    if any(is_of_job(address) for address in (host.grpc_address, *(p.address for p in peers))):
         pems = mine.certificates.client(principal.token_id)
     return JobDocument(
-        **summary_of(services, mesh, view).model_dump(),
+        **summary_of(host, mesh, view).model_dump(),
         layout_digest=view.layout_digest,
-        control_address=services.grpc_address,
+        control_address=host.grpc_address,
         peers=peers,
         ticket=ticket,
         ticket_seed=seed,

@@ -74,7 +74,7 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         statistics drop. Tensors of unavailable ranks are listed as missing, and so are small
         tensors if the caller may not read values.
         """
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         found_filter = parse_filter(wanted)
         view = mesh.registry.view()
         _, index = await mesh.layouts.get(view)
@@ -111,7 +111,7 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         A caller who may not read values gets no small tensors, no more than one bin per 16
         elements, and no bounds of its own.
         """
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         item = await _one(mesh, name)
         if not may_read(request):
             without_small([item], may_read=False)
@@ -148,7 +148,7 @@ def _add_heatmap(routes: APIRouter, services: Services) -> None:
         row_dims: RowDims = None,
     ) -> Response:
         """Heat map of one tensor or a slice of it; zoom in with a smaller slice."""
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         item = await _one(mesh, name)
         read, shown = await mesh.statistics.heatmap(
             item.pattern, mode=mode, rows=rows, columns=columns, row_dims=row_dims
@@ -177,7 +177,7 @@ def _add_values(routes: APIRouter, services: Services) -> None:
     @routes.get("/jobs/{job}/params/values")
     async def get_values(job: str, name: Name) -> ValuesDocument:
         """Elements of one tensor or a slice of it, as exact text."""
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         item = await _one(mesh, name)
         read, texts = await mesh.statistics.values(item.pattern)
         return ValuesDocument(

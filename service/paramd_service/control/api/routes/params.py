@@ -127,7 +127,7 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         Terms about statistics, and orders by them, are evaluated at one step. Buffers never match
         them, nor do small tensors if the caller may not read values.
         """
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         found_filter = parse_filter(wanted)
         by_statistics = _needs_statistics(found_filter, sort)
         begin, name = read_token(page_token) if page_token else (0, "")
@@ -176,7 +176,7 @@ def _add_detail(routes: APIRouter, services: Services) -> None:
         job: str, name: Name, response: Response, if_none_match: IfNoneMatch = None
     ) -> ParamDetail | Response:
         """One tensor, and which part of it each rank holds."""
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         digest, index = await mesh.layouts.get(mesh.registry.view())
         if _is_held(if_none_match, digest):
             return Response(status_code=304, headers=_layout_headers(digest))

@@ -52,7 +52,7 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
         job: str, limit: Ranks = 256, page_token: PageToken = ""
     ) -> SnapshotList:
         """Snapshots held over REST, and the leases at every sidecar; silent ranks are marked."""
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         begin = begin_of(page_token, _PAGE) or 0
         ranks = mesh.registry.view().ranks
         page = ranks[begin : begin + limit]
@@ -68,14 +68,14 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
     @routes.get("/jobs/{job}/snapshots/{snapshot}")
     async def get_snapshot(job: str, snapshot: SnapshotId) -> HeldDocument:
         """One held snapshot."""
-        return _document(services.jobs.get(job).statistics.held.get(snapshot))
+        return _document(services.host.jobs.get(job).statistics.held.get(snapshot))
 
 
 def _add_pinning(routes: APIRouter, services: Services) -> None:
     @routes.post("/jobs/{job}/snapshots", status_code=201)
     async def create_snapshot(job: str, request: SnapshotRequest) -> HeldDocument:
         """Pin all matching tensors at one step, on every rank needed. Not idempotent."""
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         wanted = parse_filter(request.filter)
         if wanted.statistics:
             raise UsageError(
@@ -107,7 +107,7 @@ def _add_leases(routes: APIRouter, services: Services) -> None:
 
         Needs the token that pinned it, or an admin's.
         """
-        held = services.jobs.get(job).statistics.held
+        held = services.host.jobs.get(job).statistics.held
         return _document(held.renew(snapshot, wanted.lease_s, by_admin=_is_admin(request)))
 
     @routes.delete("/jobs/{job}/snapshots/{snapshot}", status_code=204)
@@ -116,7 +116,9 @@ def _add_leases(routes: APIRouter, services: Services) -> None:
 
         Needs the token that pinned it, or an admin's.
         """
-        held = services.jobs.get(job).statistics.held.release(snapshot, by_admin=_is_admin(request))
+        held = services.host.jobs.get(job).statistics.held.release(
+            snapshot, by_admin=_is_admin(request)
+        )
         if held is not None:
             _publish(services, job, held, "released")
         return Response(status_code=204)
@@ -165,4 +167,4 @@ def _document(held: LeasedSnapshot) -> HeldDocument:
 def _publish(services: Services, job: str, held: LeasedSnapshot, what: str) -> None:
     # A prefix of the id: viewers of the stream have no use for the whole one.
     data = {"state": what, "name": held.id[:8], "incarnation": held.incarnation, "step": held.step}
-    services.events.publish(Kind.SNAPSHOT, {**data, "filter": held.filter}, job=job)
+    services.host.events.publish(Kind.SNAPSHOT, {**data, "filter": held.filter}, job=job)

@@ -60,8 +60,9 @@ def events_router(services: Services) -> APIRouter:
         job: str, last_event_id: LastEventId = None
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
         # A dependency, so that a refusal gets its own status before the response starts.
-        services.jobs.get(job)
-        async with services.events.follow(job=job, after=last_event_id, quiet_s=QUIET_S) as events:
+        host = services.host
+        host.jobs.get(job)
+        async with host.events.follow(job=job, after=last_event_id, quiet_s=QUIET_S) as events:
             yield events
 
     following = Depends(followed)
@@ -99,13 +100,13 @@ Frames = AsyncGenerator["GradFrame[Any]", None]
 
 def grads_router(services: Services) -> APIRouter:
     routes = APIRouter(tags=["grads"])
-    norms = NormHistory(services.records.history.offer)
+    norms = NormHistory(services.host.records.history.offer)
 
     async def followed(
         job: str, wanted: Wanted, request: Request, every: Every = 1, kind: Kind = "stats"
     ) -> AsyncIterator[Frames]:
         # A dependency, so that a refusal gets its own status before the response starts.
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         patterns = await _patterns(mesh, wanted, reads=may_read(request))
         stream = mesh.statistics.gradients(patterns, every=every, kind=kind)
         async with aclosing(stream) as frames:

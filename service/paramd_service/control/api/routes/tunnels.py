@@ -110,14 +110,14 @@ def router(services: Services) -> APIRouter:
     @routes.get("/jobs/{job}/tunnel", status_code=101, response_class=Response)
     async def open_control_tunnel(job: str, request: Request) -> Response:
         """A connection to this control plane's gRPC. Upgrade: paramd-tunnel."""
-        services.jobs.get(job)
-        address = services.grpc_address
+        services.host.jobs.get(job)
+        address = services.host.grpc_address
         return await opened(request, "its own gRPC", host_of(address), address)
 
     @routes.get("/jobs/{job}/ranks/{rank}/tunnel", status_code=101, response_class=Response)
     async def open_tunnel(job: str, rank: Annotated[int, Path(ge=0)], request: Request) -> Response:
         """A connection to the sidecar of one rank. Upgrade: paramd-tunnel."""
-        mesh = services.jobs.get(job)
+        mesh = services.host.jobs.get(job)
         for report in mesh.registry.view().joined:
             if report.rank == rank:
                 # Only a sidecar of this rank answers this.

@@ -1,0 +1,1 @@
+"""The audit, read: who changed what. It is written by `paramd_service.control.records`."""

@@ -1,1 +1,0 @@
-"""Exports as durable jobs: state machine, runner, schedules, REST documents."""

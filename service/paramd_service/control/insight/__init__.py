@@ -1,1 +1,0 @@
-"""What is wrong with a run: the ranks' own evidence, and the verdict on it."""

@@ -43,6 +43,11 @@ class RankEdits(SidecarPart):
     def __init__(self, host: SidecarHost) -> None:
         super().__init__(host)
         self._edits: Edits | None = None
+        self._without: AttachedMemory | None = None
+        """What has no memory for edits: a sidecar that comes back while memory is short."""
+        self._refusal = ""
+        """Why, when it was last asked for."""
+        self._making = asyncio.Lock()
 
     def calls(self) -> CallTable:
         return {
@@ -56,26 +61,48 @@ class RankEdits(SidecarPart):
         return {"lend": self._lend, "stage": self._stage_lent, "take": self._take_lent}
 
     async def attached(self, memory: AttachedMemory) -> None:
+        async with self._making:
+            await self._make(memory)
+
+    async def _make(self, memory: AttachedMemory) -> None:
         edits = self._made(memory)
         try:
             await edits.start()
         except ExhaustedError as error:
             # Keep serving reads without edits.
-            self.host.log("no-edits", reason=str(error))
+            if self._without is None:
+                self.host.log("no-edits", reason=str(error))
+            self._without, self._refusal = memory, str(error)
             await edits.close()
             return
-        self._edits = edits
+        self._edits, self._without, self._refusal = edits, None, ""
         if self.host.has_pins:
             self.host.pins.boundaries.change_with(edits)
 
+    async def _ready(self) -> Edits:
+        """Edits of the attached trainer, whose memory is asked for again if it was refused. Raises
+        as `_current`."""
+        if self._without is not None:
+            async with self._making:
+                # Another request may have got it meanwhile, or the trainer may be gone.
+                if self._without is not None:
+                    await self._make(self._without)
+                    if self._edits is not None:
+                        self.host.log("edits-again")
+        return self._current
+
     def trainer_ended(self, how: Ownership) -> None:
+        self._without = None
         if self._edits is not None:
             self._edits.trainer_ended(how)
 
     async def released(self) -> None:
-        edits, self._edits = self._edits, None
-        if edits is not None:
-            await edits.close()
+        self._without = None
+        # Whoever asks for its memory at the moment still uses the map.
+        async with self._making:
+            edits, self._edits, self._refusal = self._edits, None, ""
+            if edits is not None:
+                await edits.close()
 
     def uploads(self) -> Uploads:
         return self._current
@@ -105,6 +132,11 @@ class RankEdits(SidecarPart):
     def _current(self) -> Edits:
         """Edits of the attached trainer. Raises UnreachableError if none has attached yet, or edit
         memory could not be allocated."""
+        if self._refusal and self._edits is None:
+            raise UnreachableError(
+                f"this rank has no memory for edits: {self._refusal}. Free memory on its host and "
+                "edit again: it is asked for at each edit"
+            )
         if self._edits is None:
             why = "edits have no memory here" if self.host.has_pins else self.host.ownership.value
             raise UnreachableError(f"{why}; try again when training runs")
@@ -147,7 +179,7 @@ class RankEdits(SidecarPart):
         claims = peer.caller(message)
         check_role(claims, EDITORS)
         edit_id = str(message.get("edit_id", ""))
-        entry = await self._current.opened(edit_id, claims.token_id)
+        entry = await (await self._ready()).opened(edit_id, claims.token_id)
         peer.answer(peer.kept(Lent).stage(entry) | self.host.identity())
 
     async def _take_lent(
@@ -173,7 +205,7 @@ class RankEdits(SidecarPart):
                     self.host.check_plan(
                         request.manifest.incarnation, request.manifest.layout_digest
                     )
-                    entry = await self._current.begin(request.manifest)
+                    entry = await (await self._ready()).begin(request.manifest)
                     continue
                 assert entry is not None
                 fill = copy_of(request)
@@ -183,7 +215,7 @@ class RankEdits(SidecarPart):
         return pb.StageEditResponse(header=self._header(entry), progress=entry.progress())
 
     async def _get(self, request: pb.GetEditRequest, timeout_s: float) -> Message:
-        entry = self._current.get(request.edit_id)
+        entry = (await self._ready()).get(request.edit_id)
         if entry.is_rollback and entry.phase is Phase.APPLIED:
             # The control plane lets training continue after this answer.
             await self.host.parts.kept_states().stands(min(STANDING_S, timeout_s / 2))

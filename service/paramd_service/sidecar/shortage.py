@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from paramd.memory.control_page import Word
 from paramd.memory.left import Growth, Spare, private_bytes
@@ -35,6 +36,10 @@ GROWTH_BYTES_S = 8e9
 
 TOLD_S = 300.0
 """Seconds for which the rank's status says that the kernel ended its sidecar."""
+
+CALM_S = 60.0
+"""Seconds with enough memory after which a shortage counts as over, in the log. What is left may
+waver around the reserve for as long as a training runs."""
 
 PRESSURE = Path("/proc/pressure/memory")
 TRIGGER = b"some 150000 2000000\0"
@@ -52,6 +57,7 @@ class Shortage:
         self._growth = Growth()
         self._of: AttachedMemory | None = None
         self._short = False
+        self._spells = Spells()
         self._began_s = time.monotonic()
 
     async def run(self) -> None:
@@ -87,6 +93,8 @@ class Shortage:
         self._note_growth()
         room, rank = self._rank.room, self._rank
         spare = room.spare()
+        if event := self._spells.see(time.monotonic(), short=spare.short):
+            rank.log(event, figures=spare.text)
         if spare.short or room.is_asked:
             self._give_back(spare)
         self._short = spare.short
@@ -128,7 +136,6 @@ class Shortage:
         rank = self._rank
         freeing = rank.take_idle()
         if spare.short and not self._short:
-            rank.log("memory-short", figures=spare.text)
             freeing.append(_trim)
         if freeing:
             # Not on the thread that allocates: it may be waiting for other ranks to do the same.
@@ -145,6 +152,29 @@ class Shortage:
         elif spare.short:
             parts.append("memory is short: readers may be refused")
         return "; ".join(parts)
+
+
+class Spells:
+    """Spells of shortage, each of which the log has twice: when it begins and when it is over."""
+
+    def __init__(self) -> None:
+        self._lasts = False
+        self._enough_since_s: float | None = None
+
+    def see(self, now_s: float, *, short: bool) -> Literal["memory-short", "memory-enough", ""]:
+        """Take one look's result; return the event to log, or "" for none."""
+        if short:
+            self._enough_since_s = None
+            begins, self._lasts = not self._lasts, True
+            return "memory-short" if begins else ""
+        if not self._lasts:
+            return ""
+        if self._enough_since_s is None:
+            self._enough_since_s = now_s
+        if now_s - self._enough_since_s < CALM_S:
+            return ""
+        self._lasts, self._enough_since_s = False, None
+        return "memory-enough"
 
 
 class Pressure:

@@ -21,7 +21,7 @@ from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.room import HostRoom
-from paramd_service.sidecar.shortage import Pressure, Shortage
+from paramd_service.sidecar.shortage import CALM_S, Pressure, Shortage, Spells
 from paramd_service.sidecar.snapshots.store import Block, BlockMaker
 from tests.unit.sidecar.test_device_state import attached_to
 
@@ -161,8 +161,9 @@ async def test_no_event_is_left_when_the_watch_ends() -> None:
 
 @pytest.mark.parametrize("content", ["absent", "not granted"])
 async def test_without_events_looks_come_by_time(
-    watched: Watched, tmp_path: Path, content: str
+    watched: Watched, tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "CALM_S", 0.0)
     pressure = tmp_path / "pressure"
     if content == "not granted":
         # A kernel that says no (psi=0): reading works and writing fails.
@@ -180,6 +181,30 @@ async def test_without_events_looks_come_by_time(
     finally:
         await stopped(watching)
     assert watched.lines.text.count('"memory-short"') == 2
+    assert watched.lines.text.count('"memory-enough"') == 1
+
+
+def test_a_shortage_that_wavers_is_logged_once_and_once_when_it_is_over() -> None:
+    spells, logged = Spells(), list[tuple[float, str]]()
+
+    def see(now_s: float, short: bool) -> None:
+        if event := spells.see(now_s, short=short):
+            logged.append((now_s, event))
+
+    see(0.0, False)
+    # What is left goes over the reserve and under it again, for longer than CALM_S in all.
+    for number in range(200):
+        see(10.0 + number, number % 3 != 2)
+    assert logged == [(10.0, "memory-short")]
+    last_short_s = 10.0 + 199
+    see(last_short_s + 1, False)
+    see(last_short_s + CALM_S, False)
+    assert logged[1:] == []
+    see(last_short_s + 1 + CALM_S, False)
+    see(last_short_s + 2 + 2 * CALM_S, False)
+    assert logged[1:] == [(last_short_s + 1 + CALM_S, "memory-enough")]
+    see(1000.0, True)
+    assert logged[2:] == [(1000.0, "memory-short")]
 
 
 async def test_what_a_trainers_first_steps_take_counts_before_anybody_can_read(

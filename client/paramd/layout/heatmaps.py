@@ -117,35 +117,64 @@ class Heatmap:
 def merge_parts(
     parts: Sequence[pb.PoolSnapshotResponse], *, mode: str, rows: int, columns: int
 ) -> Heatmap:
-    """Merge all ranks' cells into a heatmap; exact even where one spans pieces of several ranks."""
-    better = {"min": min, "absmax": max, "max": max}.get(mode)
-    values = [{"min": inf, "max": -inf}.get(mode, 0.0)] * (rows * columns)
-    counts = [0] * (rows * columns)
-    bad: dict[int, int] = {}
+    """Merge all ranks' cells into a heatmap; exact even where one spans pieces of several ranks.
+
+    Args:
+        parts: The ranks' answers; cells outside of theirs are of others.
+        mode: One of `MODES`, that of all parts.
+        rows: Rows of the heatmap.
+        columns: Columns of the heatmap.
+    """
+    cells = _Cells(mode, rows, columns)
     for part in parts:
-        for r in range(part.cell_row_count):
-            begin = (part.cell_row_begin + r) * columns + part.cell_col_begin
-            source = slice(r * part.cell_col_count, (r + 1) * part.cell_col_count)
-            cells = zip(part.values[source], part.counts[source], strict=True)
-            for at, (value, count) in enumerate(cells, begin):
-                if count:
-                    old = values[at]
-                    values[at] = better(old, value) if better is not None else old + value
-                    counts[at] += count
-            for at, count in enumerate(part.nonfinite_counts[source], begin):
-                if count:
-                    bad[at] = bad.get(at, 0) + count
-    if mode == "mean":
-        values = [v / n if n else nan for v, n in zip(values, counts, strict=True)]
-    else:
-        values = [v if n else nan for v, n in zip(values, counts, strict=True)]
+        cells.add(part)
     return Heatmap(
         rows=rows,
         columns=columns,
-        values=values,
-        nonfinite=[(*divmod(at, columns), count) for at, count in sorted(bad.items())],
-        count=sum(counts) + sum(bad.values()),
+        values=cells.results(),
+        nonfinite=[(*divmod(at, columns), count) for at, count in sorted(cells.nonfinite.items())],
+        count=sum(cells.counts) + sum(cells.nonfinite.values()),
     )
+
+
+class _Cells:
+    """Cells of a heatmap while ranks' parts are merged; lists are row-major."""
+
+    def __init__(self, mode: str, rows: int, columns: int) -> None:
+        self._mode, self._columns = mode, columns
+        self._better = {"min": min, "absmax": max, "max": max}.get(mode)
+        """Which of two values a cell keeps; None: their sum."""
+        self._values = [{"min": inf, "max": -inf}.get(mode, 0.0)] * (rows * columns)
+        self.counts = [0] * (rows * columns)
+        """Finite elements."""
+        self.nonfinite: dict[int, int] = {}
+        """Others, of the cells that have some."""
+
+    def add(self, part: pb.PoolSnapshotResponse) -> None:
+        """Add a rank's cells."""
+        for r in range(part.cell_row_count):
+            begin = (part.cell_row_begin + r) * self._columns + part.cell_col_begin
+            source = slice(r * part.cell_col_count, (r + 1) * part.cell_col_count)
+            self._add_row(begin, part.values[source], part.counts[source])
+            for at, count in enumerate(part.nonfinite_counts[source], begin):
+                if count:
+                    self.nonfinite[at] = self.nonfinite.get(at, 0) + count
+
+    def _add_row(self, begin: int, values: Sequence[float], counts: Sequence[int]) -> None:
+        for at, (value, count) in enumerate(zip(values, counts, strict=True), begin):
+            if count:
+                old = self._values[at]
+                self._values[at] = (
+                    self._better(old, value) if self._better is not None else old + value
+                )
+                self.counts[at] += count
+
+    def results(self) -> list[float]:
+        """Each cell's value; NaN for one without finite elements."""
+        cells = zip(self._values, self.counts, strict=True)
+        if self._mode == "mean":
+            return [value / count if count else nan for value, count in cells]
+        return [value if count else nan for value, count in cells]
 
 
 def place_elements(

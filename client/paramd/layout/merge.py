@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -219,31 +219,50 @@ def _merge_tensor(tensors: dict[int, TensorLayout], arena_bytes: tuple[int, ...]
         raise UsageError(f"tensor {first.fqn!r} has dtype {first.dtype!r}, which is not supported")
     pieces: list[Piece] = []
     for rank, tensor in tensors.items():
-        for field in ("dtype", "shape", "kind"):
-            ours, theirs = getattr(first, field), getattr(tensor, field)
-            if ours != theirs:
-                raise UsageError(
-                    f"tensor {first.fqn!r}: {field} is {ours} on rank {at}, {theirs} on rank "
-                    f"{rank}; {OTHER_NAMES}"
-                )
+        _check_alike(first, at, tensor, rank)
         pieces.extend(
             _checked(piece, tensor, rank, arena_bytes[rank])
             for piece in tensor.pieces
             if piece.region.numel or outside(piece.region, tensor.shape)
         )
-    found = defect(first.shape, tuple(piece.region for piece in pieces))
-    if found is not None:
-        holders = sorted({piece.rank for piece in pieces})
-        without = [rank for rank in range(len(arena_bytes)) if rank not in tensors]
-        told = f", ranks {without} do not know it" if without else ""
-        raise UsageError(
-            f"tensor {first.fqn!r} of shape {list(first.shape)}: {found}; ranks {holders} "
-            f"of {len(arena_bytes)} hold pieces{told}; expected every element in exactly one region"
-        )
+    _check_covered(first, pieces, tensors, len(arena_bytes))
     aliases = dict.fromkeys(alias for tensor in tensors.values() for alias in tensor.aliases)
-    said = [one.trainable for one in tensors.values() if one.trainable is not None]
-    trainable = any(said) if said else None
+    known = [tensor.trainable for tensor in tensors.values() if tensor.trainable is not None]
+    trainable = any(known) if known else None
     return replace(first, pieces=tuple(pieces), aliases=tuple(aliases), trainable=trainable)
+
+
+def _check_alike(first: TensorLayout, at: int, tensor: TensorLayout, rank: int) -> None:
+    """Raise UsageError if a rank's tensor is another than the `first`, which rank `at` has."""
+    for field, ours, theirs in (
+        ("dtype", first.dtype, tensor.dtype),
+        ("shape", first.shape, tensor.shape),
+        ("kind", first.kind, tensor.kind),
+    ):
+        if ours != theirs:
+            raise UsageError(
+                f"tensor {first.fqn!r}: {field} is {ours} on rank {at}, {theirs} on rank "
+                f"{rank}; {OTHER_NAMES}"
+            )
+
+
+def _check_covered(
+    tensor: TensorLayout, pieces: Sequence[Piece], having: Collection[int], world_size: int
+) -> None:
+    """Raise UsageError unless the pieces have every element in exactly one region.
+
+    `having`: the ranks that know the tensor.
+    """
+    reason = defect(tensor.shape, tuple(piece.region for piece in pieces))
+    if reason is None:
+        return
+    holders = sorted({piece.rank for piece in pieces})
+    without = [rank for rank in range(world_size) if rank not in having]
+    unknown = f", ranks {without} do not know it" if without else ""
+    raise UsageError(
+        f"tensor {tensor.fqn!r} of shape {list(tensor.shape)}: {reason}; ranks {holders} "
+        f"of {world_size} hold pieces{unknown}; expected every element in exactly one region"
+    )
 
 
 def whole_parameters(local: LocalLayout) -> list[str]:

@@ -223,6 +223,27 @@ def rank_files(
 ) -> list[ExportFile]:
     """One file for each rank that writes something."""
     writing = _Writing()
+    _append_model(writing, tensors, names, settings, reads, optimizer)
+    for fqn, constant in reads.constants.items():
+        name, whole = f"{MODEL_KEY}.{names[fqn]}", full_box(constant.layout.shape)
+        writing.append(0, name, ("", -1), whole, constant.layout.dtype, constant.data)
+    if optimizer is not None and reads.averages is None:
+        _append_states(writing, tensors, names, reads.states, optimizer)
+    return [
+        ExportFile(f"__{rank}_0.distcp", rank, b"", tuple(writing.entries[rank]))
+        for rank in sorted(writing.entries)
+    ]
+
+
+def _append_model(
+    writing: _Writing,
+    tensors: Sequence[TensorLayout],
+    names: Mapping[str, str],
+    settings: ExportSettings,
+    reads: Reads,
+    optimizer: OptimizerTable | None,
+) -> None:
+    """The model's parameters and buffers, or what an optimizer keeps instead of them."""
     states = state_positions(tensors, optimizer) if optimizer is not None else {}
     for number, tensor in enumerate(tensors):
         name = f"{MODEL_KEY}.{names[tensor.fqn]}"
@@ -237,15 +258,6 @@ def rank_files(
             continue
         blend = reads.blends.get(tensor.fqn)
         _append(writing, tensor, name, chosen, source, settings.dtype_of(dtype), blend)
-    for fqn, one in reads.constants.items():
-        name, whole = f"{MODEL_KEY}.{names[fqn]}", full_box(one.layout.shape)
-        writing.append(0, name, ("", -1), whole, one.layout.dtype, one.data)
-    if optimizer is not None and reads.averages is None:
-        _append_states(writing, tensors, names, reads.states, optimizer)
-    return [
-        ExportFile(f"__{rank}_0.distcp", rank, b"", tuple(writing.entries[rank]))
-        for rank in sorted(writing.entries)
-    ]
 
 
 def _append(

@@ -20,6 +20,7 @@ from typing import Any
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.exports.extra import NOT_ASKED, ExtraState, matching
 from paramd.layout.exports.files import (
+    Blend,
     ExportFile,
     Reads,
     Source,
@@ -31,6 +32,7 @@ from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.peft import PEFT
 from paramd.layout.exports.settings import FORMATS, ExportSettings
 from paramd.layout.exports.views import (
+    Averages,
     View,
     adapter_view,
     averages,
@@ -126,12 +128,12 @@ class ExportPlan:
         if self.settings.names.rules or FORMATS[self.settings.format].keeps_tied or self.is_view:
             return {}
         return {
-            one.fqn: [
+            tensor.fqn: [
                 {"name": part.name, "begin": part.box.begin, "end": part.box.end}
-                for part in one.hub
+                for part in tensor.hub
             ]
-            for one in self.layout.tensors
-            if one.hub and not _is_renamed(one) and one.fqn in self.names
+            for tensor in self.layout.tensors
+            if tensor.hub and not _is_renamed(tensor) and tensor.fqn in self.names
         }
 
     @property
@@ -157,13 +159,13 @@ class ExportPlan:
         """SHA-256 of all that it has, as far as the layout does not tell it."""
         optimizer = self.optimizer.to_plain() if self.optimizer is not None else None
         beside = json.dumps([optimizer, self.extra.table if self.extra is not None else None])
-        found = hashlib.sha256(repr((self.settings, beside)).encode())
+        digest = hashlib.sha256(repr((self.settings, beside)).encode())
         for file in self.files:
             facts = (file.name, file.rank, file.size_bytes, file.header, file.entries)
-            found.update(repr(facts).encode())
+            digest.update(repr(facts).encode())
         for key, source in self.sources.items():
-            found.update(repr((key, dict(source.spans), source.tensors)).encode())
-        return found.digest()
+            digest.update(repr((key, dict(source.spans), source.tensors)).encode())
+        return digest.digest()
 
 
 def plan_export(
@@ -172,8 +174,13 @@ def plan_export(
     optimizer: OptimizerTable | None = None,
     extra: ExtraState | None = None,
 ) -> ExportPlan:
-    """Plan an export of everything that `settings` includes; `optimizer` None omits its state, and
-    `extra` None what modules have beside their tensors.
+    """Plan an export of everything that the settings include.
+
+    Args:
+        layout: The job's layout.
+        settings: What is included, in which format and under which names.
+        optimizer: The optimizers' table; None omits their state.
+        extra: What modules have beside their tensors; None omits it.
 
     Raises:
         UsageError: A dtype that the format lacks, a pattern that is malformed or of a part of a
@@ -186,69 +193,118 @@ def plan_export(
     if laid_out.keeps_tied:
         # Names share the bytes, and loaders expect all of them.
         settings = replace(settings, keep_tied=True)
+    contents = _contents(layout, settings, optimizer)
+    if extra is not None:
+        extra = _extra_of(layout, settings, extra)
+    constants = extra.constants if extra is not None else {}
+    extras = sorted(extra.kept) if extra is not None else []
+    names = _file_names(contents, extras, settings)
+    reads = replace(_reads(layout, contents, settings.replica), constants=constants)
+    whole, view = contents.read, contents.view
+    return ExportPlan(
+        settings=settings,
+        layout=layout,
+        files=tuple(laid_out.plan(whole, names, settings, reads, contents.optimizer)),
+        sources=_sources(whole, reads, contents.optimizer),
+        names=_all_names(contents.tensors, names) | {name: names[name] for name in extras},
+        optimizer=contents.optimizer,
+        extra=extra,
+        config=view.config if view is not None else "",
+        note=view.note if view is not None else layout.hub_note,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contents:
+    """The tensors of an export, and where their elements are."""
+
+    tensors: Sequence[TensorLayout]
+    """Those that are written."""
+    beside: Sequence[TensorLayout]
+    """Those that are only read, for the others."""
+    view: View | None
+    """What is written instead of the model in memory; None if that is."""
+    optimizer: OptimizerTable | None
+    """The part of the optimizers' table that is read; None: nothing of it."""
+    averages: Averages | None
+    """Where the weights are, if they are not the parameters."""
+
+    @property
+    def read(self) -> list[TensorLayout]:
+        """All that is read: what is written comes first."""
+        return [*self.tensors, *(replace(one, hub=(), aliases=()) for one in self.beside)]
+
+
+def _contents(
+    layout: Layout, settings: ExportSettings, optimizer: OptimizerTable | None
+) -> _Contents:
+    """What the settings include. Raises as `plan_export`."""
     chosen = _chosen(layout, settings)
-    included = {TensorKind.PARAMETER: settings.parameters, TensorKind.BUFFER: settings.buffers}
     view = _view(layout, settings)
-    tensors = [
-        one
-        for one in (layout.tensors if view is None else view.tensors)
-        if included[one.kind] and one.fqn in chosen
-    ]
-    if not tensors:
-        raise NotFoundError("the export would be empty: the job has no tensor of these kinds")
+    tensors = _included(layout, settings, view, chosen)
     kept = None
     if optimizer is not None and settings.weights_from and view is None:
         kept = averages(layout, tensors, optimizer, settings.weights_from)
         optimizer = kept.table
     if optimizer is not None and settings.patterns:
         optimizer = optimizer.of(chosen)
-    own_names = {one.fqn for one in tensors}
-    beside = view.beside(layout, own_names) if view is not None else ()
-    beside = tuple(one for one in beside if one.fqn not in own_names)
-    if laid_out.keeps_tied or settings.names.rules:
+    beside = _beside(layout, view, tensors)
+    if FORMATS[settings.format].keeps_tied or settings.names.rules:
         # torch and the caller's names expect the model in memory.
-        tensors = [replace(one, hub=()) for one in tensors]
-    renamed = {one.fqn: one.hub[0].name for one in tensors if _is_renamed(one)}
-    if extra is not None:
-        extra = extra.of(settings.patterns)
-        own = extra.table.keys() & {n for t in layout.tensors for n in (t.fqn, *t.aliases)}
-        if own:
-            raise UsageError(f"extra state {min(own)!r} has the name of a parameter or buffer")
-    constants = extra.constants if extra is not None else {}
-    extras = sorted(extra.kept) if extra is not None else []
-    written = [n for t in tensors for n in (t.fqn, *(t.aliases if settings.keep_tied else ()))]
+        tensors = [replace(tensor, hub=()) for tensor in tensors]
+    return _Contents(tensors=tensors, beside=beside, view=view, optimizer=optimizer, averages=kept)
+
+
+def _included(
+    layout: Layout, settings: ExportSettings, view: View | None, chosen: Collection[str]
+) -> list[TensorLayout]:
+    """The chosen tensors of the kinds that are exported; NotFoundError if there is none."""
+    kinds = {TensorKind.PARAMETER: settings.parameters, TensorKind.BUFFER: settings.buffers}
+    tensors = [
+        tensor
+        for tensor in (layout.tensors if view is None else view.tensors)
+        if kinds[tensor.kind] and tensor.fqn in chosen
+    ]
+    if not tensors:
+        raise NotFoundError("the export would be empty: the job has no tensor of these kinds")
+    return tensors
+
+
+def _beside(
+    layout: Layout, view: View | None, tensors: Iterable[TensorLayout]
+) -> tuple[TensorLayout, ...]:
+    """The tensors that are only read, for those that are written."""
+    if view is None:
+        return ()
+    written = {tensor.fqn for tensor in tensors}
+    return tuple(tensor for tensor in view.beside(layout, written) if tensor.fqn not in written)
+
+
+def _extra_of(layout: Layout, settings: ExportSettings, extra: ExtraState) -> ExtraState:
+    """The extra state that is exported; UsageError if it has the name of a tensor."""
+    extra = extra.of(settings.patterns)
+    own = extra.table.keys() & {name for one in layout.tensors for name in (one.fqn, *one.aliases)}
+    if own:
+        raise UsageError(f"extra state {min(own)!r} has the name of a parameter or buffer")
+    return extra
+
+
+def _file_names(
+    contents: _Contents, extras: Sequence[str], settings: ExportSettings
+) -> dict[str, str]:
+    """Names in the files, by name in the model, of what is written. Raises as `apply`."""
+    view = contents.view
+    written = [
+        name
+        for tensor in contents.tensors
+        for name in (tensor.fqn, *(tensor.aliases if settings.keep_tied else ()))
+    ]
     # Rules are for the names that a view has; those of an adapter have none.
-    told = view.names if view is not None and not view.config else {}
-    mapped = settings.names.apply([*(told.get(name, name) for name in written), *extras])
-    names = {name: mapped[told.get(name, name)] for name in (*written, *extras)}
-    names |= {name: renamed[name] for name in names if name in renamed}
-    whole = [*tensors, *(replace(one, hub=(), aliases=()) for one in beside)]
-    reads = _blended(
-        replace(
-            _reads(layout, whole, settings.replica, optimizer),
-            constants=constants,
-            unwritten=frozenset(one.fqn for one in beside),
-            averages=kept,
-        ),
-        layout,
-        whole,
-        view,
-        optimizer,
-    )
-    config, note = "", layout.hub_note
-    if view is not None:
-        config, note = view.config, view.note
-    return ExportPlan(
-        settings=settings,
-        layout=layout,
-        files=tuple(laid_out.plan(whole, names, settings, reads, optimizer)),
-        sources=_sources(whole, reads, optimizer),
-        names=_all_names(tensors, names) | {name: names[name] for name in extras},
-        optimizer=optimizer,
-        extra=extra,
-        config=config,
-        note=note,
-    )
+    own = view.names if view is not None and not view.config else {}
+    mapped = settings.names.apply([*(own.get(name, name) for name in written), *extras])
+    names = {name: mapped[own.get(name, name)] for name in (*written, *extras)}
+    renamed = {one.fqn: one.hub[0].name for one in contents.tensors if _is_renamed(one)}
+    return names | {name: renamed[name] for name in names if name in renamed}
 
 
 def _view(layout: Layout, settings: ExportSettings) -> View | None:
@@ -260,32 +316,32 @@ def _view(layout: Layout, settings: ExportSettings) -> View | None:
     return model_view(layout, settings.weights_from) if settings.weights_from else None
 
 
-def _blended(
-    reads: Reads,
-    layout: Layout,
-    tensors: Sequence[TensorLayout],
-    view: View | None,
-    optimizer: OptimizerTable | None,
-) -> Reads:
+def _blends(layout: Layout, contents: _Contents) -> dict[str, Blend]:
+    """By fqn, what is computed of a tensor that is read and of others beside it."""
+    optimizer, tensors = contents.optimizer, contents.read
     names = {name: one.fqn for one in layout.tensors for name in (one.fqn, *one.aliases)}
-    numbers = {one.fqn: number for number, one in enumerate(tensors)}
+    numbers = {tensor.fqn: number for number, tensor in enumerate(tensors)}
     positions = {name: numbers[fqn] for name, fqn in names.items() if fqn in numbers}
     states = state_positions(tensors, optimizer) if optimizer is not None else {}
-    addends = {} if view is None else {f: a for f, a in view.addends.items() if f in numbers}
-    lerps = reads.averages.lerps if reads.averages is not None else {}
-    lerps = {fqn: weight for fqn, weight in lerps.items() if fqn in numbers}
-    return replace(reads, blends=blends(positions, addends, lerps, states))
+    addends = contents.view.addends if contents.view is not None else {}
+    lerps = contents.averages.lerps if contents.averages is not None else {}
+    return blends(
+        positions,
+        {fqn: addend for fqn, addend in addends.items() if fqn in numbers},
+        {fqn: weight for fqn, weight in lerps.items() if fqn in numbers},
+        states,
+    )
 
 
 def _chosen(layout: Layout, settings: ExportSettings) -> Collection[str]:
     """The names that the settings' patterns select; tied tensors by their first."""
     if not settings.patterns:
         return {tensor.fqn for tensor in layout.tensors}
-    found = select(NameIndex(layout), settings.patterns, with_buffers=True)
-    parts = [one.name for one in found if tuple(one.box.sizes) != tuple(one.tensor.shape)]
+    selected = select(NameIndex(layout), settings.patterns, with_buffers=True)
+    parts = [item.name for item in selected if tuple(item.box.sizes) != tuple(item.tensor.shape)]
     if parts:
         raise UsageError(f"names: {parts[0]!r} is asked for in part; an export has whole tensors")
-    return {one.tensor.fqn for one in found}
+    return {item.tensor.fqn for item in selected}
 
 
 def _is_renamed(tensor: TensorLayout) -> bool:
@@ -301,24 +357,33 @@ def _all_names(tensors: Iterable[TensorLayout], names: Mapping[str, str]) -> dic
     }
 
 
-def _reads(
-    layout: Layout, tensors: Sequence[TensorLayout], replica: int, optimizer: OptimizerTable | None
-) -> Reads:
+def _reads(layout: Layout, contents: _Contents, replica: int) -> Reads:
+    """The pieces that are read, of that replica, and what is computed of them."""
+    optimizer, tensors = contents.optimizer, contents.read
     others = optimizer.replicas if optimizer is not None else {}
     replicas = {rank: Replica(layout, rank) for rank in {replica, *others.values()}}
-    model = {one.fqn: replicas[replica].pieces(one) for one in tensors}
+    model = {tensor.fqn: replicas[replica].pieces(tensor) for tensor in tensors}
     states = {
-        one.fqn: replicas[others[one.fqn]].pieces(one) for one in tensors if one.fqn in others
+        tensor.fqn: replicas[others[tensor.fqn]].pieces(tensor)
+        for tensor in tensors
+        if tensor.fqn in others
     }
-    return Reads(layout.world_size, model, {**model, **states})
+    return Reads(
+        layout.world_size,
+        model,
+        {**model, **states},
+        unwritten=frozenset(tensor.fqn for tensor in contents.beside),
+        averages=contents.averages,
+        blends=_blends(layout, contents),
+    )
 
 
 def _sources(
     tensors: Sequence[TensorLayout], reads: Reads, optimizer: OptimizerTable | None
 ) -> dict[str, Source]:
-    found = {"": make_source("", ((t, t.dtype, reads.model[t.fqn]) for t in tensors))}
+    sources = {"": make_source("", ((t, t.dtype, reads.model[t.fqn]) for t in tensors))}
     if optimizer is None:
-        return found
+        return sources
     by_name = {tensor.fqn: tensor for tensor in tensors}
     for key in optimizer.keys:
         items = [
@@ -326,5 +391,5 @@ def _sources(
             for fqn, dtype in optimizer.tensors(key)
             if fqn in by_name
         ]
-        found[key] = make_source(key, items)
-    return found
+        sources[key] = make_source(key, items)
+    return sources

@@ -184,12 +184,16 @@ def model_items(
         own = () if tensor.hub else (tensor.fqn,)
         for name in (*own, *(tensor.aliases if settings.keep_tied else ())):
             if tensor.fqn in values:
-                spec = TensorSpec(name=names[name], dtype=kept, shape=())
-                data = number_bytes(values[tensor.fqn], kept, tensor.fqn)
-                yield Item(spec, tensor, "", -1, data)
-                continue
-            spec = TensorSpec(name=names[name], dtype=dtype, shape=tensor.shape)
-            yield Item(spec, tensor, key, at, blend=blend)
+                yield _number_item(tensor, names[name], kept, values[tensor.fqn])
+            else:
+                spec = TensorSpec(name=names[name], dtype=dtype, shape=tensor.shape)
+                yield Item(spec, tensor, key, at, blend=blend)
+
+
+def _number_item(tensor: TensorLayout, name: str, dtype: str, value: float) -> Item:
+    """A number that an optimizer keeps instead of a parameter of one element."""
+    spec = TensorSpec(name=name, dtype=dtype, shape=())
+    return Item(spec, tensor, "", -1, number_bytes(value, dtype, tensor.fqn))
 
 
 def _extra_items(names: Mapping[str, str], reads: Reads) -> Iterator[Item]:

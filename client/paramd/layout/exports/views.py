@@ -51,13 +51,14 @@ def adapter_view(layout: Layout, name: str) -> View:
     adapter = find_adapter(layout.adapters, name)
     adapter.check_written()
     tensors = []
-    for one in layout.tensors:
-        names = adapter.written.get(one.fqn, ())
+    for tensor in layout.tensors:
+        names = adapter.written.get(tensor.fqn, ())
         if names:
             # PEFT writes a copy under each name.
-            parts = tuple(HubPart(name, full_box(one.shape), one.shape) for name in names)
-            tensors.append(replace(one, hub=parts, aliases=()))
-    return View(tensors, {one.fqn: one.hub[0].name for one in tensors}, config=adapter.config)
+            parts = tuple(HubPart(name, full_box(tensor.shape), tensor.shape) for name in names)
+            tensors.append(replace(tensor, hub=parts, aliases=()))
+    first_names = {tensor.fqn: tensor.hub[0].name for tensor in tensors}
+    return View(tensors, first_names, config=adapter.config)
 
 
 def merged_view(layout: Layout, name: str) -> View:
@@ -66,7 +67,8 @@ def merged_view(layout: Layout, name: str) -> View:
     adapter = find_adapter(layout.adapters, name)
     adapter.check_merged()
     canonical = {name: one.fqn for one in layout.tensors for name in (one.fqn, *one.aliases)}
-    lost = [one for of in adapter.addends.values() for one in of.inputs if one not in canonical]
+    inputs = [name for addend in adapter.addends.values() for name in addend.inputs]
+    lost = [name for name in inputs if name not in canonical]
     if lost:
         raise UsageError(f"adapter {adapter.title!r}: this training has no {lost[0]!r} any more")
     addends = {canonical[key]: one for key, one in adapter.addends.items() if key in canonical}
@@ -95,13 +97,13 @@ def model_view(layout: Layout, name: str) -> View | None:
 def _renamed(layout: Layout, names: Mapping[str, str]) -> tuple[list[TensorLayout], dict[str, str]]:
     """The tensors that have a name, the first of which stands for the tensor, and all names."""
     tensors = []
-    found: dict[str, str] = {}
-    for one in layout.tensors:
-        kept = [key for key in (one.fqn, *one.aliases) if key in names]
+    own: dict[str, str] = {}
+    for tensor in layout.tensors:
+        kept = [key for key in (tensor.fqn, *tensor.aliases) if key in names]
         if kept:
-            tensors.append(replace(one, aliases=tuple(kept[1:]), hub=()))
-            found |= {one.fqn: names[kept[0]]} | {key: names[key] for key in kept[1:]}
-    return tensors, found
+            tensors.append(replace(tensor, aliases=tuple(kept[1:]), hub=()))
+            own |= {tensor.fqn: names[kept[0]]} | {key: names[key] for key in kept[1:]}
+    return tensors, own
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,31 +127,31 @@ def averages(
 
     A parameter without any state is its own average: no update has changed it.
 
+    Args:
+        layout: The job's layout.
+        tensors: What is exported of it.
+        table: The optimizers' table.
+        name: The state's key, or `SCHEDULE_FREE`.
+
     Raises:
         NotFoundError: If there is no such state.
         UsageError: If a parameter has other state alone.
     """
     key = _Z if name == SCHEDULE_FREE else name
-    having = {fqn for states in table.states.values() for fqn in states} | set(table.scalars)
-    scalars = {fqn: one.value for fqn, of in table.scalars.items() for one in of if one.key == key}
+    scalars = {
+        fqn: scalar.value
+        for fqn, kept in table.scalars.items()
+        for scalar in kept
+        if scalar.key == key
+    }
     states = table.states.get(key, {})
-    params = [one for one in tensors if one.kind is TensorKind.PARAMETER]
-    if not states and not any(one.fqn in scalars and not one.shape for one in params):
+    params = [tensor for tensor in tensors if tensor.kind is TensorKind.PARAMETER]
+    if not states and not any(param.fqn in scalars and not param.shape for param in params):
         raise NotFoundError(_unknown(layout, table, name))
-    lost = [
-        one.fqn
-        for one in params
-        if one.fqn in having and one.fqn not in states and (one.shape or one.fqn not in scalars)
-    ]
-    if lost:
-        raise UsageError(
-            f"weights_from: {lost[0]!r} and {len(lost) - 1} more have state, but no {key!r}; "
-            "choose the parameters that have it with names"
-        )
-    of_key = {fqn: tuple(s for s in of if s.key == key) for fqn, of in table.scalars.items()}
+    _check_kept(params, table, key, scalars)
     part = OptimizerTable(
         {key: dict(states)} if states else {},
-        of_key,
+        {fqn: tuple(s for s in kept if s.key == key) for fqn, kept in table.scalars.items()},
         table.groups if name == SCHEDULE_FREE else (),
         table.replicas,
     )
@@ -157,14 +159,41 @@ def averages(
         weights = _schedule_free(table.groups)
         lerps = {fqn: weights[fqn] for fqn in states if weights.get(fqn) is not None}
         return Averages(part, lerps=lerps)
-    values = {one.fqn: scalars[one.fqn] for one in params if not one.shape and one.fqn in scalars}
+    values = {
+        param.fqn: scalars[param.fqn]
+        for param in params
+        if not param.shape and param.fqn in scalars
+    }
     return Averages(part, dict.fromkeys(states, key), values=values)
+
+
+def _check_kept(
+    params: Sequence[TensorLayout], table: OptimizerTable, key: str, scalars: Mapping[str, float]
+) -> None:
+    """Raise UsageError if a parameter has state, but none under the key.
+
+    `scalars`: the numbers under the key, by parameter; they stand for one element.
+    """
+    having = {fqn for states in table.states.values() for fqn in states} | set(table.scalars)
+    states = table.states.get(key, {})
+    lost = [
+        param.fqn
+        for param in params
+        if param.fqn in having
+        and param.fqn not in states
+        and (param.shape or param.fqn not in scalars)
+    ]
+    if lost:
+        raise UsageError(
+            f"weights_from: {lost[0]!r} and {len(lost) - 1} more have state, but no {key!r}; "
+            "choose the parameters that have it with names"
+        )
 
 
 def _schedule_free(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """By parameter, the weight with which `optimizer.eval()` blends it with `z`; none where the
     optimizer is in that mode already."""
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for group in groups:
         if not isinstance(group.get("train_mode"), bool):
             raise UsageError(
@@ -174,8 +203,8 @@ def _schedule_free(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         betas = group.get("betas")
         beta = betas[0] if isinstance(betas, list | tuple) else group.get("momentum")
         if group["train_mode"] and isinstance(beta, int | float) and beta:
-            found |= dict.fromkeys(group.get("params", ()), 1 - 1 / beta)
-    return found
+            weights |= dict.fromkeys(group.get("params", ()), 1 - 1 / beta)
+    return weights
 
 
 def _unknown(layout: Layout, table: OptimizerTable, name: str) -> str:
@@ -198,16 +227,16 @@ def blends(
     `positions`: index of each tensor, by any of its names, among those of the model's source;
     `states`: as of `state_positions`.
     """
-    found = {
+    additions = {
         fqn: Blend(
-            BlendKind.LOW_RANK if one.a else BlendKind.ADD,
-            tuple(("", positions[name]) for name in one.inputs),
-            one.scale,
-            one.transposed,
+            BlendKind.LOW_RANK if addend.a else BlendKind.ADD,
+            tuple(("", positions[name]) for name in addend.inputs),
+            addend.scale,
+            addend.transposed,
         )
-        for fqn, one in addends.items()
+        for fqn, addend in addends.items()
     }
-    return found | {
+    return additions | {
         fqn: Blend(BlendKind.LERP, ((_Z, states[_Z, fqn]),), weight)
         for fqn, weight in lerps.items()
     }

@@ -15,15 +15,17 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 GROUP: Final = "paramd.parts"
 TRACE: Final = "PARAMD_TRACE_PARTS"
+_OURS = ("paramd", "paramd_service")
 
 Part = TypeVar("Part")
 Tell = Callable[[str, str, float], None]
 """Called with a part's name, a method and how long it took, in seconds."""
+TellFailed = Callable[[str, str, Exception], None]
+"""Called with a part's name, what failed of it, and how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +39,31 @@ class Installed:
     package: str
 
 
-def found(names: Iterable[str], process: str, base: type[Part]) -> list[type[Part]]:
+def found(
+    names: Iterable[str], process: str, base: type[Part], tell_failed: TellFailed | None = None
+) -> list[type[Part]]:
     """The classes that are named as "module:Class", then those that installed packages add.
 
     Args:
         names: The process' own.
         process: What entry points of its parts begin with.
         base: What each of them derives from.
+        tell_failed: Called for an installed part that cannot be loaded, which is left out; None:
+            raise.
 
     Raises:
         TypeError: One is no such part.
     """
-    added = [part.value for part in installed(process)]
-    return [loaded(name, base) for name in (*names, *added)]
+    classes = [loaded(name, base) for name in names]
+    for part in installed(process):
+        try:
+            classes.append(loaded(part.value, base))
+        # Whatever a package does as it is imported.
+        except Exception as error:
+            if tell_failed is None:
+                raise
+            tell_failed(part.name, "import", error)
+    return classes
 
 
 def installed(process: str) -> list[Installed]:
@@ -70,16 +84,22 @@ def installed(process: str) -> list[Installed]:
 
 def _may_add(entry: str) -> bool:
     """Whether a package in an entry of `sys.path` may add parts, without parsing any metadata."""
-    path = Path(entry)
-    if not path.is_dir():
+    if not os.path.isdir(entry):
         # An archive has metadata, too.
-        return path.is_file()
+        return os.path.isfile(entry)
     header = f"[{GROUP}]".encode()
-    return any(
-        header in file.read_bytes()
-        for kind in ("dist-info", "egg-info")
-        for file in path.glob(f"*.{kind}/entry_points.txt")
-    )
+    with os.scandir(entry) as files:
+        metadata = [file.path for file in files if file.name.endswith((".dist-info", ".egg-info"))]
+    return any(header in _read(f"{folder}/entry_points.txt") for folder in metadata)
+
+
+def _read(path: str) -> bytes:
+    """A file's bytes; none if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def loaded(name: str, base: type[Part]) -> type[Part]:
@@ -93,6 +113,47 @@ def loaded(name: str, base: type[Part]) -> type[Part]:
     if not (isinstance(part, type) and issubclass(part, base)):
         raise TypeError(f"{name} is no {base.__name__}, so it cannot be a part")
     return part
+
+
+def is_ours(kind: type[object]) -> bool:
+    """Whether a part is of paramd itself, not of another package."""
+    return kind.__module__.partition(".")[0] in _OURS
+
+
+def guarded(part: Part, base: type[Part], tell_failed: TellFailed) -> Part:
+    """The part itself. A method of an installed part that raises is told, and then does what `base`
+    does: nothing."""
+    if is_ours(type(part)):
+        return part
+    name = str(getattr(part, "name", type(part).__name__))
+    for method, of_base in vars(base).items():
+        if not method.startswith("_") and callable(of_base):
+            call, instead = getattr(part, method), functools.partial(of_base, part)
+            tell = functools.partial(tell_failed, name, method)
+            setattr(part, method, _guarded(call, instead, tell))
+    return part
+
+
+def _guarded(
+    call: Callable[..., Any], instead: Callable[..., Any], tell: Callable[[Exception], None]
+) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            tell(error)
+            return instead(*args, **kwargs)
+
+    @functools.wraps(call)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await call(*args, **kwargs)
+        except Exception as error:
+            tell(error)
+            return await instead(*args, **kwargs)
+
+    return awaited if inspect.iscoroutinefunction(call) else run
 
 
 def traced(part: Part, base: type[Part], tell: Tell) -> Part:

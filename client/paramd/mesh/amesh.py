@@ -7,6 +7,7 @@ from typing import Any
 
 from paramd import gone
 from paramd.mesh.loop import UNSET, Timeout, allowed_s
+from paramd.mesh.parts.added import AddedParts
 from paramd.mesh.parts.doctor import DoctorPart
 from paramd.mesh.parts.exports import ExportsPart
 from paramd.mesh.parts.host import MeshHost
@@ -58,6 +59,7 @@ class AsyncMesh(ExportsPart, StreamsPart, StatisticsPart, InsightPart, Integrity
         rest = RestClient(url, token, tls=tls, find=find)
         reach = SidecarFinder(rest, job, tls=tls, relay=TunnelRelay(rest))
         super().__init__(MeshHost(rest, JobRest(rest, reach), reach, Transfer(), allowed))
+        self._added = AddedParts(self._host)
 
     def __await__(self) -> Generator[Any, None, AsyncMesh]:
         """`mesh = await paramd.aio.connect()`: as `async with`, for callers of `close`."""
@@ -79,10 +81,16 @@ class AsyncMesh(ExportsPart, StreamsPart, StatisticsPart, InsightPart, Integrity
 
     async def close(self) -> None:
         """Release open views, leases, connections and threads. Idempotent."""
+        await self._added.close()
         await self._closed()
         await self._host.reach.close()
         self._host.transfer.close()
         self._host.memory.close()
+
+    @property
+    def parts(self) -> AddedParts:
+        """What installed packages add: `await mesh.parts.NAME.METHOD()`, see docs/parts.md."""
+        return self._added
 
     @property
     def job(self) -> str:

@@ -28,6 +28,7 @@ from paramd.mesh.edits.calls import Edit, Pause
 from paramd.mesh.exports.calls import Export
 from paramd.mesh.loop import UNSET, Timeout
 from paramd.mesh.options import EditOptions, StatsOptions, SummonOptions
+from paramd.mesh.parts.host import MeshPart
 from paramd.mesh.reading.stream import Transport
 from paramd.mesh.results import ParamInfo, Summoned, TensorStats, html_table, shape_text
 
@@ -207,6 +208,11 @@ class Mesh:
             self._run(_awaited(frames.aclose()))
 
     @property
+    def parts(self) -> BlockingParts:
+        """What installed packages add: `mesh.parts.NAME.METHOD()`, see docs/parts.md."""
+        return BlockingParts(self)
+
+    @property
     def job(self) -> str:
         """Name of the job."""
         return self._mesh.job
@@ -378,6 +384,43 @@ class Mesh:
                 "and open another one in it: paramd.connect(...)"
             )
         return self._thread.run(work)
+
+
+class BlockingParts:
+    """The parts that installed packages add, by name."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def __dir__(self) -> list[str]:
+        return dir(self._mesh._mesh.parts)
+
+    def __getattr__(self, name: str) -> Any:
+        return BlockingPart(self._mesh, getattr(self._mesh._mesh.parts, name))
+
+
+class BlockingPart:
+    """An added part whose asynchronous methods run on the mesh's thread, one call after another."""
+
+    def __init__(self, mesh: Mesh, part: MeshPart) -> None:
+        self._mesh = mesh
+        self._part = part
+
+    def __dir__(self) -> list[str]:
+        return [name for name in dir(self._part) if not name.startswith("_")]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = getattr(self._part, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        @functools.wraps(found)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._mesh._run(found(*args, **kwargs))
+
+        return run
 
 
 @gone.tells

@@ -30,8 +30,9 @@ from paramd.errors import (
 from paramd.layout.exports.files import ExportFile
 from paramd.layout.exports.plan import ExportPlan
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
+from paramd.mesh.reading.ops import is_same_host
 from paramd.mesh.reading.stream import Reading, read_bytes
-from paramd.mesh.reading.transfer import SharedSnapshot, is_same_host
+from paramd.mesh.reading.transfer import SharedSnapshot
 from paramd.state import StateName
 from paramd.v1 import export_pb2
 from paramd_service.aio import all_of, ended, in_executor

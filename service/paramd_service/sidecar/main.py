@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -145,6 +146,10 @@ def read_pems(stdin: BinaryIO) -> Pems:
         raise UsageError("stdin: expected one JSON line with ca, cert and key") from None
 
 
+def _tell_failed(log: Log, part: str, what: str, error: Exception) -> None:
+    log("part-failed", part=part, what=what, error=repr(error))
+
+
 async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -> None:
     """Start the servers, wait until the sidecar should leave, then drain.
 
@@ -161,7 +166,7 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         stats_executor=stats_thread,
         faults=faults,
         log=log,
-        parts=parts.found(SIDECAR, "sidecar", SidecarPart),
+        parts=parts.found(SIDECAR, "sidecar", SidecarPart, partial(_tell_failed, log)),
     )
     if pems is not None:
         rank.own_pems = JobPems(pems, mutual=True)

@@ -11,15 +11,24 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.memory.left import Purpose
-from paramd.parts import traced
+from paramd.parts import guarded, is_ours, traced
 from paramd.security.tickets import Claims
 from paramd.security.tls import Pems
 from paramd.v1 import common_pb2
@@ -36,7 +45,7 @@ from paramd_service.sidecar.phase import Work
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
 from paramd_service.sidecar.room import HostRoom
-from paramd_service.sidecar.snapshots.store import BlockMaker
+from paramd_service.sidecar.snapshots.store import BlockMaker, Snapshot
 from paramd_service.sidecar.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -101,7 +110,23 @@ class SidecarHost:
         self._pins: Pins | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         # Last: they may look at all of the above.
-        self.parts = Parts(traced(part(self), SidecarPart, self._tell_call) for part in parts)
+        made = (self._made(kind) for kind in parts)
+        self.parts = Parts(part for part in made if part is not None)
+
+    def _made(self, kind: type[SidecarPart]) -> SidecarPart | None:
+        """A part; None: it is an installed package's, and cannot be made."""
+        try:
+            part = kind(self)
+        except Exception as error:
+            if is_ours(kind):
+                raise
+            self._tell_failed(kind.__name__, "__init__", error)
+            return None
+        return traced(guarded(part, SidecarPart, self._tell_failed), SidecarPart, self._tell_call)
+
+    def _tell_failed(self, part: str, what: str, error: Exception) -> None:
+        """Log what an installed package's part failed to do."""
+        self.log("part-failed", part=part, what=what, error=repr(error))
 
     def _tell_call(self, part: str, method: str, took_s: float) -> None:
         self.log("part-called", part=part, method=method, took_us=round(1e6 * took_s))
@@ -204,6 +229,25 @@ class SidecarHost:
         stop: list[bool] = []
         running = asyncio.get_running_loop().run_in_executor(self.stats_executor, work, stop)
         return await uncancelled(running, lambda: stop.append(True))
+
+    @asynccontextmanager
+    async def held(self, snapshot_id: str, timeout_s: float) -> AsyncIterator[Snapshot]:
+        """Hold a filled snapshot, for at most `timeout_s`; its lease may end meanwhile.
+
+        Raises:
+            NotFoundError: Its lease has ended.
+            AbortedError: A stray change was found in it meanwhile.
+            TimeoutError: The block took longer.
+        """
+        store = self.pins.store
+        snapshot = store.hold(store.filled(snapshot_id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield snapshot
+            if self.has_pins and self.pins.store is store:
+                store.check(snapshot)
+        finally:
+            store.drop(snapshot)
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in the background; closing waits for it."""
@@ -363,21 +407,22 @@ _NO_STATES = KeptStates()
 
 
 class Parts:
-    """The parts of one sidecar, in the order of its list."""
+    """The parts of one sidecar, in the order of its list: ours, then those of packages."""
 
     def __init__(self, parts: Iterable[SidecarPart]) -> None:
         self._parts = tuple(parts)
+        self._last_first = self._parts[::-1]
 
     def __iter__(self) -> Iterator[SidecarPart]:
         return iter(self._parts)
 
     def calls(self) -> CallTable:
-        """The methods of all."""
-        return {name: call for part in self for name, call in part.calls().items()}
+        """The methods of all; of two with one name the first part's."""
+        return {name: call for part in self._last_first for name, call in part.calls().items()}
 
     def ops(self) -> Mapping[str, Op]:
-        """The operations of all."""
-        return {name: op for part in self for name, op in part.ops().items()}
+        """The operations of all, likewise."""
+        return {name: op for part in self._last_first for name, op in part.ops().items()}
 
     def started(self) -> None:
         """As `SidecarPart.started`, of all; so are the others."""

@@ -7,10 +7,9 @@ that its snapshots belong to one update, then computes the update again.
 
 from __future__ import annotations
 
-import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -59,30 +58,17 @@ class Statistics(SidecarPart):
             "ReplayUpdate": Call(unary=self._replay, heavy=True),
         }
 
-    @asynccontextmanager
-    async def _held(self, snapshot_id: str, timeout_s: float) -> AsyncIterator[Snapshot]:
-        """Hold a filled snapshot, for at most `timeout_s`; its lease may end meanwhile."""
-        store = self.host.pins.store
-        snapshot = store.hold(store.filled(snapshot_id))
-        try:
-            async with asyncio.timeout(timeout_s):
-                yield snapshot
-            if self.host.has_pins and self.host.pins.store is store:
-                store.check(snapshot)  # no stray change was found meanwhile
-        finally:
-            store.drop(snapshot)
-
     async def _stats(self, request: pb.ComputeStatsRequest, timeout_s: float) -> Any:
         async with AsyncExitStack() as stack:
             before = None
             if request.before_snapshot_id:
-                held = self._held(request.before_snapshot_id, timeout_s)
+                held = self.host.held(request.before_snapshot_id, timeout_s)
                 before = (await stack.enter_async_context(held)).view()
             return await self._on_thread(partial(compute_stats, before), request, timeout_s)
 
     async def _on_thread(self, work: SnapshotWork, request: Any, timeout_s: float) -> Any:
         """The answer that `work` computes from a snapshot's bytes, with the header added."""
-        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+        async with self.host.held(request.snapshot_id, timeout_s) as snapshot:
             data, host = snapshot.view(), self.host
             answer = await host.reduced(lambda stop: work(host, data, request, stop))
         answer.header.CopyFrom(messages.header_of(host, snapshot))
@@ -92,7 +78,7 @@ class Statistics(SidecarPart):
         async with AsyncExitStack() as stack:
 
             async def held(snapshot_id: str) -> Snapshot:
-                return await stack.enter_async_context(self._held(snapshot_id, timeout_s))
+                return await stack.enter_async_context(self.host.held(snapshot_id, timeout_s))
 
             snapshots = ReplaySnapshots(
                 before={one.state_key: await held(one.before_snapshot_id) for one in request.pairs},

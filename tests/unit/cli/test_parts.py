@@ -9,7 +9,8 @@ import pytest
 
 from paramd.cli.commands import OWN, PartCommands
 from paramd.cli.parts import CommandPart, Commands
-from paramd.parts import GROUP, installed, loaded
+from paramd.parts import installed, loaded
+from tests.added import package
 
 ADDING = """
 from typing import Annotated
@@ -41,18 +42,6 @@ class Greetings(CommandPart):
 
 NO_PART = 1
 """
-
-
-def package(folder: Path, code: str, **entries: str) -> Path:
-    """A folder as pip leaves it: a module `greeting`, and the metadata of its package."""
-    folder.mkdir()
-    (folder / "greeting.py").write_text(code)
-    metadata = folder / "greeting-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n")
-    lines = [f"{name} = {value}" for name, value in entries.items()]
-    (metadata / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
-    return folder
 
 
 def paramd(*arguments: str, path: Path | None = None, **environment: str) -> tuple[str, str]:

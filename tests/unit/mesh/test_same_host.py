@@ -16,7 +16,8 @@ from paramd.memory import handover
 from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.peers.grpc import RankUnreachableError
 from paramd.mesh.reading import transfer
-from paramd.mesh.reading.transfer import SharedSnapshot, Transfer, is_same_host
+from paramd.mesh.reading.ops import is_same_host
+from paramd.mesh.reading.transfer import SharedSnapshot, Transfer
 from paramd.places import host_id
 from paramd.security.tickets import Role, Signer, new_private_key
 
@@ -132,7 +133,7 @@ def test_an_answer_that_says_too_little_is_no_answer_and_keeps_no_memory(
 def test_a_sidecar_that_hangs_or_hangs_up_is_unreachable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(transfer, "ANSWER_S", 0.05)
     done = threading.Event()
     with sidecar(tmp_path, lambda _: done.wait(10) and None) as peer:
         with pytest.raises(UnreachableError, match="rank 0"):
@@ -163,7 +164,7 @@ class Stopped:
 async def test_a_replica_that_hangs_is_left_out_of_the_next_comparisons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(transfer, "ANSWER_S", 0.05)
     done, left_out = threading.Event(), []
     with sidecar(tmp_path, lambda _: done.wait(10) and None) as peer, closing(Transfer()) as one:
         sidecars, samples = Stopped(peer), [Sample("a", ((0, 1),), {0: 0})]

@@ -46,7 +46,8 @@ from paramd.mesh.peers.grpc import (
     watched,
 )
 from paramd.mesh.peers.sidecars import Sidecars
-from paramd.mesh.reading.transfer import MAX_COPY_THREADS, Transfer, check_transport, is_same_host
+from paramd.mesh.reading.ops import is_same_host
+from paramd.mesh.reading.transfer import MAX_COPY_THREADS, Transfer, check_transport
 from paramd.mesh.results import Summoned
 from paramd.v1 import sidecar_pb2
 from paramd.wire import LEASE_S, checksum_of, data_chunk

@@ -34,23 +34,21 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
     UsageError,
-    error_of_grpc,
 )
 from paramd.layout.plan import RankRead, ReadPlan
 from paramd.layout.replicas import Sample, differing, ranges_in, sample_spans
 from paramd.layout.types import Box, TensorLayout, joined
 from paramd.memory import handover
-from paramd.memory.descriptors import close_all
 from paramd.mesh.peers.bulk import CONNECT_S
 from paramd.mesh.peers.control import JobDocument, PeerAddress
-from paramd.mesh.peers.grpc import LeaseEndedError, all_ended, check_handover, ended, is_relayed
+from paramd.mesh.peers.grpc import LeaseEndedError, all_ended, ended, is_relayed
 from paramd.mesh.peers.sidecars import FastPathBackoff, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, read_live
+from paramd.mesh.reading.ops import ANSWER_S, asked, is_same_host
 from paramd.mesh.reading.places import Place, PlaceSink, RandomAccess, fill_from
 from paramd.mesh.reading.stream import Landed, Reading, Transport, check_boundary, read_range
 from paramd.security.tls import host_of, is_loopback
 from paramd.state import StateName
-from paramd.state_files import host_id, kernel_of
 from paramd.v1 import sidecar_pb2
 
 if TYPE_CHECKING:
@@ -60,18 +58,6 @@ if TYPE_CHECKING:
 
 REACH_S: Final = 8.0
 """Time limit, in seconds, for a sidecar to try the other hosts: 3 s without an answer."""
-
-# A sidecar responds within milliseconds; a stopped one must be detected soon.
-_ANSWER_S = 1.5
-
-
-def is_same_host(peer: PeerAddress) -> bool:
-    """Whether the peer's sidecar runs on our kernel and its socket is visible here.
-
-    Containers of one host share the kernel, but not necessarily the path.
-    """
-    same_kernel = kernel_of(peer.host_id) == kernel_of(host_id())
-    return bool(peer.socket_path) and same_kernel and os.path.exists(peer.socket_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +169,10 @@ class SharedSnapshot:
             DeniedError: If it refused the ticket.
             NotFoundError: If the lease ended.
         """
-        connection = handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S)
+        connection = handover.connect(Path(peer.socket_path), timeout_s=ANSWER_S)
         try:
             message = {"op": "map", "ticket": ticket, "rank": peer.rank, "snapshot_id": snapshot_id}
-            answer, (descriptor,) = _asked(connection, message, "mapped", 1)
+            answer, (descriptor,) = asked(connection, message, "mapped", 1)
             try:
                 incarnation, history, step, edits = map(int, answer["state"][:4])
                 label = str(answer["state"][4])
@@ -266,35 +252,9 @@ def open_live(
         "incarnation": document.incarnation,
         "layout_digest": document.layout_digest,
     }
-    with handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S) as connection:
-        answer, (page, arena) = _asked(connection, message, "live", 2)
+    with handover.connect(Path(peer.socket_path), timeout_s=ANSWER_S) as connection:
+        answer, (page, arena) = asked(connection, message, "live", 2)
     return LiveRank(peer.rank, page, arena, int(answer["arena_bytes"]), spans)
-
-
-def _asked(
-    connection: socket.socket, message: handover.Message, wanted: str, count: int
-) -> tuple[handover.Message, list[int]]:
-    """Send a request with a ticket; return the answer, and its `count` descriptors."""
-    rank = message["rank"]
-    try:
-        handover.send(connection, message)
-        answer, descriptors = handover.receive(connection)
-    except EOFError as error:
-        raise UnreachableError(f"rank {rank}: its sidecar closed the socket") from error
-    except OSError as error:
-        if isinstance(error, ParamdError):
-            raise
-        raise UnreachableError(f"rank {rank}: its sidecar does not answer") from error
-    try:
-        if answer["op"] == wanted and len(descriptors) == count:
-            check_handover(answer, str(message["ticket"]), rank)
-            found, descriptors = descriptors, []
-            return answer, found
-    finally:
-        close_all(descriptors)
-    if answer["op"] == "error":
-        raise error_of_grpc(str(answer.get("code")))(f"rank {rank}: {answer.get('message')}")
-    raise UnreachableError(f"rank {rank}: unexpected {answer['op']!r} at its Unix socket")
 
 
 MAX_COPY_THREADS: Final = 4

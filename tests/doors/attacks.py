@@ -18,6 +18,7 @@ _ANSWERS = "unit/test_answers.py::"
 _LYING = "unit/control/test_lying_sidecars.py"
 _COPIES = "unit/trainer/test_resume_copies.py::"
 _TEXT = "integration/test_terminal_text.py::"
+_COMPLETION = "unit/cli/test_completion.py::"
 _TOKENS = "unit/control/test_auth_tokens.py::"
 _REVOKED = "unit/control/test_revocations.py::"
 
@@ -137,6 +138,15 @@ ATTACKS: Final = (
         who=PEER,
         expected="shown as text",
         tests=(f"{_TEXT}test_a_message_is_cleaned_line_by_line",),
+    ),
+    Attack(
+        what="name a tensor so that the shell runs it once it is completed",
+        who=PEER,
+        expected="not offered",
+        tests=(
+            f"{_COMPLETION}test_a_name_that_a_shell_would_interpret_is_not_offered",
+            f"{_COMPLETION}test_a_help_text_keeps_its_words_alone",
+        ),
     ),
     Attack(
         what="ask for proofs of ids that no token has",

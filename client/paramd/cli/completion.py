@@ -2,12 +2,17 @@
 
 Each answers within a second of the shell's question or gives nothing: no error, no message. It asks
 by the standard library's HTTP client alone, since importing ours takes half of that time.
+
+Names and notes are the words of ranks and of other people, and a shell reads what it is offered as
+part of a command: zsh even while somebody only presses Tab. So nothing that a shell interprets is
+offered.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -48,6 +53,11 @@ ROLES = {
 Item = tuple[str, str]
 """A completion, and a help text."""
 
+_OFFERED = re.compile(r"[\w./][\w./:@%+=,-]*")
+"""What all shells take as it is: no quotes, expansions, globs or options."""
+_ODD = re.compile(r"[^\w./:@%+=,-]+")
+"""What is left out of a help text, which zsh evaluates, too."""
+
 Complete = Callable[[typer.Context, str], list[Item]]
 Ask = Callable[[str], Any]
 """GET of a path below /api/v1; "{job}" in it is the job."""
@@ -70,11 +80,10 @@ def _completer(items: Callable[[typer.Context, str], Iterable[Item]]) -> Complet
         worker.join(max(WHOLE_S - _age_s(), LEAST_S))
         if worker.is_alive():
             return []
-        plain = ((text, about) for text, about in found if text.isprintable() and " " not in text)
         return [
-            (text, "".join(c for c in about if c.isprintable()))
-            for text, about in plain
-            if text.startswith(incomplete)
+            (text, _ODD.sub(" ", about))
+            for text, about in found
+            if text.startswith(incomplete) and _OFFERED.fullmatch(text)
         ][:MAX_SHOWN]
 
     return complete

@@ -100,6 +100,7 @@ def test_a_lost_rank_explains_those_that_wait_for_it() -> None:
     ("changes", "word"),
     [
         ({"state": State.ENDED, "reason": "rank 1 was killed"}, "ended"),
+        ({"state": State.FINISHED, "reason": "all 2 ranks exited with code 0"}, "ended"),
         ({"state": State.STARTING}, "starting"),
         ({"state": State.DEGRADED, "reason": "rank 1: silent"}, "degraded"),
         ({"pause": PauseWord.PAUSED}, "paused"),

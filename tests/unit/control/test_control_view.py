@@ -139,14 +139,18 @@ def test_scripts_that_run_to_their_ends_are_an_end_and_no_trouble() -> None:
         "trainer_ended_well": True,
     }
     found = view(report(0, **well), report(1, **well))
-    assert found.ended_well
+    assert found.state is State.FINISHED, "whose verdict is ended"
+    assert {rank.state for rank in found.ranks} == {State.FINISHED}
+    assert why_end(found, empty_since_s=None, now_s=0.0, empty_end_s=1.0) is None, "it is served"
+    left = view(report(0, **well), report(1, connected=False, leaving=True))
+    assert left.state is State.FINISHED
     assert found.reason.startswith("all 2 ranks exited with code 0, after step ")
     one = view(report(0, **well), report(1))
     assert one.is_late, "the other one has a little to do"
-    assert not one.ended_well
+    assert one.state is State.DEGRADED
     torn = well | {"phase": common_pb2.PHASE_TORN}
     for other in (report(1, **torn), report(1, connected=False)):
-        assert not view(report(0, **well), other).ended_well
+        assert view(report(0, **well), other).state is State.DEGRADED
         assert not view(report(0, **well), other).is_late
     for fine in (found, one):
         assert not list(stale_ranks(rank_inputs(fine, watched_s=60.0), AlertConfig()))

@@ -2626,7 +2626,7 @@ export interface components {
             reason: string;
             /**
              * State
-             * @description ok, starting, degraded, down or ended
+             * @description ok, starting, degraded, down, finished (its last step is served) or ended
              */
             state: string;
             /**
@@ -2761,7 +2761,7 @@ export interface components {
             reason: string;
             /**
              * State
-             * @description ok, starting, degraded, down or ended
+             * @description ok, starting, degraded, down, finished (its last step is served) or ended
              */
             state: string;
             /**
@@ -3635,7 +3635,7 @@ export interface components {
             stall_total_ns: number;
             /**
              * State
-             * @description ok, starting, degraded, down or ended
+             * @description ok, starting, degraded, down, finished (its last step is served) or ended
              */
             state: string;
             /**

@@ -64,6 +64,7 @@ const TONES: Record<string, Tone> = {
   starting: "info",
   degraded: "warn",
   down: "bad",
+  finished: "mute",
   ended: "mute",
   firing: "bad",
   resolved: "mute",

@@ -393,7 +393,9 @@ class JobSummary(BaseModel):
     joined_count: int = Field(description="Ranks whose sidecar is joined now")
     alive_count: int = Field(description="Ranks whose trainer is known to be alive")
     step: int = Field(description="Lowest step reported by a joined rank; -1 when none is joined")
-    state: str = Field(description="ok, starting, degraded, down or ended")
+    state: str = Field(
+        description="ok, starting, degraded, down, finished (its last step is served) or ended"
+    )
     reason: str = Field(description="Why the state is not ok; empty when it is")
     pause: str = Field(
         description="running, paused or stepping, as the ranks last reported; see get_pause"
@@ -535,7 +537,9 @@ class RankDocument(BaseModel):
 
     rank: int
     membership: str = Field(description="missing, joined, silent, gone or left")
-    state: str = Field(description="ok, starting, degraded, down or ended")
+    state: str = Field(
+        description="ok, starting, degraded, down, finished (its last step is served) or ended"
+    )
     reason: str = Field(description="Why the state is not ok; empty when it is")
     age_s: float = Field(description="Seconds since the last report, or since the stream ended")
     phase: str = Field(

@@ -142,7 +142,7 @@ class Seen:
     def of(cls, view: MeshView, reason: str) -> Seen:
         """What the reports show, where `reason` says why the job's state is not ok."""
         return cls(
-            state=State.ENDED if view.ended_well else view.state,
+            state=view.state,
             reason=reason,
             pause=pause_word(view.joined),
             is_late=view.is_late,
@@ -174,7 +174,7 @@ def verdict_of(
         tells_of_late: Whether an alert would fire about a rank that is lost or hangs. Then the
             verdict on one that is only late stays "running".
     """
-    if seen.state is State.ENDED:
+    if seen.state in (State.ENDED, State.FINISHED):
         return _verdict("ended", seen.reason if seen.reason else "the training has ended", watches)
     # The alert of a rank that hangs or lost its trainer says more than the rank's state.
     if alerts is not None:

@@ -67,6 +67,8 @@ class State(Enum):
 
     ENDED = "ended"
     """The trainer has detached."""
+    FINISHED = "finished"
+    """The trainer's script ran to its end without detaching; its last step is still served."""
     OK = "ok"
     """Training runs and is served."""
     STARTING = "starting"
@@ -181,13 +183,6 @@ class MeshView:
         late = [rank for rank in self.ranks if rank.is_late or rank.ended_well]
         well = sum(rank.state in (State.OK, State.STARTING) for rank in self.ranks)
         return bool(late) and len(late) + well == len(self.ranks)
-
-    @property
-    def ended_well(self) -> bool:
-        """Whether all ranks' scripts ran to their ends, or have detached; some did not detach, and
-        their last step is served."""
-        over = all(r.ended_well or r.membership is Membership.LEFT for r in self.ranks)
-        return over and any(rank.ended_well for rank in self.ranks)
 
     @property
     def highest_boundary(self) -> int:
@@ -410,6 +405,8 @@ def _standing(
 def _wellness(said: common_pb2.RankState) -> tuple[State, str]:
     if said.phase in _PHASES:
         state, reason = _PHASES[said.phase]
+        if ended_well(said):
+            state = State.FINISHED
         return state, said.phase_reason or reason
     if said.unserved_reason:
         return State.DEGRADED, f"its parameters are not served: {said.unserved_reason}"
@@ -426,6 +423,9 @@ def _mesh_state(ranks: Sequence[RankView], digest_count: int) -> tuple[State, st
     reason = _mesh_reason(ranks, digest_count)
     if len(states) == 1 and State.OK not in states:
         return ranks[0].state, reason
+    if states == {State.FINISHED, State.ENDED}:
+        # Some ranks have detached, the others' last step is served.
+        return State.FINISHED, reason
     if reason:
         # Ranks that have not joined yet, while others have: nothing is lost.
         is_starting = State.STARTING in states and states <= {State.OK, State.STARTING}

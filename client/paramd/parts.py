@@ -115,6 +115,29 @@ def loaded(name: str, base: type[Part]) -> type[Part]:
     return part
 
 
+def made(
+    kinds: Iterable[type[Part]],
+    make: Callable[[type[Part]], Part],
+    base: type[Part],
+    *,
+    tell: Tell,
+    tell_failed: TellFailed,
+) -> list[Part]:
+    """Parts of these classes, `guarded` and `traced`; an installed one that cannot be made is told,
+    and left out. Raises as `make` for one of ours."""
+    parts = []
+    for kind in kinds:
+        try:
+            part = make(kind)
+        except Exception as error:
+            if is_ours(kind):
+                raise
+            tell_failed(kind.__name__, "__init__", error)
+        else:
+            parts.append(traced(guarded(part, base, tell_failed), base, tell))
+    return parts
+
+
 def is_ours(kind: type[object]) -> bool:
     """Whether a part is of paramd itself, not of another package."""
     return kind.__module__.partition(".")[0] in _OURS

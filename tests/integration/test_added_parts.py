@@ -7,10 +7,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import httpx2
 import pytest
 
 import paramd
 from paramd.mesh.mesh import Mesh
+from paramd.places import read_endpoint
 from paramd.v1 import sidecar_pb2 as pb
 from tests.added import package
 from tests.integration.fake_trainer import attached
@@ -49,7 +51,7 @@ def kurtosis_of(mesh: Mesh) -> dict[str, float]:
 
 
 @pytest.mark.timeout(300)
-def test_an_installed_package_adds_a_statistic_a_command_and_a_method(
+def test_an_installed_package_adds_a_statistic_a_route_a_command_and_a_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = tmp_path / "site"
@@ -90,6 +92,11 @@ def test_an_installed_package_adds_a_statistic_a_command_and_a_method(
                 assert dir(mesh.parts.kurtosis) == ["compute"]
                 with pytest.raises(AttributeError, match="adds a part 'nothing' to a mesh"):
                     _ = mesh.parts.nothing
+                asked = httpx2.get(
+                    f"{mesh.url}/api/v1/jobs/{JOB}/kurtosis",
+                    headers={"authorization": f"Bearer {read_endpoint(JOB).token}"},
+                )
+                assert set(asked.json()) == right.keys(), asked.text
             assert printed["step"] == 3
             found = {row["name"]: row["kurtosis"] for row in printed["tensors"]}
             assert found == pytest.approx(right)

@@ -1,7 +1,5 @@
 """In each client: `mesh.parts.kurtosis.compute("layers.*")`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from paramd.layout.plan import ReadPlan

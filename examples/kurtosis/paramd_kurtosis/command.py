@@ -1,7 +1,5 @@
 """On the command line: `paramd kurtosis`."""
 
-from __future__ import annotations
-
 from paramd.cli.options import AnyGlobs, Target, with_output
 from paramd.cli.output import Column, number
 from paramd.cli.parts import LOOK, CommandPart, Commands

@@ -1,7 +1,5 @@
 """In each rank's sidecar: sums of powers of numbers in a snapshot."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +8,6 @@ from paramd_service.sidecar.calls import READERS, check_role
 from paramd_service.sidecar.parts import Op, Peer, SidecarPart
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-LONGEST_S = 60.0
 
 
 class Kurtosis(SidecarPart):
@@ -24,7 +21,7 @@ class Kurtosis(SidecarPart):
     async def _sums(self, peer: Peer, message: dict[str, Any], _descriptors: list[int]) -> None:
         check_role(peer.caller(message), READERS)
         runs = list(zip(message["begins"], message["numels"], strict=True))
-        async with self.host.held(str(message["snapshot_id"]), LONGEST_S) as snapshot:
+        async with self.host.held(str(message["snapshot_id"]), 60.0) as snapshot:
             data = snapshot.view()
             # On the thread for reductions: the event loop must go on.
             rows = await self.host.reduced(lambda stop: sums(data, message["dtype"], runs, stop))

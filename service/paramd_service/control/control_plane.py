@@ -37,7 +37,7 @@ from paramd_service.control.mesh.jobs import ControlIdentity, Incarnation, Jobs
 from paramd_service.control.mesh.origin import parse_networks
 from paramd_service.control.mesh.registry import may_train
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
-from paramd_service.control.parts import ControlHost, ControlPart
+from paramd_service.control.parts import ControlHost, ControlPart, tell_failed
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records
 from paramd_service.control.store.engine import StoreError
@@ -271,7 +271,7 @@ class ControlPlane:
             jobs=jobs,
             records=records,
             events=self._events,
-            parts=parts.found(CONTROL, "control", ControlPart),
+            parts=parts.found(CONTROL, "control", ControlPart, tell_failed),
             grpc_address=lambda: self._grpc_target,
             expires_s=lambda: files.expires_s if files is not None else None,
             shows_records=self._past is not None,

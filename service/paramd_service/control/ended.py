@@ -17,7 +17,7 @@ from sqlalchemy import Connection, func, select
 from paramd import parts, places
 from paramd.errors import NotFoundError, ParamdError, UsageError, codes_of
 from paramd_service.control.base.site import directory_of
-from paramd_service.control.parts import ControlPart, ReadStored, StoredRequest
+from paramd_service.control.parts import ControlPart, ReadStored, StoredRequest, tell_failed
 from paramd_service.control.store.engine import make_engine, parse_store, store_errors
 from paramd_service.control.store.migrate import check_current
 from paramd_service.control.store.schema import metric_points, metric_series
@@ -93,7 +93,7 @@ def _reader(word: str) -> ReadStored:
     """
     if word in _OWN:
         return _OWN[word]
-    for part in parts.found(CONTROL, "control", ControlPart):
+    for part in parts.found(CONTROL, "control", ControlPart, tell_failed):
         if (read_stored := part.stored().get(word)) is not None:
             return read_stored
     raise UsageError(

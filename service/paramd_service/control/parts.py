@@ -23,7 +23,7 @@ from paramd.documents import Document
 from paramd.errors import ConflictError
 from paramd.layout.edits.ops import OpSpec
 from paramd.memory.gate import STALL_BUDGET_MS
-from paramd.parts import traced
+from paramd.parts import made
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.base.config import ControlConfig, loaded
 from paramd_service.control.mesh.evidence import Look
@@ -77,7 +77,15 @@ class ControlHost:
         self.shows_records = shows_records
         self._grpc_address = grpc_address
         # Last: they may look at all of the above.
-        self.parts = ControlParts(traced(part(self), ControlPart, _tell_call) for part in parts)
+        self.parts = ControlParts(
+            made(
+                parts,
+                lambda kind: kind(self),
+                ControlPart,
+                tell=_tell_call,
+                tell_failed=tell_failed,
+            )
+        )
 
     @property
     def grpc_address(self) -> str:
@@ -105,6 +113,11 @@ class ControlHost:
 
 def _tell_call(part: str, method: str, took_s: float) -> None:
     log.info("part %s: %s took %.0f us", part, method, 1e6 * took_s)
+
+
+def tell_failed(part: str, what: str, error: Exception) -> None:
+    """Log what an installed package's part failed to do."""
+    log.error("part %s has failed in %s", part, what, exc_info=error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

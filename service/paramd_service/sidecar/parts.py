@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.memory.left import Purpose
-from paramd.parts import guarded, is_ours, traced
+from paramd.parts import made
 from paramd.security.tickets import Claims
 from paramd.security.tls import Pems
 from paramd.v1 import common_pb2
@@ -110,19 +110,15 @@ class SidecarHost:
         self._pins: Pins | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         # Last: they may look at all of the above.
-        made = (self._made(kind) for kind in parts)
-        self.parts = Parts(part for part in made if part is not None)
-
-    def _made(self, kind: type[SidecarPart]) -> SidecarPart | None:
-        """A part; None: it is an installed package's, and cannot be made."""
-        try:
-            part = kind(self)
-        except Exception as error:
-            if is_ours(kind):
-                raise
-            self._tell_failed(kind.__name__, "__init__", error)
-            return None
-        return traced(guarded(part, SidecarPart, self._tell_failed), SidecarPart, self._tell_call)
+        self.parts = Parts(
+            made(
+                parts,
+                lambda kind: kind(self),
+                SidecarPart,
+                tell=self._tell_call,
+                tell_failed=self._tell_failed,
+            )
+        )
 
     def _tell_failed(self, part: str, what: str, error: Exception) -> None:
         """Log what an installed package's part failed to do."""

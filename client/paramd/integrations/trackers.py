@@ -19,6 +19,7 @@ from paramd.errors import ConflictError, DeadlineError, UnreachableError, UsageE
 from paramd.extras import TRACKERS
 from paramd.integrations.versions import require
 from paramd.mesh.amesh import AsyncMesh
+from paramd.mesh.results import StatsTable
 from paramd.state import At
 
 Histogram = Sequence[tuple[int, int]]
@@ -293,9 +294,9 @@ class Following:
         Raises:
             UsageError: If `also` has a word that is none of `ALSO`.
         """
-        for one in also:
-            if one not in ALSO:
-                raise UsageError(f"also: {one!r}; expected some of {', '.join(ALSO)}")
+        for word in also:
+            if word not in ALSO:
+                raise UsageError(f"also: {word!r}; expected some of {', '.join(ALSO)}")
         self._mesh = mesh
         self._opened = opened
         self._patterns = patterns
@@ -334,29 +335,18 @@ class Following:
         if self._known is None:
             # Before the first numbers: later alerts and edits are noted.
             await self._tell_new()
-        found = await self._mesh.stats(*self._patterns, histogram="histograms" in self._also)
+        stats = await self._mesh.stats(*self._patterns, histogram="histograms" in self._also)
         if self._incarnation is None:
-            self._incarnation = found.incarnation
-        if found.incarnation != self._incarnation:
-            raise _BegunAnewError(f"{found.job!r} was restarted, as run {found.incarnation}")
-        now = At(found.history, found.step)
+            self._incarnation = stats.incarnation
+        if stats.incarnation != self._incarnation:
+            raise _BegunAnewError(f"{stats.job!r} was restarted, as run {stats.incarnation}")
+        now = At(stats.history, stats.step)
         if now > self._looked:
             if self._run is None or now.history > self._looked.history:
                 self.close()
-                self._run = self._opened(f"{found.job}-{found.incarnation}", now.history)
+                self._run = self._opened(f"{stats.job}-{stats.incarnation}", now.history)
             tracker, self._looked = self._run, now
-            rows = {row.name: row.summary for row in found} if len(found) <= MOST_TENSORS else {}
-            rows["total"] = found.total.summary
-            numbers = {
-                f"{row}/{name}": float(number)
-                for row, one in rows.items()
-                for name, number in one.numbers().items()
-                if name in SHOWN
-            }
-            tracker.numbers(_finite(numbers), now.step)
-            counted = {name: one.exponents for name, one in rows.items() if one.exponents}
-            if counted:
-                tracker.histograms(counted, now.step)
+            _log_statistics(tracker, stats)
             with suppress(ConflictError, DeadlineError):
                 # Training that rests has none, and mirrored parameters have no updates to compare.
                 await self._follow_training(tracker)
@@ -396,21 +386,37 @@ class Following:
 
     async def _tell_new(self) -> None:
         """Note alerts and edits at their steps."""
-        told = {
+        notes = {
             **{
-                one.id: (f"alert {one.rule} on {one.subject}: {one.reason}", one.step)
-                for one in await self._mesh.alerts(limit=1000)
+                alert.id: (f"alert {alert.rule} on {alert.subject}: {alert.reason}", alert.step)
+                for alert in await self._mesh.alerts(limit=1000)
             },
             **{
-                one.id: (f"edit {one.id[:8]} applied at step {one.step}: {one.note}", one.step)
-                for one in await self._mesh.edits(state="APPLIED", limit=1000)
+                edit.id: (f"edit {edit.id[:8]} applied at step {edit.step}: {edit.note}", edit.step)
+                for edit in await self._mesh.edits(state="APPLIED", limit=1000)
             },
         }
         if self._known is not None and self._run is not None:
-            for key in told.keys() - self._known:
-                text, step = told[key]
+            for key in notes.keys() - self._known:
+                text, step = notes[key]
                 self._run.note(text, max(step, 0))
-        self._known = {*told, *(self._known or ())}
+        self._known = {*notes, *(self._known or ())}
+
+
+def _log_statistics(tracker: Tracker, stats: StatsTable) -> None:
+    """Log the total, and each tensor if there are not too many."""
+    rows = {row.name: row.summary for row in stats} if len(stats) <= MOST_TENSORS else {}
+    rows["total"] = stats.total.summary
+    numbers = {
+        f"{row}/{name}": float(number)
+        for row, summary in rows.items()
+        for name, number in summary.numbers().items()
+        if name in SHOWN
+    }
+    tracker.numbers(_finite(numbers), stats.step)
+    exponents = {name: summary.exponents for name, summary in rows.items() if summary.exponents}
+    if exponents:
+        tracker.histograms(exponents, stats.step)
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float]:

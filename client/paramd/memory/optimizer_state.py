@@ -27,6 +27,7 @@ from typing import Any
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES
+from paramd.layout.types import cover_numel
 
 DEVICE_PLACES = 1 << 48
 """The place of the first byte of state on a device."""
@@ -215,12 +216,9 @@ def _stated(optimizer: int, param: Sequence[Any], state: Sequence[tuple[str, Any
             scalars[key] = (place, its_dtype)
         else:
             left_out[key] = "it does not have the parameter's local shape"
-    numel = 0
-    if 0 not in shape:
-        numel = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return Stated(
         begin,
-        numel * item_bytes,
+        cover_numel(shape, strides) * item_bytes,
         optimizer,
         group,
         dtype,

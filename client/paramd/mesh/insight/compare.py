@@ -86,54 +86,74 @@ def compare(name: str, a: torch.Tensor, b: torch.Tensor, cells: int = 0) -> Tens
     if a.shape != b.shape:
         what = f"the shapes differ: {list(a.shape)} and {list(b.shape)}"
         return not_compared(name, a, problem=what)
-    rows = a.shape[0] if a.dim() > 1 and a.numel() else 0
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    width = a.numel() // rows if rows else max(a.numel(), 1)
-    # Whole rows at a time, so that rows add up.
-    step = max(BLOCK_NUMEL // width, 1) * width if rows else BLOCK_NUMEL
-    squares_a = squares_b = dot = squares = max_abs = 0.0
-    changed = 0
-    of_rows: list[torch.Tensor] = []
-    grid = _Grid(rows if rows else 1, width, cells) if cells and a.numel() else None
-    for begin in range(0, a.numel(), step):
-        one, other = flat_a[begin : begin + step], flat_b[begin : begin + step]
-        one, other = one.to(torch.float64), other.to(torch.float64)
-        delta = other - one
-        differs = (delta != 0) & ~(one.isnan() & other.isnan())
-        # Two equal infinities have a NaN as their difference.
-        differs &= ~(one == other)
-        changed += int(differs.sum())
-        delta = torch.where(differs, delta, 0.0)
-        squares_a += float(one.dot(one))
-        squares_b += float(other.dot(other))
-        dot += float(one.dot(other))
-        squares += float(delta.dot(delta))
-        max_abs = _larger(max_abs, float(delta.abs().max()))
-        if rows:
-            of_rows.append(delta.view(-1, width).norm(dim=1))
-        if grid is not None:
-            grid.add(begin, delta)
-    norm, norm_a, norm_b = math.sqrt(squares), math.sqrt(squares_a), math.sqrt(squares_b)
-    relative = 0.0
-    if norm_a:
-        relative = norm / norm_a
-    elif norm:
-        relative = math.inf
+    sums = _summed(a, b, cells)
+    norm_a, norm_b = math.sqrt(sums.squares_a), math.sqrt(sums.squares_b)
+    norm = math.sqrt(sums.squares)
     return TensorDiff(
         name=name,
         shape=tuple(a.shape),
         dtype=str(a.dtype).removeprefix("torch."),
         norm=norm,
-        relative=relative,
+        relative=_relative(norm, norm_a),
         norm_a=norm_a,
         norm_b=norm_b,
-        cosine=_cosine_of(dot, norm_a, norm_b),
-        max_abs=max_abs,
-        changed=changed,
+        cosine=_cosine_of(sums.dot, norm_a, norm_b),
+        max_abs=sums.max_abs,
+        changed=sums.changed,
         numel=a.numel(),
-        largest_rows=_largest(torch.cat(of_rows)) if of_rows and changed else (),
-        cells=grid.means() if grid is not None else (),
+        largest_rows=_largest(torch.cat(sums.rows)) if sums.rows and sums.changed else (),
+        cells=sums.grid.means() if sums.grid is not None else (),
     )
+
+
+def _summed(a: torch.Tensor, b: torch.Tensor, cells: int) -> _Sums:
+    """Sums over all elements, a block at a time."""
+    rows = a.shape[0] if a.dim() > 1 and a.numel() else 0
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    width = a.numel() // rows if rows else max(a.numel(), 1)
+    # Whole rows at a time, so that rows add up.
+    step = max(BLOCK_NUMEL // width, 1) * width if rows else BLOCK_NUMEL
+    sums = _Sums(_Grid(rows if rows else 1, width, cells) if cells and a.numel() else None)
+    for begin in range(0, a.numel(), step):
+        delta = sums.add(flat_a[begin : begin + step], flat_b[begin : begin + step])
+        if rows:
+            sums.rows.append(delta.view(-1, width).norm(dim=1))
+        if sums.grid is not None:
+            sums.grid.add(begin, delta)
+    return sums
+
+
+class _Sums:
+    """Sums over the elements of a and b, and over their differences."""
+
+    def __init__(self, grid: _Grid | None) -> None:
+        self.squares_a = self.squares_b = self.dot = self.squares = self.max_abs = 0.0
+        self.changed = 0
+        self.rows: list[torch.Tensor] = []
+        """Norms of the rows' differences, in order; none of a tensor without rows."""
+        self.grid = grid
+
+    def add(self, block_a: torch.Tensor, block_b: torch.Tensor) -> torch.Tensor:
+        """Add some elements of both; returns b - a, which is 0 where they are equal."""
+        a, b = block_a.to(torch.float64), block_b.to(torch.float64)
+        delta = b - a
+        differs = (delta != 0) & ~(a.isnan() & b.isnan())
+        # Two equal infinities have a NaN as their difference.
+        differs &= ~(a == b)
+        self.changed += int(differs.sum())
+        delta = torch.where(differs, delta, 0.0)
+        self.squares_a += float(a.dot(a))
+        self.squares_b += float(b.dot(b))
+        self.dot += float(a.dot(b))
+        self.squares += float(delta.dot(delta))
+        self.max_abs = _larger(self.max_abs, float(delta.abs().max()))
+        return delta
+
+
+def _relative(norm: float, norm_a: float) -> float:
+    if norm_a:
+        return norm / norm_a
+    return math.inf if norm else 0.0
 
 
 class _Grid:

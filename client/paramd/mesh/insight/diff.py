@@ -47,6 +47,9 @@ MAX_CELLS = 512
 Source = Any
 """As the arguments of `AsyncMesh.diff`."""
 
+ReachOf = Callable[[Source], SidecarFinder | None]
+"""What finds the sidecars of a source that is another mesh; None for others."""
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -103,8 +106,8 @@ async def live_state(
             names = [tensor.name for tensor in chosen.plan.tensors]
 
             async def read(name: str) -> torch.Tensor:
-                found = await transfer.tensors(reading, chosen, [names.index(name)])
-                return next(iter(found.values()))
+                tensors = await transfer.tensors(reading, chosen, [names.index(name)])
+                return next(iter(tensors.values()))
 
             return State(label, names, read)
 
@@ -124,13 +127,13 @@ def stored_state(path: Path, patterns: Sequence[Pattern]) -> State:
         mark = path.name == str(path) and not path.suffix
         hint = f" (a restore point is written '{MARK}{path}')" if mark else ""
         raise NotFoundError(f"{path}: there is no such file or directory{hint}")
-    found = sorted(path.glob("*.safetensors"))[:MAX_FILES] if path.is_dir() else [path]
-    if not found:
+    paths = sorted(path.glob("*.safetensors"))[:MAX_FILES] if path.is_dir() else [path]
+    if not paths:
         raise UsageError(
             f"{path}: no *.safetensors in it; expected an export made with --format safetensors"
         )
     files: dict[str, Path] = {}
-    for file in found:
+    for file in paths:
         try:
             with safe_open(file, framework="pt") as opened:
                 files |= dict.fromkeys(opened.keys(), file)
@@ -151,12 +154,12 @@ def stored_state(path: Path, patterns: Sequence[Pattern]) -> State:
     return State(_label(path), list(chosen), read)
 
 
-def matching(found: Mapping[str, Value], patterns: Sequence[Pattern]) -> dict[str, Value]:
+def matching(items: Mapping[str, Value], patterns: Sequence[Pattern]) -> dict[str, Value]:
     """The matching items, in order."""
-    names, mask = Names(list(found)), 0
+    names, mask = Names(list(items)), 0
     for pattern in each_pattern(patterns):
         mask |= names.resolve(pattern)[0]
-    return dict(compress(found.items(), names.columns.flags(mask)))
+    return dict(compress(items.items(), names.columns.flags(mask)))
 
 
 def _label(path: Path) -> str:
@@ -174,63 +177,101 @@ async def compute_diff(
     b: Source,
     patterns: Sequence[Pattern],
     deadline_s: float,
-    reach_of: Any,
+    reach_of: ReachOf,
     *,
     cells: int = 0,
 ) -> Diff:
-    """Args, Returns, Raises: as `AsyncMesh.diff`. `reach_of` finds another mesh's sidecars."""
+    """Compare two states tensor by tensor, as `AsyncMesh.diff`.
+
+    Args:
+        reach: What finds this job's sidecars.
+        transfer: What reads tensors from them.
+        a: The one state.
+        b: The other one.
+        patterns: Globs over names.
+        deadline_s: When it must be done, by the monotonic clock.
+        reach_of: Finds another mesh's sidecars.
+        cells: Most rows and columns of a heat map; 0 for none.
+
+    Raises:
+        ParamdError: As `AsyncMesh.diff`.
+    """
     check_order(a, b)
     if not 0 <= cells <= MAX_CELLS:
         raise UsageError(f"cells: {cells}; expected 0 to {MAX_CELLS}")
+    async with AsyncExitStack() as stack:
+        from paramd.mesh.insight.compare import Diff, order
 
-    async def opened(stack: AsyncExitStack, source: Source, name: str) -> State:
+        opening = _Opening(
+            stack=stack,
+            reach=reach,
+            transfer=transfer,
+            patterns=patterns,
+            deadline_s=deadline_s,
+            reach_of=reach_of,
+        )
+        state_a, state_b = await opening.both(a, b)
+        names = dict.fromkeys([*state_a.names, *state_b.names])
+        rows = [await _row(name, state_a, state_b, cells) for name in names]
+        return Diff(sorted(rows, key=order), a=state_a.label, b=state_b.label)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opening:
+    """Opens states; leases end with the stack."""
+
+    stack: AsyncExitStack
+    reach: SidecarFinder
+    transfer: Transfer
+    patterns: Sequence[Pattern]
+    deadline_s: float
+    reach_of: ReachOf
+
+    async def both(self, a: Source, b: Source) -> tuple[State, State]:
+        """Open a and b, at the same time if both are steps to come."""
+        if not (is_to_come(a) and is_to_come(b)):
+            return await self.state(a, "a"), await self.state(b, "b")
+        # Request both before either comes: steps may follow each other quickly.
+        first = await next_step(self.reach, self.deadline_s)
+        ahead = [first.step + int(s) if is_ahead(s) else s for s in (a, b)]
+        steps = [At(first.history, step) for step in ahead]
+        state_a, state_b = await all_ended(
+            [self.state(at, name) for at, name in zip(steps, "ab", strict=True)]
+        )
+        return state_a, state_b
+
+    async def state(self, source: Source, name: str) -> State:
+        """Open one; `name` stands for tensors that were given."""
         if isinstance(source, Mapping):
             step = getattr(source, "step", None)
             label = f"{name} (step {step})" if step is not None else name
-            return held_state(matching(source, patterns), label)
-        whose = reach_of(source)
+            return held_state(matching(source, self.patterns), label)
+        whose = self.reach_of(source)
         if whose is not None:
             source = "now"
         if is_ahead(source):
             # Looked up as late as possible: what is open before takes steps, too.
-            first = await next_step(reach, deadline_s)
+            first = await next_step(self.reach, self.deadline_s)
             source = At(first.history, first.step + int(source))
         if isinstance(source, int | At) or source == "now" or is_mark(source):
-            whose = whose if whose is not None else reach
-            return await stack.enter_async_context(
-                live_state(whose, transfer, patterns, source, deadline_s)
+            whose = whose if whose is not None else self.reach
+            return await self.stack.enter_async_context(
+                live_state(whose, self.transfer, self.patterns, source, self.deadline_s)
             )
-        return await asyncio.to_thread(stored_state, Path(source), patterns)
-
-    async with AsyncExitStack() as stack:
-        from paramd.mesh.insight.compare import Diff, order
-
-        if is_to_come(a) and is_to_come(b):
-            # Request both before either comes: steps may follow each other quickly.
-            first = await next_step(reach, deadline_s)
-            ahead = [first.step + int(s) if is_ahead(s) else s for s in (a, b)]
-            steps = [At(first.history, step) for step in ahead]
-            one, other = await all_ended(
-                [opened(stack, at, name) for at, name in zip(steps, "ab", strict=True)]
-            )
-        else:
-            one, other = await opened(stack, a, "a"), await opened(stack, b, "b")
-        names = dict.fromkeys([*one.names, *other.names])
-        rows = [await _row(name, one, other, cells) for name in names]
-        return Diff(sorted(rows, key=order), a=one.label, b=other.label)
+        return await asyncio.to_thread(stored_state, Path(source), self.patterns)
 
 
 def check_order(a: Source, b: Source) -> None:
     """Raise UsageError for an invalid source, or steps in the wrong order."""
-    for name, one in (("a", a), ("b", b)):
-        if isinstance(one, bool) or one is None or (isinstance(one, int) and one < 0):
+    for name, source in (("a", a), ("b", b)):
+        if isinstance(source, bool) or source is None or (isinstance(source, int) and source < 0):
             raise UsageError(
-                f"{name}: {one!r}; expected 'now', a step to come, '+N', 'mark:NAME', a path, "
+                f"{name}: {source!r}; expected 'now', a step to come, '+N', 'mark:NAME', a path, "
                 "tensors or a mesh"
             )
-        if is_mark(one) and not one.removeprefix(MARK):
+        if is_mark(source) and not source.removeprefix(MARK):
             raise UsageError(
-                f"{name}: {one!r}; expected a restore point with a name (mesh.mark('NAME'))"
+                f"{name}: {source!r}; expected a restore point with a name (mesh.mark('NAME'))"
             )
     same_kind = is_to_come(a) and is_to_come(b) and is_ahead(a) == is_ahead(b)
     if same_kind and int(a) >= int(b):
@@ -259,5 +300,5 @@ async def _row(name: str, a: State, b: State, cells: int) -> TensorDiff:
         return not_compared(name, await a.read(name), problem=f"only {a.label} has it")
     if name not in a.names:
         return not_compared(name, await b.read(name), problem=f"only {b.label} has it")
-    one, other = await a.read(name), await b.read(name)
-    return await asyncio.to_thread(compare, name, one, other, cells)
+    tensor_a, tensor_b = await a.read(name), await b.read(name)
+    return await asyncio.to_thread(compare, name, tensor_a, tensor_b, cells)

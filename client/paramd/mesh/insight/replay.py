@@ -83,8 +83,8 @@ class Replay(Table[ReplayRow]):
         made = [row for row in self if not row.refused]
         what = f"update {self.step} on rank {self.rank}"
         if not made:
-            why = self[0].refused if self else "the rank has no parameter that matches"
-            return f"{what} could not be verified: {why}"
+            reason = self[0].refused if self else "the rank has no parameter that matches"
+            return f"{what} could not be verified: {reason}"
         if not self.differing:
             left = [row.refused for row in self if row.refused]
             more = f"; {len(left)} were not: {left[0]}" if left else ""
@@ -109,7 +109,17 @@ class Replay(Table[ReplayRow]):
 async def compute_replay(
     reach: SidecarFinder, rank: int, patterns: Sequence[Pattern], deadline_s: float
 ) -> Replay:
-    """Args, Returns, Raises: as `AsyncMesh.verify`."""
+    """Repeat one update of a rank, as `AsyncMesh.verify`.
+
+    Args:
+        reach: What finds the sidecars.
+        rank: The rank.
+        patterns: Globs over names.
+        deadline_s: When it must be done, by the monotonic clock.
+
+    Raises:
+        ParamdError: As `AsyncMesh.verify`.
+    """
 
     async def attempt(sidecars: Sidecars) -> Replay:
         index = await reach.index(sidecars)
@@ -122,7 +132,7 @@ async def compute_replay(
         while True:
             now = await present(sidecars, rank)
             try:
-                return await _one(sidecars, rank, chosen, now, ahead, deadline_s)
+                return await _replayed(sidecars, rank, chosen, now, ahead, deadline_s)
             except AbortedError as error:
                 ahead = min(2 * ahead, MOST_AHEAD)
                 if time.monotonic() > deadline_s:
@@ -131,7 +141,7 @@ async def compute_replay(
     return await reach.attempts(attempt, deadline_s)
 
 
-async def _one(
+async def _replayed(
     sidecars: Sidecars,
     rank: int,
     chosen: Sequence[SelectedTensor],
@@ -150,36 +160,56 @@ async def _one(
                 f"rank {rank}: no optimizer given to attach updates a parameter that matches"
             )
         step += ahead
-        keys = ["", *facts.keys]
-        before_it, after_it = At(now.history, step), At(now.history, step + 1)
-        of = {rank: spans}
-        # (spans, key, step): parameters and state before and after, gradients, hyper-parameters.
-        wanted: list[tuple[Spans, str | None, At]]
-        wanted = [(of, key, at) for at in (before_it, after_it) for key in keys]
-        wanted += [(of, None, after_it), ({rank: ()}, "any", before_it)]
-        # If one fails, the others must not enter their leases into a closed stack.
-        pinned = await all_ended([hold(stack, sidecars, *one, deadline_s) for one in wanted])
-        ids = [one.answers[rank].snapshot_id for one in pinned]
-        before, after, (gradients, used) = ids[: len(keys)], ids[len(keys) : -2], ids[-2:]
-        request = pb.ReplayUpdateRequest(
-            pairs=[
-                pb.ReplayPair(state_key=key, before_snapshot_id=one, after_snapshot_id=other)
-                for key, one, other in zip(keys, before, after, strict=True)
-            ],
-            gradients_snapshot_id=gradients,
-            facts_snapshot_id=used,
+        before = At(now.history, step)
+        request = await _pin_update(
+            stack, sidecars, {rank: spans}, ["", *facts.keys], before, deadline_s
         )
         left_s = deadline_s - time.monotonic()
         answer = await sidecars.ask(rank, request, pb.ReplayUpdateResponse, left_s)
     names = names_of(facts, rank, chosen)
     document = sidecars.document
-    rows = (_row(one, names) for one in answer.tensors)
+    rows = (_row(tensor, names) for tensor in answer.tensors)
     return Replay(
         sorted(rows, key=lambda row: (-row.differing, row.name)),
         job=document.job,
         incarnation=document.incarnation,
         rank=rank,
         step=step + 1,
+    )
+
+
+async def _pin_update(
+    stack: AsyncExitStack,
+    sidecars: Sidecars,
+    spans: Spans,
+    keys: Sequence[str],
+    before: At,
+    deadline_s: float,
+) -> pb.ReplayUpdateRequest:
+    """Pin what the update after the step `before` needs and makes; `stack` releases it.
+
+    `spans`: of one rank. `keys`: of the parameters ("") and of each kind of state.
+
+    Raises:
+        AbortedError: If the rank missed a step, else as `hold`.
+    """
+    (rank,) = spans
+    after = At(before.history, before.step + 1)
+    # (spans, key, step): parameters and state before and after, gradients, hyper-parameters.
+    wanted: list[tuple[Spans, str | None, At]]
+    wanted = [(spans, key, at) for at in (before, after) for key in keys]
+    wanted += [(spans, None, after), ({rank: ()}, "any", before)]
+    # If one fails, the others must not enter their leases into a closed stack.
+    pinned = await all_ended([hold(stack, sidecars, *pin, deadline_s) for pin in wanted])
+    ids = [held.answers[rank].snapshot_id for held in pinned]
+    befores, afters, (gradients, used) = ids[: len(keys)], ids[len(keys) : -2], ids[-2:]
+    return pb.ReplayUpdateRequest(
+        pairs=[
+            pb.ReplayPair(state_key=key, before_snapshot_id=old, after_snapshot_id=new)
+            for key, old, new in zip(keys, befores, afters, strict=True)
+        ],
+        gradients_snapshot_id=gradients,
+        facts_snapshot_id=used,
     )
 
 
@@ -192,10 +222,10 @@ def spans_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> list[
 
 def names_of(facts: Facts, rank: int, chosen: Sequence[SelectedTensor]) -> Mapping[int, str]:
     """Names of the optimizers' parameters on a rank, by their first byte."""
-    found: dict[int, dict[str, None]] = {}
+    by_begin: dict[int, dict[str, None]] = {}
     for param, fqn in _params_of(facts, rank, chosen):
-        found.setdefault(param["begin"], {})[fqn] = None
-    return {begin: ", ".join(names) for begin, names in found.items()}
+        by_begin.setdefault(param["begin"], {})[fqn] = None
+    return {begin: ", ".join(names) for begin, names in by_begin.items()}
 
 
 def _params_of(
@@ -209,13 +239,13 @@ def _params_of(
                 yield param, item.tensor.fqn
 
 
-def _row(one: pb.ReplayedTensor, names: Mapping[int, str]) -> ReplayRow:
+def _row(tensor: pb.ReplayedTensor, names: Mapping[int, str]) -> ReplayRow:
     return ReplayRow(
-        name=names.get(one.arena_begin, f"arena byte {one.arena_begin}"),
-        key=one.state_key,
-        numel=one.numel,
-        differing=one.differing_count,
-        element=one.element if one.differing_count else -1,
-        bits=tuple(bit for bit in range(64) if one.bits >> bit & 1),
-        refused=one.refused,
+        name=names.get(tensor.arena_begin, f"arena byte {tensor.arena_begin}"),
+        key=tensor.state_key,
+        numel=tensor.numel,
+        differing=tensor.differing_count,
+        element=tensor.element if tensor.differing_count else -1,
+        bits=tuple(bit for bit in range(64) if tensor.bits >> bit & 1),
+        refused=tensor.refused,
     )

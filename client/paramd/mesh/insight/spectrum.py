@@ -193,6 +193,28 @@ class _Profile:
     denormal: int = 0
     zero: int = 0
 
+    def add(self, part: pb.ProfileSnapshotResponse) -> bool:
+        """Add a rank's part; False, and nothing is added, if it is beyond the matrix."""
+        import numpy as np
+
+        row_max = np.frombuffer(part.row_max, "<f8")
+        col_max = np.frombuffer(part.col_max, "<f8")
+        sums = np.frombuffer(part.row_sums, "<u8").reshape(-1, 2)
+        row_end, col_end = part.row_begin + len(row_max), part.col_begin + len(col_max)
+        if row_end > len(self.row_max) or col_end > len(self.col_max):
+            return False
+        at, across = slice(part.row_begin, row_end), slice(part.col_begin, col_end)
+        self.row_max[at] = np.maximum(self.row_max[at], row_max)
+        self.col_max[across] = np.maximum(self.col_max[across], col_max)
+        self.row_sums[at] += sums
+        self.count += part.count
+        self.sum_squares += part.sum_squares
+        self.nonfinite += part.nonfinite_count
+        self.saturated += part.saturated_count
+        self.denormal += part.denormal_count
+        self.zero += part.zero_count
+        return True
+
     def rows_and_columns(self, dtype: str) -> dict[str, Any]:
         """The fields of `Spectrum` about rows and columns."""
         import numpy as np
@@ -250,39 +272,24 @@ class _Shards:
         import numpy as np
 
         rows, columns = self.matrix.rows, self.matrix.columns
-        found = _Profile(np.zeros(rows), np.zeros(columns), np.zeros((rows, 2), np.uint64))
-
-        async def ask(rank: int) -> pb.ProfileSnapshotResponse:
-            request = pb.ProfileSnapshotRequest(
-                dtype=self.plan.tensors[0].dtype,
-                row_count=rows,
-                col_count=columns,
-                items=self.items[rank],
-            )
-            return await self.reading.ask(rank, request, pb.ProfileSnapshotResponse)
-
-        for rank, part in zip(self.items, await asyncio.gather(*map(ask, self.items)), strict=True):
-            row_max = np.frombuffer(part.row_max, "<f8")
-            col_max = np.frombuffer(part.col_max, "<f8")
-            sums = np.frombuffer(part.row_sums, "<u8").reshape(-1, 2)
-            self._check(rank, part.row_begin + len(row_max) <= rows)
-            self._check(rank, part.col_begin + len(col_max) <= columns)
-            at = slice(part.row_begin, part.row_begin + len(row_max))
-            across = slice(part.col_begin, part.col_begin + len(col_max))
-            found.row_max[at] = np.maximum(found.row_max[at], row_max)
-            found.col_max[across] = np.maximum(found.col_max[across], col_max)
-            found.row_sums[at] += sums
-            found.count += part.count
-            found.sum_squares += part.sum_squares
-            found.nonfinite += part.nonfinite_count
-            found.saturated += part.saturated_count
-            found.denormal += part.denormal_count
-            found.zero += part.zero_count
-        if found.count != rows * columns:
+        merged = _Profile(np.zeros(rows), np.zeros(columns), np.zeros((rows, 2), np.uint64))
+        parts = await asyncio.gather(*map(self._profile_of, self.items))
+        for rank, part in zip(self.items, parts, strict=True):
+            self._check(rank, merged.add(part))
+        if merged.count != rows * columns:
             raise ConflictError(
-                f"the ranks looked at {found.count:,} of {rows * columns:,} elements; try again"
+                f"the ranks looked at {merged.count:,} of {rows * columns:,} elements; try again"
             )
-        return found
+        return merged
+
+    async def _profile_of(self, rank: int) -> pb.ProfileSnapshotResponse:
+        request = pb.ProfileSnapshotRequest(
+            dtype=self.plan.tensors[0].dtype,
+            row_count=self.matrix.rows,
+            col_count=self.matrix.columns,
+            items=self.items[rank],
+        )
+        return await self.reading.ask(rank, request, pb.ProfileSnapshotResponse)
 
     async def times(self, factor: Numbers, *, transposed: bool) -> Numbers:
         import numpy as np
@@ -306,7 +313,7 @@ class _Shards:
         begin, end = self._needed(rank, transposed=transposed)
         part = factor[begin:end]
         width = max(1, min(part.shape[1], MAX_FACTOR_BYTES // (8 * len(part))))
-        found, first = [], 0
+        products, first = [], 0
         for left in range(0, part.shape[1], width):
             columns = np.ascontiguousarray(part[:, left : left + width])
             request = pb.MultiplySnapshotRequest(
@@ -324,8 +331,8 @@ class _Shards:
             first = answer.begin
             most = self.matrix.columns if transposed else self.matrix.rows
             self._check(rank, 0 <= first <= most - len(product))
-            found.append(product)
-        return first, np.concatenate(found, axis=1)
+            products.append(product)
+        return first, np.concatenate(products, axis=1)
 
     def _needed(self, rank: int, *, transposed: bool) -> tuple[int, int]:
         """The rows of a factor that a rank's items need."""
@@ -346,6 +353,19 @@ class _Shards:
 
 async def _singular_values(shards: _Shards, k: int) -> tuple[tuple[float, ...], float, float, bool]:
     """The k largest singular values, their relative error, the condition number, its exactness."""
+    values, error, exact = await _grown(shards, k)
+    smallest = float(values[-1])
+    condition = float(values[0]) / smallest if smallest else math.inf
+    return (tuple(float(value) for value in values[:k]), 0.0 if exact else error, condition, exact)
+
+
+async def _grown(shards: _Shards, k: int) -> tuple[Numbers, float, bool]:
+    """Grow a Krylov space until its k largest singular values stand still.
+
+    Returns:
+        All its singular values, how much the k largest changed last, and whether it is the whole
+        of the shorter side, so that they are exact.
+    """
     import numpy as np
 
     rows, columns = shards.matrix.rows, shards.matrix.columns
@@ -353,7 +373,7 @@ async def _singular_values(shards: _Shards, k: int) -> tuple[tuple[float, ...], 
     wide = rows < columns
     short = min(rows, columns)
     width = min(short, k + SPARE)
-    most = short if short <= EXACT_BELOW else min(short, MAX_DIRECTIONS)
+    most = _most_directions(short)
     block = np.random.default_rng(_SEED).standard_normal((short, width))
     basis = np.empty((short, 0))
     images = np.empty((columns if wide else rows, 0))
@@ -372,10 +392,12 @@ async def _singular_values(shards: _Shards, k: int) -> tuple[tuple[float, ...], 
         if basis.shape[1] >= most or (short > EXACT_BELOW and error <= STANDS_STILL):
             break
         block = await shards.times(image, transposed=not wide)
-    exact = basis.shape[1] == short
-    smallest = float(values[-1])
-    condition = float(values[0]) / smallest if smallest else math.inf
-    return (tuple(float(value) for value in values[:k]), 0.0 if exact else error, condition, exact)
+    return values, error, basis.shape[1] == short
+
+
+def _most_directions(short: int) -> int:
+    """Most columns of the space on a side of that length."""
+    return short if short <= EXACT_BELOW else min(short, MAX_DIRECTIONS)
 
 
 def _orthogonal(basis: Numbers, block: Numbers) -> Numbers:
@@ -403,8 +425,8 @@ def _values_of(images: Numbers) -> Numbers:
     import numpy as np
 
     # Of the triangle: the same singular values, and a tall matrix costs one pass.
-    found: Numbers = np.linalg.svd(np.linalg.qr(images, mode="r"), compute_uv=False)
-    return found
+    values: Numbers = np.linalg.svd(np.linalg.qr(images, mode="r"), compute_uv=False)
+    return values
 
 
 def _change(before: Numbers, after: Numbers) -> float:

@@ -122,7 +122,17 @@ def _order(row: UpdateRow) -> tuple[bool, float, str]:
 async def compute_updates(
     reach: SidecarFinder, patterns: Sequence[Pattern], deadline_s: float, steps: int = 1
 ) -> Updates:
-    """Raises as `AsyncMesh.updates`."""
+    """The changes of each parameter by the next updates, as `AsyncMesh.updates`.
+
+    Args:
+        reach: What finds the sidecars.
+        patterns: Globs over names.
+        deadline_s: When it must be done, by the monotonic clock.
+        steps: Updates to measure together.
+
+    Raises:
+        ParamdError: As `AsyncMesh.updates`.
+    """
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:
         raise UsageError(f"steps: {steps!r}; expected 1 to {MAX_STEPS:,}")
 
@@ -135,26 +145,19 @@ async def compute_updates(
             )
         selection = list(select(index, patterns, with_buffers=False))
         replica = plan_read(index.layout, selection, costs=reach.costs()).replica
-        parts = [
+        groups = [
             (plan_read(index.layout, group, replica=replica), group)
             for group in batches(selection, _bytes, max(index.layout.arena_bytes, default=0) // 3)
         ]
-        found: list[_Part] = []
-        while len(found) < len(parts):
-            one = await _next_update(sidecars, *parts[len(found)], deadline_s, steps)
-            if found and found[0].history != one.history:
-                # Rolled back meanwhile: what was found before is of a training that was left.
-                found.clear()
-            else:
-                found.append(one)
+        parts = await _all_groups(sidecars, groups, deadline_s, steps)
         document = sidecars.document
-        rows = sorted((row for part in found for row in part.rows), key=_order)
-        missing = [part.missing for part in found if part.missing]
+        rows = sorted((row for part in parts for row in part.rows), key=_order)
+        missing = [part.missing for part in parts if part.missing]
         return Updates(
             rows,
             job=document.job,
             incarnation=document.incarnation,
-            history=found[0].history if found else 0,
+            history=parts[0].history if parts else 0,
             moments_missing=missing[0] if missing else "",
         )
 
@@ -177,6 +180,24 @@ class _Part:
     missing: str
     """Why they have no moments; empty: they have."""
     history: int
+
+
+async def _all_groups(
+    sidecars: Sidecars,
+    groups: Sequence[tuple[ReadPlan, Sequence[SelectedTensor]]],
+    deadline_s: float,
+    steps: int,
+) -> list[_Part]:
+    """The groups' updates, one after the other, all of one history. Raises as `_next_update`."""
+    parts: list[_Part] = []
+    while len(parts) < len(groups):
+        part = await _next_update(sidecars, *groups[len(parts)], deadline_s, steps)
+        if parts and parts[0].history != part.history:
+            # Rolled back meanwhile: what was found before is of a training that was left.
+            parts.clear()
+        else:
+            parts.append(part)
+    return parts
 
 
 async def _next_update(

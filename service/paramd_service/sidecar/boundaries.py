@@ -11,6 +11,7 @@ from functools import partial
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.arena import is_mirror, pack_wanted
 from paramd.memory.control_page import Page, Word, label_of, unserved_reason
+from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import post
 from paramd_service.sidecar.copying.capture import UNSERVED_NS
@@ -34,8 +35,8 @@ WITHDRAW_S = 0.010
 _OUTCOMES_KEPT = 64
 _DOUBT_POLL_S = 0.002
 _DOUBT_S = 0.25
-GAVE_UP = 2
-GAVE_UP_REASON = (
+_GAVE_UP = 2
+_GAVE_UP_REASON = (
     "the trainers gave up agreeing in this run, since a rank was too long at no boundary; "
     "their logs say when, attach again to restore it"
 )
@@ -71,6 +72,16 @@ class _Asked:
     """Whether it asks for what is copied at boundaries only: buffers, optimizer state, mirrors."""
 
 
+def report(state: common_pb2.RankState, page: Page) -> None:
+    """Add to the rank's state whether its trainer takes part in agreements."""
+    words = page.words
+    state.ready_boundary = words[Word.HIGHEST]
+    if words[Word.AGREEMENT_STATE] == _GAVE_UP:
+        state.agreement_works, state.agreement_reason = False, _GAVE_UP_REASON
+    elif apart := apart_reason(words):
+        state.agreement_works, state.agreement_reason = False, apart
+
+
 class _Unserved:
     """Whether a rank has not served its parameters for a while, in which updates were made."""
 
@@ -84,14 +95,14 @@ class _Unserved:
         while are no reason, nor is what a resting script has done: its next boundary settles it.
         """
         page, now_ns = self._page, time.monotonic_ns()
-        why = unserved_reason(page) if not label_of(page) else ""
+        reason = unserved_reason(page) if not label_of(page) else ""
         step = page.words[Word.STEP]
-        if not why or self._since is None or step < self._since[1]:
-            self._since = (now_ns, step) if why else None
+        if not reason or self._since is None or step < self._since[1]:
+            self._since = (now_ns, step) if reason else None
             return ""
         began_ns, first = self._since
         lasts = now_ns - began_ns >= UNSERVED_NS and step >= first + _UNSERVED_STEPS
-        return why if lasts else ""
+        return reason if lasts else ""
 
 
 class BoundaryChanges:
@@ -199,15 +210,15 @@ class Boundaries:
     def _never(self) -> str:
         """Why the trainers will agree on nothing more in this run; empty: they may."""
         words = self._attached.page.words
-        if words[Word.AGREEMENT_STATE] == GAVE_UP:
-            return GAVE_UP_REASON
-        why, rounds = apart_reason(words), words[Word.ROUNDS_COLLECTED]
-        if not why:
+        if words[Word.AGREEMENT_STATE] == _GAVE_UP:
+            return _GAVE_UP_REASON
+        apart, rounds = apart_reason(words), words[Word.ROUNDS_COLLECTED]
+        if not apart:
             self._apart_since = -1
         elif self._apart_since < 0:
             # Kept from request to request: each ends as soon as it finds the ranks apart.
             self._apart_since = rounds
-        return why if why and rounds >= self._apart_since + _ROUNDS_APART else ""
+        return apart if apart and rounds >= self._apart_since + _ROUNDS_APART else ""
 
     async def withdraw(self, number: int) -> pb.BoundaryFate.ValueType:
         """Withdraw a request and return its fate. Idempotent. Waits some milliseconds, and a little
@@ -251,6 +262,25 @@ class Boundaries:
         return fate
 
     def _begin(self, reach: BoundaryRequest) -> _Asked:
+        """Take a new request, and make the rank ready for it. Raises as `reach`."""
+        self._check_follows(reach)
+        snapshots = self._snapshots_of(reach)
+        argument = self._argument(reach, snapshots)
+        asked = _Asked(reach, self._loop.create_future(), self._needs_boundary(snapshots))
+        self._remember(asked)
+        for snapshot in snapshots:
+            # Held until `_end`: its lease may end while the copying thread writes to it.
+            self._store.hold(snapshot).fill = Fill.PENDING
+
+        def done(outcome: Outcome) -> None:
+            # Called on the copying thread, when the event loop may be closing.
+            post(self._loop, self._end, asked, snapshots, outcome)
+
+        self._copier.arm(self._boundary(reach, snapshots, argument, done))
+        return asked
+
+    def _check_follows(self, reach: BoundaryRequest) -> None:
+        """Raise ConflictError unless the requested boundary can still come."""
         if self._ended:
             raise ConflictError(f"no further boundary: {self._ended}")
         highest = self._attached.page[Word.HIGHEST]
@@ -258,6 +288,15 @@ class Boundaries:
             raise ConflictError(
                 f"boundary {reach.number} is past: {highest} was already requested of this rank"
             )
+
+    def _snapshots_of(self, reach: BoundaryRequest) -> list[Snapshot]:
+        """The snapshots that a request wants filled: empty ones, of nobody else.
+
+        Raises:
+            UsageError: One is listed twice.
+            NotFoundError: The lease of one has ended.
+            ConflictError: One is in use, or was not pinned for a boundary.
+        """
         if len(set(reach.snapshot_ids)) != len(reach.snapshot_ids):
             raise UsageError("snapshot_ids: a snapshot is listed twice")
         snapshots = [self._store.get(snapshot_id).snapshot for snapshot_id in reach.snapshot_ids]
@@ -269,27 +308,23 @@ class Boundaries:
             if snapshot.holders > 1 or snapshot.map_count or snapshot.tainted or snapshot.shown:
                 raise ConflictError("a snapshot is in use by another request; pin another one")
         if self.moments is None and any(
-            is_moments(one.key) or is_table(one.key) for one in snapshots
+            is_moments(snapshot.key) or is_table(snapshot.key) for snapshot in snapshots
         ):
             raise ConflictError("this sidecar does not serve optimizer state or extra state")
-        argument = self._argument(reach, snapshots)
-        needs = is_mirror(self._attached.page.words) or any(
-            one.with_buffers or is_moments(one.key) for one in snapshots
+        return snapshots
+
+    def _needs_boundary(self, snapshots: Sequence[Snapshot]) -> bool:
+        """Whether what is asked for is copied at boundaries only."""
+        return is_mirror(self._attached.page.words) or any(
+            snapshot.with_buffers or is_moments(snapshot.key) for snapshot in snapshots
         )
-        asked = _Asked(reach, self._loop.create_future(), needs)
-        self._asked[reach.number] = asked
-        for old in [n for n, one in self._asked.items() if one.done.done()][:-_OUTCOMES_KEPT]:
-            del self._asked[old]
-        for snapshot in snapshots:
-            # Held until `_end`: its lease may end while the copying thread writes to it.
-            self._store.hold(snapshot).fill = Fill.PENDING
 
-        def done(outcome: Outcome) -> None:
-            # Called on the copying thread, when the event loop may be closing.
-            post(self._loop, self._end, asked, snapshots, outcome)
-
-        self._copier.arm(self._boundary(reach, snapshots, argument, done))
-        return asked
+    def _remember(self, asked: _Asked) -> None:
+        """Keep a request for its repeats, and drop the oldest of those that have their answer."""
+        self._asked[asked.reach.number] = asked
+        answered = [number for number, known in self._asked.items() if known.done.done()]
+        for number in answered[:-_OUTCOMES_KEPT]:
+            del self._asked[number]
 
     def _boundary(
         self,
@@ -308,13 +343,15 @@ class Boundaries:
                 with_state.ended(captured=outcome.captured, missed=outcome.missed)
             done(outcome)
 
-        of_arena = [one for one in snapshots if one not in states and one not in extra]
+        of_arena = [
+            snapshot for snapshot in snapshots if snapshot not in states and snapshot not in extra
+        ]
         fill_extra = None
         if moments and extra:
             fill_extra = partial(moments.fill_extra, extra)
         return Boundary(
             reach.number,
-            [span for one in of_arena for span in copy_spans(one, arena_address)],
+            [span for snapshot in of_arena for span in copy_spans(snapshot, arena_address)],
             any(snapshot.with_buffers for snapshot in snapshots),
             ended,
             with_moments=with_state is not None and with_state.needs_trainer(),
@@ -331,7 +368,7 @@ class Boundaries:
         copied = moments is not None and not moments.lives_here
         if reach.action == CAPTURE and (copied or is_mirror(words)):
             # The spans of an optimizer state table are not bytes of the arena.
-            keys = [one.key for one in snapshots if not is_table(one.key)]
+            keys = [snapshot.key for snapshot in snapshots if not is_table(snapshot.key)]
             return pack_wanted(span for key in keys for span in key.spans)
         if reach.action == EDIT:
             return self._changes.make_ready(reach.edit_id, boundary=reach.number, token=reach.token)
@@ -346,19 +383,20 @@ class Boundaries:
             snapshot.is_true = False
             self._store.drop(snapshot)
         if asked.reach.action == EDIT:
-            if not outcome.captured and (why := self._changes.why_refused(asked.reach.edit_id)):
-                outcome = Outcome(-1, why)
+            refusal = self._changes.why_refused(asked.reach.edit_id) if not outcome.captured else ""
+            if refusal:
+                outcome = Outcome(-1, refusal)
             self._changes.request_ended(asked.reach.number)
         asked.done.set_result(outcome)
 
     def _why_not_agreed(self, number: int, timeout_s: float) -> str:
         page = self._attached.page
-        if page[Word.AGREEMENT_STATE] == GAVE_UP:
-            return GAVE_UP_REASON
-        why = unserved_reason(page)
+        if page[Word.AGREEMENT_STATE] == _GAVE_UP:
+            return _GAVE_UP_REASON
+        unserved = unserved_reason(page)
         return (
             f"the trainers did not agree on boundary {number} within {timeout_s:.1f} s (this rank "
             f"is at step {page[Word.STEP]}); "
-            + (f"its parameters are not served: {why}" if why else "")
-            + "a rank is slow, hung or not training" * (not why)
+            + (f"its parameters are not served: {unserved}" if unserved else "")
+            + "a rank is slow, hung or not training" * (not unserved)
         )

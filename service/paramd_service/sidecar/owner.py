@@ -18,7 +18,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -207,35 +207,63 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
     Raises:
         UsageError: A field is missing or wrong.
     """
-    least = {"incarnation": 1, "rank": 0, "world_size": 1, "pid": 1, "start": 1, "arena_bytes": 0}
-    told: dict[str, Any] = {}
-    for name, at_least in least.items():
-        value = message.get(name)
-        if type(value) is not int or value < at_least:
-            raise UsageError(f"attach: {name} is {value!r}; expected a number from {at_least} on")
-        told[name] = value
-    for name in ("job", "rank_ticket", "version"):
-        value = message.get(name)
-        if not isinstance(value, str):
-            raise UsageError(f"attach: {name} is missing; expected text")
-        told[name] = value
-    told["copy_ticket"] = str(message.get("copy_ticket", ""))
-    for name in ("rank_ticket", "copy_ticket"):
-        if len(told[name]) > MAX_TICKET_BYTES:
+    incarnation = _number(message, "incarnation", least=1)
+    rank, world_size = _number(message, "rank", least=0), _number(message, "world_size", least=1)
+    pid, start = _number(message, "pid", least=1), _number(message, "start", least=1)
+    arena_bytes = _number(message, "arena_bytes", least=0)
+    job, rank_ticket = _text(message, "job"), _text(message, "rank_ticket")
+    version = _text(message, "version")
+    copy_ticket = str(message.get("copy_ticket", ""))
+    for name, ticket in (("rank_ticket", rank_ticket), ("copy_ticket", copy_ticket)):
+        if len(ticket) > MAX_TICKET_BYTES:
             raise UsageError(f"attach: {name} is longer than {MAX_TICKET_BYTES} characters")
-    continues = message.get("continues", [0, 0, -1])
-    if not (isinstance(continues, list) and [type(one) for one in continues] == [int] * 3):
-        raise UsageError(f"attach: continues is {continues!r}; expected three numbers")
-    device, sizes = message.get("device"), message.get("allocations", [])
-    if not isinstance(sizes, list) or any(type(one) is not int or one <= 0 for one in sizes):
-        raise UsageError(f"attach: allocations is {sizes!r}; expected numbers above 0")
+    continues, allocations = _continues(message), _allocations(message)
+    device = message.get("device")
     return AttachRequest(
         device=DeviceArenaRequest.from_message(device) if device is not None else None,
-        allocations=tuple(sizes),
-        continues=(continues[0], continues[1], continues[2]),
+        allocations=allocations,
+        continues=continues,
         public_key=key_from_hex(message, "public_key"),
-        **told,
+        job=job,
+        incarnation=incarnation,
+        rank=rank,
+        world_size=world_size,
+        pid=pid,
+        start=start,
+        arena_bytes=arena_bytes,
+        version=version,
+        rank_ticket=rank_ticket,
+        copy_ticket=copy_ticket,
     )
+
+
+def _number(message: Mapping[str, object], name: str, *, least: int) -> int:
+    value = message.get(name)
+    # Not isinstance: a bool is an int, too.
+    if type(value) is not int or value < least:
+        raise UsageError(f"attach: {name} is {value!r}; expected a number from {least} on")
+    return value
+
+
+def _text(message: Mapping[str, object], name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str):
+        raise UsageError(f"attach: {name} is missing; expected text")
+    return value
+
+
+def _continues(message: Mapping[str, object]) -> tuple[int, int, int]:
+    numbers = message.get("continues", [0, 0, -1])
+    if not (isinstance(numbers, list) and [type(number) for number in numbers] == [int] * 3):
+        raise UsageError(f"attach: continues is {numbers!r}; expected three numbers")
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _allocations(message: Mapping[str, object]) -> tuple[int, ...]:
+    sizes = message.get("allocations", [])
+    if not isinstance(sizes, list) or any(type(size) is not int or size <= 0 for size in sizes):
+        raise UsageError(f"attach: allocations is {sizes!r}; expected numbers above 0")
+    return tuple(sizes)
 
 
 def check_sidecar(job: str, rank: int, request: AttachRequest) -> None:

@@ -55,7 +55,32 @@ Answer = TypeVar("Answer")
 
 
 class SidecarHost:
-    """One rank's state that parts and servers may reach. Event loop only."""
+    """One rank's state that parts and servers may reach. Event loop only.
+
+    The class has its state before the first trainer comes.
+    """
+
+    ownership: Ownership = Ownership.WAITING
+    attached: AttachedMemory | None = None
+    """Memory shared with the trainer; None before the first attach."""
+    mesh: Mesh | None = None
+    """What the trainers have agreed on; None while they are attaching."""
+    layout_digest: str = ""
+    """The last mesh's."""
+    detached: bool = False
+    """Whether the trainer has said that it leaves."""
+    end: tuple[float, Exit | None] | None = None
+    """When the trainer's process ended (monotonic clock), and how; None if unknown."""
+    control_generation: int = 0
+    """Highest control plane generation seen in this incarnation; lower ones are fenced."""
+    stream_port: int = 0
+    """TCP port for bulk streams; 0 if there is none."""
+    tls: ServerTls | None = None
+    """The gRPC server's, once it listens; None without TLS."""
+    own_pems: JobPems | None = None
+    """This rank's certificate from the job; None unless the job has its own TLS."""
+    shortage: str = ""
+    """What the rank's status says about memory; empty when there is enough."""
 
     def __init__(
         self,
@@ -75,36 +100,17 @@ class SidecarHost:
         """One thread, for what must not run while memory is copied."""
         self.stats_executor = stats_executor
         """One thread, for what reduces a snapshot."""
-        self.ownership = Ownership.WAITING
-        self.stream_port = 0
-        """TCP port for bulk streams; 0 if there is none."""
-        self.mesh: Mesh | None = None
-        self.layout_digest = ""
-        """The last mesh's."""
         self.leaving = asyncio.Event()
         """Set when the sidecar should drain: on detach, on a signal, or after the linger time."""
-        self.detached = False
-        self.control_generation = 0
-        """Highest control plane generation seen in this incarnation; lower ones are fenced."""
         self.on_change: list[Callable[[], None]] = []
         self.refusals = Refusals()
         self.work = Work()
         self.revocations = Revocations()
-        self.tls: ServerTls | None = None
-        """The gRPC server's, once it listens; None without TLS."""
-        self.own_pems: JobPems | None = None
-        """This rank's certificate from the job; None unless the job has its own TLS."""
         self.room = HostRoom(config.socket_path, config.rank, reserve_bytes=config.host_reserve)
         """Grants all memory beside the training."""
-        self.shortage = ""
-        """What the rank's status says about memory; empty when there is enough."""
         self.blocks = blocks.within(self.room, Purpose.SNAPSHOT)
         self.using_memory = asyncio.Lock()
         """Held to keep the attachment's memory mapped meanwhile."""
-        self.attached: AttachedMemory | None = None
-        """Memory shared with the trainer; None before the first attach."""
-        self.end: tuple[float, Exit | None] | None = None
-        """When the trainer's process ended (monotonic clock), and how; None if unknown."""
         self.attaching = asyncio.Lock()
         """Held while a trainer takes the sidecar over."""
         self._pins: Pins | None = None
@@ -446,13 +452,13 @@ class Parts:
     def uploads(self) -> Uploads:
         """Raises ConflictError: no part takes uploads."""
         for part in self:
-            if (found := part.uploads()) is not None:
-                return found
+            if (uploads := part.uploads()) is not None:
+                return uploads
         raise ConflictError("this sidecar takes no uploads")
 
     def kept_states(self) -> KeptStates:
-        found = (part.kept_states() for part in self)
-        return next((states for states in found if states is not None), _NO_STATES)
+        of_parts = (part.kept_states() for part in self)
+        return next((states for states in of_parts if states is not None), _NO_STATES)
 
     def keeps_for_restarts(self) -> bool:
         return any(part.keeps_for_restarts() for part in self)

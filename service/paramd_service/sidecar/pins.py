@@ -29,6 +29,7 @@ from paramd.memory.control_page import (
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.memory.left import HEADROOM, Room
 from paramd.state import Settling
+from paramd.v1 import common_pb2
 from paramd_service.admission import CALLER, Who
 from paramd_service.aio import in_executor, kept, post
 from paramd_service.sidecar.boundaries import Boundaries
@@ -144,6 +145,12 @@ class Pins:
             lease=self._lease,
             at_point=faults.at,
         )
+
+    def report(self, state: common_pb2.RankState) -> None:
+        """Add what snapshots take, and the copies that were given up, to the rank's state."""
+        state.abandoned_copy_count = self.copier.capture.given_up_count
+        state.snapshot_bytes = self.store.used_bytes
+        state.snapshot_count = self.store.lease_count
 
     async def pin(
         self,

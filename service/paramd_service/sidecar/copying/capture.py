@@ -91,6 +91,15 @@ class CopyJob:
         return sum(span.size_bytes for span in self.spans)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """An agreed boundary as it was right before what is copied of it was looked for."""
+
+    step: int
+    begin_ns: int
+    seq: int
+
+
 class Capture:
     """The sidecar's words in the control page, and pending copies. All methods run on one thread.
     Call `serve` on every wake, on every new request and every `RETRY_NS` while one waits."""
@@ -211,16 +220,16 @@ class Capture:
 
     def _refuse_unserved(self) -> None:
         """Give up jobs that the trainer has reported as unservable for a while, with its reason."""
-        why = unserved_reason(self._page)
+        reason = unserved_reason(self._page)
         stands_in = self._words[Word.UNSERVED] == STANDS_IN
         now_ns = self._clock_ns()
         for job in list(self._jobs):
-            if not why or (stands_in and job.unsettled):
+            if not reason or (stands_in and job.unsettled):
                 job.unserved_ns = 0
             elif not job.unserved_ns:
                 job.unserved_ns = now_ns
             elif now_ns - job.unserved_ns >= UNSERVED_NS:
-                job.refused = why
+                job.refused = reason
                 self.cancel(job)
 
     def _refuse(self, job: CopyJob, error: DeviceError) -> None:
@@ -372,25 +381,29 @@ class Capture:
         if words[Word.STEP] != agreed_step or words[Word.SEQ] & 1:
             return self._not_there(boundary, announced, "the next update began before the copy")
         # Before BUFFERS_STEP: what the trainer copies later, of the same step, has another SEQ.
-        begin_ns, seq = self._clock_ns(), words[Word.SEQ]
+        begun = _Begun(step=agreed_step, begin_ns=self._clock_ns(), seq=words[Word.SEQ])
         if not self._has_buffers(boundary, agreed_step):
             return self._not_there(boundary, announced, "the trainer did not copy its buffers")
         spans = self._spans_of(boundary)
         if isinstance(spans, str):
             return self._not_there(boundary, announced, spans)
+        return self._copy_agreed(boundary, begun, spans)
+
+    def _copy_agreed(self, boundary: Boundary, begun: _Begun, spans: Sequence[CopySpan]) -> Outcome:
+        """Copy an agreed boundary's spans, and prove that they are of its state."""
         try:
             end, state = self._copy_settled(spans)
         except DeviceError as error:
             return Outcome(-1, str(error))
-        took_ns = self._clock_ns() - begin_ns
+        took_ns = self._clock_ns() - begun.begin_ns
         size_bytes = sum(span.size_bytes for span in spans)
         self._at_point("boundary-copied")
         # Spans and buffers found before the copy must be of the state that was copied.
         found_before = boundary.state is not None or boundary.with_buffers
-        still = not found_before or state.proof == seq
+        still = not found_before or state.proof == begun.seq
         # And of this request still: they may be written again under the same SEQ.
-        still = still and self._is_agreed(boundary) and self._has_buffers(boundary, agreed_step)
-        if end is CopyEnd.DONE and state.step == agreed_step and still:
+        still = still and self._is_agreed(boundary) and self._has_buffers(boundary, begun.step)
+        if end is CopyEnd.DONE and state.step == begun.step and still:
             self._note_rate(size_bytes, took_ns)
             return Outcome(
                 state.step,
@@ -442,21 +455,21 @@ class Capture:
         if boundary.fill_extra is not None:
             if words[Word.EXTRA_FOR] != boundary.number:
                 return "the trainer did not note its extra state"
-            if why := boundary.fill_extra():
-                return why
+            if refusal := boundary.fill_extra():
+                return refusal
             if words[Word.EXTRA_FOR] != boundary.number:
                 return "a later request overtook its extra state"
         if boundary.state is None:
             return boundary.spans
         if not words[Word.MOMENTS_LIVE] and words[Word.MOMENTS_FOR] != boundary.number:
             return "the trainer did not copy the optimizer's state"
-        found = boundary.state()
-        if found is None:
+        of_state = boundary.state()
+        if of_state is None:
             return (
                 "the optimizer's state was not recorded at this boundary (PARAMD_KEEP_EVERY, or "
                 "the script changes parameters between forward and update)"
             )
-        return [*boundary.spans, *found]
+        return [*boundary.spans, *of_state]
 
     def _not_there(self, boundary: Boundary, announced: bool, reason: str) -> Outcome | None:
         """A miss once announced; before that the trainer is still writing words."""

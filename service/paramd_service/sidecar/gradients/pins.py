@@ -19,7 +19,8 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.admission import CALLER
 from paramd_service.aio import in_executor
 from paramd_service.sidecar import moments
-from paramd_service.sidecar.gradients.slots import Gradients, Places, SlotMemory, rolled_back
+from paramd_service.sidecar.gradients.memory import Places, SlotMemory
+from paramd_service.sidecar.gradients.slots import Gradients, rolled_back
 from paramd_service.sidecar.snapshots.store import (
     BlockMaker,
     Fill,

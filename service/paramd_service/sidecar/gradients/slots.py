@@ -23,19 +23,16 @@ import asyncio
 import os
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from paramd.errors import AbortedError, ConflictError, ExhaustedError, ParamdError
-from paramd.memory.control_page import Word, Words, history_of, in_time, step_of, unserved_reason
-from paramd.memory.descriptors import PAGE, SparseMemory, reserved_bytes
+from paramd.memory.control_page import Word, history_of, in_time, step_of, unserved_reason
 from paramd.memory.gradient_program import (
     MAX_SPANS,
     NoFrame,
@@ -47,128 +44,10 @@ from paramd.memory.gradient_program import (
     united,
 )
 from paramd.memory.handover import GRADIENT_SLOTS
-from paramd.memory.left import HEADROOM, Purpose, Room
+from paramd.memory.left import HEADROOM, Room
 from paramd_service.aio import post, uncancelled
+from paramd_service.sidecar.gradients.memory import SlotMemory, Spans
 from paramd_service.sidecar.owner import AttachedMemory
-from paramd_service.sidecar.ranges import Ranges
-
-Spans = tuple[tuple[int, int], ...]
-
-
-class SlotMemory:
-    """Memory of all slots. `reserve`, `release` and `close` are slow: call off the event loop."""
-
-    def __init__(
-        self, descriptor: int, arena_bytes: int, page: Words, room: Room = HEADROOM
-    ) -> None:
-        """`page`: words of the control page. `room` grants the pages."""
-        self._page = page
-        self._memory = SparseMemory(descriptor, room, Purpose.GRADIENTS)
-        self.slots = [
-            Slot(self._memory.buffer, arena_bytes, index) for index in range(GRADIENT_SLOTS)
-        ]
-        self._held: list[Spans] = [()] * GRADIENT_SLOTS
-        self._tails = [False] * GRADIENT_SLOTS
-        self._programs: list[tuple[Spans, int] | None] = [None] * GRADIENT_SLOTS
-        self.inherited = reserved_bytes(descriptor) > 0
-        """An earlier sidecar has left pages in some room, which nobody reads any more."""
-
-    @property
-    def reserved(self) -> bool:
-        """Whether any room has pages."""
-        return any(self._tails) or self.inherited
-
-    def held_bytes(self, rooms: Sequence[int]) -> int:
-        """Bytes of these rooms that have pages; what an earlier sidecar left only if all are asked
-        for."""
-        if self.inherited and len(rooms) == GRADIENT_SLOTS:
-            return reserved_bytes(self._memory.descriptor)
-        held = [end - begin for index in rooms for begin, end in self._held[index]]
-        slots = [self.slots[index] for index in rooms if self._tails[index]]
-        return sum(held) + sum(slot.end_bytes - slot.tail_begin_bytes for slot in slots)
-
-    def holds(self, index: int, spans: Spans) -> bool:
-        """Whether all spans of a room have pages."""
-        return self._tails[index] and covers(self._held[index], page_spans(spans))
-
-    def reserve(self, index: int, spans: Spans) -> None:
-        """Populate spans of a room, and its tail.
-
-        Raises:
-            ExhaustedError: If the machine does not have that much memory.
-        """
-        slot = self.slots[index]
-        if not self._tails[index]:
-            self._memory.populate(slot.tail_begin_bytes, slot.end_bytes)
-            self._tails[index] = True
-        for span in page_spans(spans):
-            # Not what is there: a refusal gives the whole range back, and the trainer would write
-            # into the hole.
-            for begin, end in Ranges(*self._held[index]).missing(*span):
-                self._memory.populate(slot.begin_bytes + begin, slot.begin_bytes + end)
-                self._held[index] = united([*self._held[index], (begin, end)])
-
-    def program(self, index: int, spans: Spans) -> int:
-        """Write the program unless it was written already; return its version."""
-        known = self._programs[index]
-        if known is None or known[0] != spans or self.slots[index].version() != known[1]:
-            known = (spans, self.slots[index].write_program(spans, self._page))
-            self._programs[index] = known
-        return known[1]
-
-    def room(self, index: int, begin: int, end: int) -> memoryview:
-        """Bytes of a room, addressed by their place in the arena."""
-        base = self.slots[index].begin_bytes
-        return self._memory.buffer[base + begin : base + end]
-
-    def address(self, index: int) -> int:
-        """Address of a room in this process."""
-        return self._memory.address + self.slots[index].begin_bytes
-
-    def release(self, rooms: Sequence[int]) -> None:
-        """Release all pages of these rooms, which may not be armed."""
-        for index in rooms:
-            slot = self.slots[index]
-            self._held[index], self._tails[index], self._programs[index] = (), False, None
-            with suppress(OSError):
-                self._memory.release(slot.begin_bytes, slot.end_bytes)
-        if len(rooms) == GRADIENT_SLOTS:
-            self.inherited = False
-
-    def close(self) -> None:
-        """Release all pages and unmap."""
-        self.release(range(GRADIENT_SLOTS))
-        for slot in self.slots:
-            slot.close()
-        self._memory.close()
-
-
-class Places:
-    """Maps offsets in concatenated spans to arena bytes."""
-
-    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
-        self._spans = spans
-        lengths = [end - begin for begin, end in spans]
-        self._offsets = list(accumulate(lengths, initial=0))
-
-    @property
-    def size_bytes(self) -> int:
-        return self._offsets[-1]
-
-    def arena_byte(self, offset: int, size_bytes: int) -> int | None:
-        """First arena byte of a range of the concatenation; None unless a single span has it."""
-        at = bisect_right(self._offsets, offset) - 1
-        if at < 0 or at >= len(self._spans):
-            return None
-        begin, end = self._spans[at]
-        found = begin + offset - self._offsets[at]
-        return found if found + size_bytes <= end else None
-
-
-def page_spans(spans: Sequence[tuple[int, int]]) -> Spans:
-    """The whole pages that spans touch."""
-    return united([(begin // PAGE * PAGE, -(-end // PAGE) * PAGE) for begin, end in spans])
-
 
 LOSSLESS_S = 0.9
 """How long a lossless reader counts as present after its last request."""
@@ -304,9 +183,6 @@ class Gradients:
         self._loop = asyncio.get_running_loop()
         arena_bytes = attached.request.arena_bytes
         self._memory = SlotMemory(attached.shared.gradients, arena_bytes, self._words, room)
-        # An earlier sidecar's requests have died with it.
-        for word in (Word.ARM_SLOT0, Word.ARM_SLOT1, Word.LOSSLESS_EVERY):
-            self._words[word] = 0
         self._filled_until: list[tuple[int, int] | None] = [None] * GRADIENT_SLOTS
         """By slot: the last update and the rollbacks when it was disarmed without being filled. As
         long as they are the same, the trainer may be filling it."""
@@ -323,15 +199,22 @@ class Gradients:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
-        if self._memory.inherited:
-            self._filled_until = [self._now()] * GRADIENT_SLOTS
-            self._idle_timer = self._loop.call_later(AGAIN_S, self._idle)
+        self._forget_earlier()
         self.lossless = LosslessReaders(self._words)
         self._why_over: ParamdError | None = None
         self.captured_count = 0
         """Frames captured in a slot."""
         self._left_out: tuple[NoFrame, int] = NoFrame.LATE, 0
         """Why the last frames were left out, and how many in a row."""
+
+    def _forget_earlier(self) -> None:
+        """Take back what an earlier sidecar has asked the trainer for, and free its memory soon."""
+        # Its requests have died with it.
+        for word in (Word.ARM_SLOT0, Word.ARM_SLOT1, Word.LOSSLESS_EVERY):
+            self._words[word] = 0
+        if self._memory.inherited:
+            self._filled_until = [self._now()] * GRADIENT_SLOTS
+            self._idle_timer = self._loop.call_later(AGAIN_S, self._idle)
 
     @property
     def history(self) -> int:
@@ -454,15 +337,15 @@ class Gradients:
     def _why_empty(self, frame: Frame) -> ParamdError:
         """The error of a frame that the trainer left out; ConflictError if it will leave out all
         others like it."""
-        why = read_no_frame(self._words, frame.slot)
+        reason = read_no_frame(self._words, frame.slot)
         before, count = self._left_out
         # Of one that came too late nothing is known.
-        if why is not NoFrame.LATE:
-            self._left_out = why, count + 1 if why is before else 1
-        if why in _NEVER and self._left_out[1] >= NEVER:
-            unserved = unserved_reason(self._page) if why is NoFrame.FAILED else ""
-            return ConflictError(_NEVER[why] + (f" ({unserved})" if unserved else ""))
-        return AbortedError(f"update {frame.step} has no gradient frame: it {_LEFT_OUT[why]}")
+        if reason is not NoFrame.LATE:
+            self._left_out = reason, count + 1 if reason is before else 1
+        if reason in _NEVER and self._left_out[1] >= NEVER:
+            unserved = unserved_reason(self._page) if reason is NoFrame.FAILED else ""
+            return ConflictError(_NEVER[reason] + (f" ({unserved})" if unserved else ""))
+        return AbortedError(f"update {frame.step} has no gradient frame: it {_LEFT_OUT[reason]}")
 
     def _look_again(self) -> None:
         if self._timer is not None:
@@ -579,20 +462,20 @@ class Gradients:
         served = frame.served(notes)
         # Searched each time: until the update has begun, a moment after its frame exists, more
         # requests may come.
-        while want := next((one for one in frame.wants if not one.done.done()), None):
+        while want := next((some for some in frame.wants if not some.done.done()), None):
             # The trainer served an earlier program, before this request was added.
             if not covers(served, want.spans):
                 want.refuse(self._passed(frame.step))
                 continue
             try:
-                found = await self._loop.run_in_executor(
+                result = await self._loop.run_in_executor(
                     self._thread, want.work, self._memory, frame.slot
                 )
             except Exception as error:
                 want.refuse(error)
             else:
                 if not want.done.done():
-                    want.done.set_result((found, notes))
+                    want.done.set_result((result, notes))
         self._end(frame)
         self._look()
 

@@ -11,14 +11,13 @@ import grpc
 import grpc.aio
 
 from paramd.errors import MAX_ID_CHARS, METADATA_KEY, ParamdError, codes_of, exhausted_of, reason_of
-from paramd.memory.control_page import Word, rewinds_of, stands_of, unserved_reason
+from paramd.memory.control_page import ControlPage, Word, rewinds_of, stands_of, unserved_reason
 from paramd.memory.descriptors import reserved_bytes
 from paramd.state_files import resident_bytes
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
-from paramd_service.sidecar.boundaries import GAVE_UP, GAVE_UP_REASON
-from paramd_service.sidecar.copying.page_requests import apart_reason
+from paramd_service.sidecar import boundaries
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.owner import Ownership, process_state, worked
+from paramd_service.sidecar.owner import AttachedMemory, Ownership, process_state, worked
 from paramd_service.sidecar.parts import SidecarHost
 from paramd_service.sidecar.phase import Doing, doing
 from paramd_service.sidecar.snapshots.store import Snapshot
@@ -53,8 +52,8 @@ async def abort_internal(
         # Truncated: it is untrusted.
         request_id=metadata_of(context, METADATA_KEY)[:MAX_ID_CHARS],
     )
-    if (told := exhausted_of(error)) is not None:
-        await abort_with(context, told)
+    if (exhausted := exhausted_of(error)) is not None:
+        await abort_with(context, exhausted)
     await context.abort(
         grpc.StatusCode.INTERNAL, f"internal error, see the sidecar's log (id {error_id})"
     )
@@ -120,11 +119,11 @@ def header(
 
 def header_of(rank: SidecarHost, snapshot: Snapshot) -> common_pb2.Header:
     """Header of an answer about a snapshot, with the snapshot's state."""
-    found = header(rank, snapshot.step, snapshot.edits)
-    found.iteration, found.unsettled = snapshot.iteration, snapshot.unsettled
-    found.label, found.history = snapshot.label, snapshot.history
-    found.incarnation, found.boundary_token = snapshot.key.incarnation, snapshot.token
-    return found
+    message = header(rank, snapshot.step, snapshot.edits)
+    message.iteration, message.unsettled = snapshot.iteration, snapshot.unsettled
+    message.label, message.history = snapshot.label, snapshot.history
+    message.incarnation, message.boundary_token = snapshot.key.incarnation, snapshot.token
+    return message
 
 
 def doing_now(rank: SidecarHost) -> Doing:
@@ -144,7 +143,7 @@ def doing_now(rank: SidecarHost) -> Doing:
 
 
 def rank_state(rank: SidecarHost) -> common_pb2.RankState:
-    """State of the rank, from its control page and its snapshots."""
+    """State of the rank, from its control page, its snapshots and its parts."""
     now = doing_now(rank)
     state = common_pb2.RankState(
         rank=rank.config.rank,
@@ -161,26 +160,50 @@ def rank_state(rank: SidecarHost) -> common_pb2.RankState:
         last_refusal=rank.refusals.last,
         stream_port=rank.stream_port,
     )
-    if rank.end is not None and rank.ownership is not Ownership.OWNED:
-        ended_s, how = rank.end
-        state.trainer_ended_ms = max(1, round(1e3 * (time.monotonic() - ended_s)))
-        if how is not None:
-            state.trainer_signal = how.signal
-            state.trainer_ended_well = not (how.signal or how.code)
-            state.phase_reason = f"{how.text}: {state.phase_reason}"
+    _report_end(state, rank)
     rank.parts.report(state)
     if rank.shortage:
         state.alerts.append(MEMORY_SHORT)
         state.phase_reason = state.phase_reason or rank.shortage
     attached = rank.attached
-    if attached is None:
-        return state
-    page = attached.page
-    boundary_ns = page[Word.BOUNDARY_NS]
+    if attached is not None:
+        _report_trainer(state, rank, attached)
+        _report_updates(state, attached.page)
+        boundaries.report(state, attached.page)
+        _report_served(state, attached.page)
+        _report_pause(state, attached.page)
+        state.gradient_bytes = reserved_bytes(attached.shared.gradients)
+        if rank.has_pins:
+            rank.pins.report(state)
+    return state
+
+
+def _report_end(state: common_pb2.RankState, rank: SidecarHost) -> None:
+    """When and how the trainer's process ended, if it has."""
+    if rank.end is None or rank.ownership is Ownership.OWNED:
+        return
+    ended_s, how = rank.end
+    state.trainer_ended_ms = max(1, round(1e3 * (time.monotonic() - ended_s)))
+    if how is not None:
+        state.trainer_signal = how.signal
+        state.trainer_ended_well = not (how.signal or how.code)
+        state.phase_reason = f"{how.text}: {state.phase_reason}"
+
+
+def _report_trainer(
+    state: common_pb2.RankState, rank: SidecarHost, attached: AttachedMemory
+) -> None:
+    """The trainer's process and its memory."""
     state.trainer_pid = attached.trainer_pid
     if rank.ownership is Ownership.OWNED:
         # The pid of a trainer that has ended may have been reused.
         state.trainer_rss_bytes = resident_bytes(attached.trainer_pid)
+    state.arena_bytes = attached.request.arena_bytes
+
+
+def _report_updates(state: common_pb2.RankState, page: ControlPage) -> None:
+    """How updates go: their pace, their waits for paramd, and the rollbacks."""
+    boundary_ns = page[Word.BOUNDARY_NS]
     state.step_time_ns = page[Word.STEP_TIME_NS]
     state.boundary_age_ns = time.monotonic_ns() - boundary_ns if boundary_ns else -1
     state.stall_count = page[Word.STALL_COUNT]
@@ -191,29 +214,27 @@ def rank_state(rank: SidecarHost) -> common_pb2.RankState:
         for cause, (count, total_ns, max_ns) in stands_of(page).items()
     )
     state.rewinds.extend(
-        common_pb2.Rewind(history=one.history, from_step=one.from_step, to_step=one.to_step)
-        for one in rewinds_of(page)
+        common_pb2.Rewind(
+            history=rewind.history, from_step=rewind.from_step, to_step=rewind.to_step
+        )
+        for rewind in rewinds_of(page)
     )
-    state.arena_bytes = attached.request.arena_bytes
-    if page[Word.AGREEMENT_STATE] == GAVE_UP:
-        state.agreement_works, state.agreement_reason = False, GAVE_UP_REASON
-    elif apart := apart_reason(page.words):
-        state.agreement_works, state.agreement_reason = False, apart
+    state.edits = page[Word.EDITS]
+
+
+def _report_served(state: common_pb2.RankState, page: ControlPage) -> None:
+    """What the trainer serves, and what it has found changed outside of updates."""
     state.unserved_reason = unserved_reason(page)
     state.stray_count = page[Word.STRAY_COUNT]
     state.strict = bool(page[Word.STRICT])
     state.optimizer_live = page[Word.MOMENTS_LIVE] == 1
-    state.ready_boundary = page[Word.HIGHEST]
-    state.edits = page[Word.EDITS]
-    state.gradient_bytes = reserved_bytes(attached.shared.gradients)
+
+
+def _report_pause(state: common_pb2.RankState, page: ControlPage) -> None:
+    """What is left of a pause's lease, if training is paused."""
     if page[Word.HELD]:
         state.hold_left_ms = max(0, page[Word.HOLD_UNTIL_NS] - time.monotonic_ns()) // 1_000_000
         state.hold_steps_left = page[Word.HOLD_STEPS_LEFT]
-    if rank.has_pins:
-        state.abandoned_copy_count = rank.pins.copier.capture.given_up_count
-        state.snapshot_bytes = rank.pins.store.used_bytes
-        state.snapshot_count = rank.pins.store.lease_count
-    return state
 
 
 def snapshot_list(rank: SidecarHost) -> sidecar_pb2.ListSnapshotsResponse:

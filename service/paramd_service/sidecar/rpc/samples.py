@@ -8,6 +8,7 @@ import time
 
 from paramd.memory.device_arena import DeviceReader
 from paramd.state_files import resident_bytes
+from paramd.v1 import common_pb2
 from paramd_service.sidecar.metrics import Row, render
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
@@ -26,10 +27,6 @@ def _rank_samples(rank: RankSidecar) -> list[Row]:
     state = messages.rank_state(rank)
     age_ns = state.boundary_age_ns
     age_s = age_ns / _NS if age_ns >= 0 else -1
-    device = rank.attached.device if rank.attached is not None else None
-    stands = {one.cause: one for one in state.stands}
-    stood_s = {cause: one.total_ns / _NS for cause, one in stands.items()}
-    longest_s = {cause: one.max_ns / _NS for cause, one in stands.items()}
     budget_bytes = rank.budget_bytes(state.arena_bytes) if rank.has_pins else 0
     return [
         ("incarnation", "Run of the job, 0 before attach", rank.incarnation),
@@ -40,17 +37,10 @@ def _rank_samples(rank: RankSidecar) -> list[Row]:
         ("stalls_total", "Updates that waited for a copy", state.stall_count),
         ("stall_seconds_total", "Time that updates waited for copies", state.stall_total_ns / _NS),
         ("stall_max_seconds", "Longest such wait", state.stall_max_ns / _NS),
-        ("stands_total", "Updates that stood", {name: one.count for name, one in stands.items()}),
-        ("stand_seconds_total", "Time that updates stood because of paramd", stood_s),
-        ("stand_max_seconds", "Longest such time", longest_s),
+        *_stand_samples(state),
         ("abandoned_copies_total", "Copies that an update cut short", state.abandoned_copy_count),
         ("arena_bytes", "Bytes of the arena", state.arena_bytes),
-        (
-            "device_context",
-            "1 once this sidecar has a context on a GPU, which takes memory there",
-            int(device is not None and device.is_open),
-        ),
-        *_context_samples(device),
+        *_device_samples(rank.attached.device if rank.attached is not None else None),
         ("snapshots", "Snapshots under lease", state.snapshot_count),
         ("snapshot_bytes", "Held by snapshots", state.snapshot_bytes),
         ("snapshot_budget_bytes", "Most that snapshots may hold", budget_bytes),
@@ -61,12 +51,30 @@ def _rank_samples(rank: RankSidecar) -> list[Row]:
     ]
 
 
-def _context_samples(device: DeviceReader | None) -> list[Row]:
-    found = device.context_bytes if device is not None else None
-    if found is None:
-        return []
-    text = "Device memory that this sidecar's context takes, by NVML"
-    return [("device_context_bytes", text, found)]
+def _stand_samples(state: common_pb2.RankState) -> list[Row]:
+    counts = {stand.cause: stand.count for stand in state.stands}
+    stood_s = {stand.cause: stand.total_ns / _NS for stand in state.stands}
+    longest_s = {stand.cause: stand.max_ns / _NS for stand in state.stands}
+    return [
+        ("stands_total", "Updates that stood", counts),
+        ("stand_seconds_total", "Time that updates stood because of paramd", stood_s),
+        ("stand_max_seconds", "Longest such time", longest_s),
+    ]
+
+
+def _device_samples(device: DeviceReader | None) -> list[Row]:
+    rows: list[Row] = [
+        (
+            "device_context",
+            "1 once this sidecar has a context on a GPU, which takes memory there",
+            int(device is not None and device.is_open),
+        )
+    ]
+    context_bytes = device.context_bytes if device is not None else None
+    if context_bytes is not None:
+        text = "Device memory that this sidecar's context takes, by NVML"
+        rows.append(("device_context_bytes", text, context_bytes))
+    return rows
 
 
 def _tls_samples(rank: RankSidecar) -> list[Row]:

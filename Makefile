@@ -219,7 +219,7 @@ test-long: $(TESTS) ## tests that watch for minutes instead of seconds (about 50
 	PARAMD_TESTS_LONG=1 PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -o timeout=1200 $(LONGER)
 
 # Tests over many cases, of which `make test` takes a sample; of scenes CI takes a share.
-OVER_ALL = $(SCENES) $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' tests/integration/test_*.py tests/multiprocess/test_*.py tests/sequences/test_*.py)
+OVER_ALL = $(SCENES) $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' -e 'longer import .*share' tests/integration/test_*.py tests/multiprocess/test_*.py tests/sequences/test_*.py)
 
 campaigns: $(INTEGRATIONS) ## all cases of the tests that `make test` or CI takes a part of
 	PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=300 $(OVER_ALL)

@@ -92,7 +92,7 @@ def _besieged() -> list[Goal]:
         test_bounds.site() as (control, token),
         _asked_beside("REST", [control.url, control.grpc_address, "other", token], goals),
     ):
-        test_bounds.besieged_over_rest(control, token)
+        test_bounds.besieged_over_rest(control, token, chosen=test_bounds.EACH)
     with (
         control_plane() as control,
         _asked_beside("gRPC", [control.url, control.grpc_address, "run", TOKEN], goals),
@@ -100,7 +100,7 @@ def _besieged() -> list[Goal]:
         service = control_pb2.DESCRIPTOR.services_by_name["ControlService"]
         test_bounds.besieged(
             control.process.pid, control.grpc_address, service, METHOD_ROLES, Signer(PRIVATE_KEY),
-            "run", None,
+            "run", None, chosen=test_bounds.EACH,
         )  # fmt: skip
     return goals
 

@@ -1,6 +1,6 @@
 """Tests that watch for some time, or do a thing many times, and more so in `make test-long`;
-tests over many cases, of which `make test` has a sample, CI an eighth of the others as well, which
-its commit chooses, and `make campaigns` all.
+tests over many cases, of which `make test` has a sample or a share, CI an eighth of the others as
+well, or the share, which its commit chooses, and `make campaigns` all.
 """
 
 import os
@@ -69,3 +69,17 @@ def sample(cases: Sequence[Case], chosen: Container[Case]) -> list[Case]:
     turn = zlib.crc32(repr(beyond).encode())
     now = [case for at, case in enumerate(beyond) if (at + turn) % 8 == eighth()]
     return [case for case in cases if takes_all() or case in chosen or case in now]
+
+
+def share(cases: Sequence[Case], parts: int) -> list[Case]:
+    """The cases to test now where none has to be in every run: one of `parts` shares, or all.
+
+    Args:
+        cases: of which `repr` says the same in every process.
+        parts: 2, 4 or 8; so that the eighths, by which commits take turns, have each equally often.
+    """
+    assert 8 % parts == 0, parts
+    if takes_all():
+        return list(cases)
+    turn, chosen = zlib.crc32(repr(list(cases)).encode()), eighth()
+    return list(cases[(turn + (chosen if chosen is not None else 0)) % parts :: parts])

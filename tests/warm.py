@@ -44,6 +44,8 @@ WARM = {
     "paramd.examples.train_gpt": "ranks",
     "tests.integration.calm_gpt": "ranks",
     "tests.integration.far_trainer": "ranks",
+    "tests.integration.pruning_trainer": "ranks",
+    "tests.integration.resting_trainer": "ranks",
     "tests.integration.site_trainer": "ranks",
     "tests.multiprocess.workers.resuming": "ranks",
     "tests.program": "ranks",

@@ -52,7 +52,7 @@ def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
             assert opened.get_slice("layers.3.down.weight").get_shape() == [128, 512]
             saved_step = int(opened.metadata()["paramd_step"])
         shown = subprocess.run(
-            [sys.executable, "-c", readme_reader()],
+            [sys.executable, "-m", "tests.program", readme_reader()],
             capture_output=True,
             text=True,
             check=False,

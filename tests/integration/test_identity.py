@@ -45,6 +45,7 @@ from paramd_service.sidecar.owner import Mesh as ExchangedMesh
 from paramd_service.sidecar.rpc.control_link import may_be_at
 from tests.edit_ops import edit_op
 from tests.integration.client_job import DEADLINE_S, JOB, Job, halves, running_job, wait_for
+from tests.longer import share
 from tests.orders import bound, reads
 
 HALF = 1 << 20
@@ -107,7 +108,7 @@ def check_halves(found: torch.Tensor) -> None:
     assert bool((found[HALF:] == 4).all())
 
 
-@pytest.mark.parametrize("what", SWAPS)
+@pytest.mark.parametrize("what", share(list(SWAPS), 2))
 def test_ranks_at_each_others_places_are_refused_and_never_read(
     job: Job, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

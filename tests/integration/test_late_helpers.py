@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import paramd
+from tests.longer import share
 
 pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
 
 HELD = """
 import os, sys
@@ -56,7 +57,7 @@ def trainer(job: str, held: str, directory: Path) -> Iterator[subprocess.Popen[b
             process.kill()
 
 
-@pytest.mark.parametrize("held", ["paramd_service.control", "paramd_service.sidecar"])
+@pytest.mark.parametrize("held", share(["paramd_service.control", "paramd_service.sidecar"], 2))
 def test_one_that_is_later_than_attach_waits_is_served_by_in_the_end(
     tmp_path: Path, held: str
 ) -> None:

@@ -25,6 +25,7 @@ from tests.integration.control_process import (
     joined,
     serving,
 )
+from tests.longer import share
 
 FORGED = "paramd: job run, all ranks healthy"
 EVIL = (
@@ -186,7 +187,7 @@ def test_no_command_is_forgotten() -> None:
     assert names() == WALKED.keys() | NOT_WALKED.keys() | CHANGES_NOTHING_FOREIGN
 
 
-@pytest.mark.parametrize("form", ["table", "json"])
+@pytest.mark.parametrize("form", share(["table", "json"], 2))
 def test_no_command_prints_what_drives_a_terminal(
     form: str, lying: Control, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,19 +5,18 @@ from pathlib import Path
 import pytest
 
 from tests.launch import run_ranks
-from tests.longer import sample
+from tests.longer import share
 
 WORKER = "tests.multiprocess.workers.combinations"
 COMBINATIONS = [
     "fused-replicated", "foreach", "averaged", "compiled-checkpointed-fused", "compiled-replicated",
     "in-backward", "in-backward-checkpointed-compiled",
 ]  # fmt: skip
-SAMPLE = ["fused-replicated", "averaged", "compiled-checkpointed-fused", "in-backward"]
 
 
 @pytest.mark.timeout(300)
 def test_each_combination_trains_as_without_paramd_and_is_read_right() -> None:
-    chosen = sample(COMBINATIONS, SAMPLE)
+    chosen = share(COMBINATIONS, 2)
     for result in run_ranks(WORKER, 2, args=chosen, timeout_s=280):
         assert [line.split(":")[0] for line in result.stdout.splitlines()] == chosen
 

@@ -21,6 +21,7 @@ from paramd.mesh.mesh import Mesh
 from paramd.trainer import faults as trainer_faults
 from paramd_service.sidecar import faults as sidecar_faults
 from tests.launch import Ranks
+from tests.longer import share
 from tests.multiprocess.frozen import edit_to, frozen
 from tests.multiprocess.striking import allowed_s, arm, helper, is_down
 from tests.multiprocess.truth import connect_to, wait_until
@@ -61,7 +62,7 @@ def test_whoever_is_struck_at_a_point_and_goes_on_leaves_all_or_none(tmp_path: P
     with frozen(tmp_path, "fsdp2", 2) as ranks, connect_to(ranks.state_dir, "frozen") as mesh:
         value, rules = 0, [f"{point}:kill" for point in SIDECAR_POINTS]
         rules += [f"{point}:stop" for point in SIDECAR_POINTS + TRAINER_POINTS]
-        for index, rule in enumerate(rules):
+        for index, rule in enumerate(share(rules, 2)):
             # Even, so it travels as data; not divisible by four, so over gRPC.
             new = 4 * (index + 1) + 2
             strike(rule, ranks, tmp_path, mesh, new)

@@ -8,7 +8,7 @@ import pytest
 
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks
-from tests.longer import sample
+from tests.longer import share
 from tests.multiprocess.striking import (
     Answer,
     Request,
@@ -35,12 +35,9 @@ POINTS: dict[str, Request] = {
     "mapped": summon_stamps("same-host"), "live": summon_stamps("auto"),
     "stream-granted": OVER_STREAMS, "stream-open": OVER_STREAMS, "stream-window": OVER_STREAMS,
 }  # fmt: skip
-KILLED = sample(
-    list(POINTS),
-    ("copy-chunk", "pin-answered", "boundary-copied", "stats-item", "live", "stream-window"),
-)
+KILLED = share(list(POINTS), 4)
 # Each costs the time it takes to notice; the soak stops them at all points.
-STOPPED = ("copy-chunk", "boundary-copied", "live", "stream-granted")
+STOPPED = share(["copy-chunk", "boundary-copied", "live", "stream-granted"], 2)
 
 
 @pytest.mark.timeout(300)

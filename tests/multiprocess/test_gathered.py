@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.launch import start_ranks
+from tests.longer import share
 from tests.multiprocess.truth import connect_to
 
 WORKER = "tests.multiprocess.workers.gathered"
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "hsdp-ahead", "fsdp1"])
+@pytest.mark.parametrize("kind", share(["fsdp2", "hsdp-ahead", "fsdp1"], 2))
 def test_what_an_evaluation_left_gathered_follows_the_shards(tmp_path: Path, kind: str) -> None:
     name, _, ahead = kind.partition("-")
     state_dir = tmp_path / "state"

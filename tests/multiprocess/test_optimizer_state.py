@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.results import OptimizerState
 from tests.launch import Ranks, start_ranks
-from tests.longer import sample
+from tests.longer import sample, share
 from tests.multiprocess.truth import connect_to, wait_until
 from tests.multiprocess.workers.optimizer_state import digest
 
@@ -77,7 +77,7 @@ def assert_told(state: OptimizerState, known: dict[str, dict[str, Any]]) -> None
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("options", [("--resume", "auto"), ("--not-given",)])
+@pytest.mark.parametrize("options", share([("--resume", "auto"), ("--not-given",)], 2))
 def test_it_lies_there_with_resume_and_for_optimizers_that_attach_was_not_given(
     options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

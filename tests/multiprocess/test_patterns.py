@@ -12,7 +12,7 @@ import pytest
 import paramd
 from paramd.errors import ParamdError
 from tests.launch import start_ranks
-from tests.longer import seconds
+from tests.longer import seconds, share
 from tests.multiprocess.truth import connect_to, wait_until
 from tests.multiprocess.workers.patterns import (
     EDITS_REFUSED,
@@ -84,7 +84,7 @@ def unlike(pattern: str) -> Callable[[paramd.mesh.results.Summoned], str]:
     return wrong
 
 
-CASES = [(1, [*PATTERNS][::2]), (1, [*PATTERNS][1::2]), (2, [*OF_TWO_RANKS])]
+CASES = [*share([(1, [*PATTERNS][::2]), (1, [*PATTERNS][1::2])], 2), (2, [*OF_TWO_RANKS])]
 
 
 @pytest.mark.timeout(400)

@@ -3,10 +3,11 @@
 import pytest
 
 from tests.launch import run_ranks
+from tests.longer import share
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("kind", "resume"), [("ddp", "auto"), ("fsdp2", "never")])
+@pytest.mark.parametrize(("kind", "resume"), share([("ddp", "auto"), ("fsdp2", "never")], 2))
 def test_a_grown_and_pruned_training_goes_on_in_its_helpers_and_its_reader_too(
     kind: str, resume: str
 ) -> None:

@@ -20,7 +20,7 @@ from paramd.layout.edits.ops import EditState
 from paramd.mesh.insight.reports import Alert
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, run_ranks, start_ranks
-from tests.longer import sample
+from tests.longer import sample, share
 from tests.multiprocess.striking import arm, helper, is_down
 from tests.multiprocess.test_resume import KINDS, kill
 from tests.multiprocess.truth import connect_to
@@ -260,7 +260,7 @@ def test_helpers_killed_within_a_rollback_leave_it_everywhere_or_nowhere(
 ) -> None:
     ranks, mesh = begun(stack, tmp_path, "ddp")
     wait_for(lambda: at(tmp_path) >= 3, ranks)
-    for point in ("edit-ready", "edit-applied"):
+    for point in share(["edit-ready", "edit-applied"], 2):
         known = len(left(tmp_path, 0))
         mark = mesh.mark(point)
         wait_for(partial(reached, tmp_path, mark.step + 5), ranks)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import start_ranks
-from tests.longer import takes_all
+from tests.longer import share, takes_all
 from tests.multiprocess.striking import allowed_s
 from tests.web.door import Door, wait_for
 from tests.web.training import JOB
@@ -41,7 +41,8 @@ TROUBLES = {
     "nan": "non-finite layers.1",
     "dead": "stale-rank rank 1",
 }
-"""The cause, or its layer; the last is not healed."""
+"""The cause, or its layer; the last is not healed. CI has most of them of other trainings, too
+(`python -m benchmarks verdicts --cases ci`)."""
 ALONGSIDE = {"nan": {"logged-number loss of rank 0: nonfinite"}}
 """What may be told first, for seconds: the loss is the first to be not finite."""
 
@@ -108,6 +109,7 @@ def test_a_planted_trouble_is_told_with_its_cause_and_no_other(tmp_path: Path) -
             return len(door.get("history", metric="grad_norm", subject="total")["points"])
 
         wait_for("a baseline", lambda: norms() >= LEAST_NORMS, allowed_s(TOLD_S))
-        for trouble in TROUBLES if takes_all() else ("explode", "drift", "stuck"):
+        some = ["stuck", *share(["explode", "drift"], 2)]
+        for trouble in TROUBLES if takes_all() else some:
             found[trouble] = told_of(Door(ranks, tmp_path), trouble, TROUBLES[trouble])
     assert found == {one: {TROUBLES[one]} - {""} for one in found}

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.longer import sample
+from tests.longer import sample, share
 
 CASES = [(name, size) for name in ("a", "b", "c", "d", "e") for size in (1, 2, 4)]
 CHOSEN = {("a", 1), ("c", 4)}
@@ -27,3 +27,25 @@ def test_eight_eighths_have_every_case_once_and_the_sample_always(
         assert len(taken) in (len(CHOSEN) + 1, len(CHOSEN) + 2)
         counts.update(taken)
     assert counts == {case: 8 if case in CHOSEN else 1 for case in CASES}
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_shares_have_every_case_once_and_commits_have_each_share_equally_often(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [name for name, _ in CASES]
+    counts: Counter[tuple[int, str]] = Counter()
+    for turn in range(8):
+        monkeypatch.setenv("PARAMD_TESTS_EIGHTH", str(turn))
+        taken = share(list(enumerate(names)), parts)
+        assert len(taken) in (len(names) // parts, len(names) // parts + 1)
+        counts.update(taken)
+    assert counts == dict.fromkeys(enumerate(names), 8 // parts)
+
+
+def test_without_a_turn_one_share_is_taken_and_in_a_campaign_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len(share(CASES, 4)) in (len(CASES) // 4, len(CASES) // 4 + 1)
+    monkeypatch.setenv("PARAMD_TESTS_ALL", "1")
+    assert share(CASES, 4) == CASES

@@ -71,6 +71,14 @@ ATTACKS: Final = (
         ),
     ),
     Attack(
+        what="take the session of an open page at the port, and use it at the next port",
+        who=STRANGER,
+        expected="the session has ended",
+        tests=(
+            f"{_LOOPBACK}test_a_session_that_an_open_page_shows_a_thief_is_worthless_at_another_port",
+        ),
+    ),
+    Attack(
         what="pass the question for a proof on to the real one",
         who=STRANGER,
         expected="gets no token",

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx2
 import pytest
 
 import paramd
@@ -28,6 +29,7 @@ from paramd.security.loopback import StrangerError
 from paramd.state_files import beside_port
 from paramd.trainer.helpers.control_link import register
 from paramd.trainer.settings import AttachSettings
+from paramd_service.control.access.authority import KEY_HEADER
 from tests.integration.client_job import running_job
 from tests.integration.control_process import JOB, TOKEN, Control, control_plane
 
@@ -146,6 +148,29 @@ def test_a_client_that_polls_shows_it_to_nobody_when_its_connection_is_made_agai
 
     with control_plane() as control:
         asyncio.run(poll())
+
+
+def test_a_session_that_an_open_page_shows_a_thief_is_worthless_at_another_port() -> None:
+    def shown(port: int) -> dict[str, str]:
+        """What the page sends with each of its requests, as a thief would to this port."""
+        return {"cookie": f"paramd-{port}={cookie}", KEY_HEADER: key}
+
+    with control_plane() as control:
+        opened = control.ask("POST", "/session")
+        (cookie,), key = opened.cookies.values(), opened.json()["key"]
+        port = urlsplit(control.url).port or 0
+        assert control.get("/api/v1/session", None, **shown(port)).status_code == 200
+        control.process.kill()
+        control.wait()
+    with thief(port) as other:
+        # The page goes on asking where it came from.
+        httpx2.get(f"{other.url}/api/v1/session", headers=shown(port), trust_env=False)
+        with control_plane() as moved:
+            at = urlsplit(moved.url).port or 0
+            assert moved.get("/api/v1/session", None, **shown(at)).status_code == 401
+        heard = other.heard()
+    assert cookie in heard
+    assert key in heard
 
 
 def test_a_program_in_between_gets_the_proof_of_another_address() -> None:

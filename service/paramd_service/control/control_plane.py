@@ -144,7 +144,8 @@ class ControlPlane:
         services = self._services(host)
         if self._past is None:
             own = services.tokens.own_digest
-            services.sessions.keep(self._records.directory / "sessions.json", own)
+            kept = self._records.directory / "sessions.json"
+            services.sessions.keep(kept, own, port=self._claim.http.port)
         await self._http.start(build_app(services), self._claim.listeners, tls=self._tls)
         # 5. All is served.
         await host.parts.started()

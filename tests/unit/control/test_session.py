@@ -154,10 +154,10 @@ def test_an_idle_session_ends_and_the_oldest_makes_place() -> None:
 def test_a_kept_session_of_the_owner_goes_on_with_the_next_runs_own_token(tmp_path: Path) -> None:
     path = tmp_path / "sessions.json"
     first = Sessions()
-    first.keep(path, "run 1's")
+    first.keep(path, "run 1's", port=8470)
     mine, theirs = first.open("run 1's"), first.open("a viewer's")
     later = Sessions()
-    later.keep(path, "run 2's")
+    later.keep(path, "run 2's", port=8470)
     assert later.token_digest(mine.cookie, mine.key) == "run 2's"
     assert later.token_digest(theirs.cookie, theirs.key) == "a viewer's"
     assert later.token_digest(mine.cookie, theirs.key) == ""
@@ -220,9 +220,9 @@ async def test_a_built_page_is_kept_by_browsers_and_names_no_other_file(tmp_path
 def test_sessions_outlive_a_process_and_what_was_left_stays_left(tmp_path: Path) -> None:
     path, now_s = tmp_path / "sessions.json", [1e9]
 
-    def process() -> Sessions:
+    def process(port: int = 8470) -> Sessions:
         sessions = Sessions(clock=lambda: now_s[0])
-        sessions.keep(path, "")
+        sessions.keep(path, "", port=port)
         return sessions
 
     before = process()
@@ -238,3 +238,15 @@ def test_sessions_outlive_a_process_and_what_was_left_stays_left(tmp_path: Path)
     assert process().token_digest(kept.cookie, kept.key) == ""
     path.write_text('{"not": "ours"}')
     assert process().token_digest(kept.cookie, kept.key) == ""
+
+
+def test_sessions_end_for_good_when_their_process_is_back_at_another_port(tmp_path: Path) -> None:
+    def process(port: int) -> Sessions:
+        sessions = Sessions()
+        sessions.keep(tmp_path / "sessions.json", "", port=port)
+        return sessions
+
+    before = process(8470).open("digest")
+    assert process(8470).token_digest(before.cookie, before.key) == "digest"
+    assert process(8471).token_digest(before.cookie, before.key) == ""
+    assert process(8470).token_digest(before.cookie, before.key) == ""

@@ -84,22 +84,29 @@ class Sessions:
         self._clock = clock
         self._path: Path | None = None
         self._own_digest = ""
+        self._port = 0
         self._saved_s = -math.inf
         self._open: OrderedDict[bytes, _Session] = OrderedDict()
         self._followers: dict[bytes, set[asyncio.Future[None]]] = {}
         self._codes: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
-    def keep(self, path: Path, own_digest: str) -> None:
-        """Resume the sessions of an earlier process, and keep these in the same file: digests
-        alone, which open nothing. An unreadable or unwritable file only costs a sign-in.
+    def keep(self, path: Path, own_digest: str, *, port: int) -> None:
+        """Resume the sessions of an earlier process that had the same port, and keep these in the
+        same file: digests alone, which open nothing. An unreadable or unwritable file only costs a
+        sign-in.
 
         The earlier process may be of the job's last run, whose own token was another one: sessions
-        of the owner are of the own token of this run, with `own_digest`, from now on."""
-        self._path, self._own_digest = path, own_digest
-        with suppress(OSError, ValueError, TypeError, AttributeError):
-            for name, (key, token, used_s, is_own) in parsed_json(
-                read_file(path, OWN_FILE), OWN_FILE
-            ).items():
+        of the owner are of the own token of this run, with `own_digest`, from now on.
+
+        Those of another port end: whoever has that port now, perhaps another user of this host, is
+        sent both halves of them by each page that is still open."""
+        self._path, self._own_digest, self._port = path, own_digest, port
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            kept = parsed_json(read_file(path, OWN_FILE), OWN_FILE)
+            if kept["port"] != port:
+                self._save()
+                return
+            for name, (key, token, used_s, is_own) in kept["open"].items():
                 digest = own_digest if is_own else str(token)
                 session = _Session(bytes.fromhex(key), digest, float(used_s))
                 self._open[bytes.fromhex(name)] = session
@@ -117,7 +124,7 @@ class Sessions:
                 for name, one in self._open.items()
             }
             with suppress(OSError):
-                replace(self._path, json.dumps(told))
+                replace(self._path, json.dumps({"port": self._port, "open": told}))
 
     def open(self, token_digest: str) -> Opened:
         """Open a session for the token with this digest, already checked to be valid."""

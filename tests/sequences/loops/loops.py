@@ -32,7 +32,7 @@ OF_SETTLED = ("diff", "updates", "logged")
 OF_GRADIENTS = ("grads", "open_stream", "made_again", "together", "replay", "reader_killed")
 """Operations with gradients, which are gone once an optimizer has stepped in the backward."""
 FEW_FRAMES = 8
-"""Of our code that dynamo may trace: the hooks, up to where they see that it does."""
+"""Of our code that dynamo may go into: the hooks of the model, which return at once then."""
 EACH = 12
 """Of so many iterations one does what the loop does now and then."""
 

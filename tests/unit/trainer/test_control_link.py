@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paramd.errors import UnreachableError
 from paramd.helpers import end
-from paramd.trainer.helpers import control_link
+from paramd.trainer.helpers import control_link, sidecar_link
 from paramd.trainer.helpers.control_link import ControlLink, Tracking
 from paramd.trainer.helpers.sidecar_link import Identity, Patience
 from paramd.trainer.settings import AttachSettings
@@ -23,6 +24,26 @@ def test_a_process_of_the_link_before_is_waited_for_as_long_as_a_new_one() -> No
     patience = Patience("the sidecar of rank 0", 20.0)
     assert patience.wait_s < 21.0
     assert patience.may_stay()
+
+
+def test_each_process_that_comes_up_late_is_kept_longer_and_its_log_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(sidecar_link, "time", SimpleNamespace(monotonic=lambda: now_s))
+    patience, kept_s = Patience("the control plane", 20.0), list[float]()
+    for _ in range(3):
+        patience.begin()
+        begun_s = now_s
+        while patience.may_stay():
+            now_s += 20.0
+        kept_s.append(now_s - begun_s)
+    assert kept_s == [160.0, 320.0, 640.0]
+    log_path = tmp_path / "control.log"
+    log_path.touch()
+    for text in (str(patience.late(None, log_path)), log_path.read_text()):
+        assert "the control plane is still starting after 640 s" in text
+        assert "PARAMD_SIDECAR_START_TIMEOUT_S (now 20) allows at attach" in text
 
 
 def test_trackers_that_were_closed_are_not_started_by_a_late_control_plane(

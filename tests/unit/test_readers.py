@@ -53,6 +53,7 @@ READERS = {
     "paramd/mesh/peers/control.py:RestClient._client_of httpx2.AsyncClient": CLIENT,
     "paramd/mesh/peers/grpc.py:_stream read": BOUNDED + "BoundedChannel",
     "paramd/mesh/reading/reductions.py:read_texts read_bytes": BOUNDED + "MAX_VALUES_BYTES",
+    "paramd/parts.py:_read read": SHIPPED,
     "paramd/places.py:_take_in json.loads": OWN,
     "paramd/security/authority.py:_authority read_bytes": OWN,
     "paramd/security/channel.py:open_bounded grpc.aio.insecure_channel": BOUNDED + "here",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -239,16 +238,16 @@ class ControlPart:
         """REST and gRPC are served."""
 
     def began(self, mesh: Incarnation) -> None:
-        """An incarnation of a job has begun. What this and the next ones raise is logged."""
+        """An incarnation of a job has begun. Raises nothing."""
 
     def recalled(self, mesh: Incarnation) -> None:
         """In place of `began`: a job that has ended, of which the records alone are shown."""
 
     def seen(self, mesh: Incarnation, view: MeshView) -> None:
-        """Once a second: what is known of its ranks now."""
+        """Once a second: what is known of its ranks now. Raises nothing."""
 
     def ended(self, mesh: Incarnation) -> None:
-        """It is over: `mesh.over` says why. Its sidecars may still answer."""
+        """It is over: `mesh.over` says why. Its sidecars may still answer. Raises nothing."""
 
     def evicted(self, job: str) -> None:
         """The job, which has ended, is listed no more: nothing is kept of it."""
@@ -327,7 +326,7 @@ class ControlPart:
 
 
 class ControlParts:
-    """The parts of one control plane, in the order of its list."""
+    """The parts of one control plane, in the order of its list: ours, then those of packages."""
 
     def __init__(self, parts: Iterable[ControlPart]) -> None:
         self._parts = tuple(parts)
@@ -350,26 +349,22 @@ class ControlParts:
 
     def began(self, mesh: Incarnation) -> None:
         for part in self:
-            with _logged(part):
-                if mesh.registry.is_past:
-                    part.recalled(mesh)
-                else:
-                    part.began(mesh)
+            if mesh.registry.is_past:
+                part.recalled(mesh)
+            else:
+                part.began(mesh)
 
     def seen(self, mesh: Incarnation, view: MeshView) -> None:
         for part in self:
-            with _logged(part):
-                part.seen(mesh, view)
+            part.seen(mesh, view)
 
     def ended(self, mesh: Incarnation) -> None:
         for part in self:
-            with _logged(part):
-                part.ended(mesh)
+            part.ended(mesh)
 
     def evicted(self, job: str) -> None:
         for part in self:
-            with _logged(part):
-                part.evicted(job)
+            part.evicted(job)
 
     async def closed(self) -> None:
         """The last first: parts may use those before them."""
@@ -400,8 +395,7 @@ class ControlParts:
 
     def edit_applied(self, row: EditRow) -> None:
         for part in self:
-            with _logged(part):
-                part.edit_applied(row)
+            part.edit_applied(row)
 
     async def edit_of_data(
         self,
@@ -430,15 +424,6 @@ class ControlParts:
 
     async def checkpoints(self, job: str) -> list[Mapping[str, Any]]:
         return [one for part in self for one in await part.checkpoints(job)]
-
-
-@contextmanager
-def _logged(part: ControlPart) -> Iterator[None]:
-    """What it raises is logged: a part that fails ends no job, and keeps no other from knowing."""
-    try:
-        yield
-    except Exception:
-        log.exception("part %s has failed", part.name)
 
 
 def _missing(what: str) -> ConflictError:

@@ -145,7 +145,10 @@ ATTACKS: Final = (
         what="say what drives a terminal",
         who=PEER,
         expected="shown as text",
-        tests=(f"{_TEXT}test_a_message_is_cleaned_line_by_line",),
+        tests=(
+            f"{_TEXT}test_a_message_is_cleaned_line_by_line",
+            f"{_TEXT}test_a_warning_and_a_traceback_are_cleaned_line_by_line",
+        ),
     ),
     Attack(
         what="name a tensor so that the shell runs it once it is completed",

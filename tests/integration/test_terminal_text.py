@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import logging
 import sqlite3
 import threading
 import unicodedata
@@ -14,7 +15,9 @@ import pytest
 import typer
 
 from paramd.cli.main import app, main
-from paramd.cli.shell import say
+from paramd.cli.output import json_text
+from paramd.cli.shell import run, say
+from paramd.errors import ParamdError
 from paramd.v1 import common_pb2, control_pb2, sidecar_pb2
 from tests.integration.control_process import (
     JOB,
@@ -77,6 +80,26 @@ def test_a_message_is_cleaned_line_by_line(capsys: pytest.CaptureFixture[str]) -
     err = capsys.readouterr().err
     assert is_plain(err)
     assert "pwned" in err
+
+
+def test_a_warning_and_a_traceback_are_cleaned_line_by_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def told() -> None:
+        log = logging.getLogger("paramd.of-a-rank")
+        log.propagate = False  # as in the program, whose log has no handler
+        log.warning("paramd: no frame comes: %s", EVIL)
+        raise ParamdError(EVIL)
+
+    assert run(told, debug=True) == 1
+    err = capsys.readouterr().err
+    assert is_plain(err)
+    assert "no frame comes" in err
+    assert "Traceback" in err
+
+
+def test_half_a_character_in_a_document_ends_no_command() -> None:
+    assert json_text({"name": "\ud83d"}).encode() == b'{"name": "\\ud83d"}'
 
 
 class Liar(FakeSidecar):

@@ -19,7 +19,7 @@ from paramd import places, state_files
 from paramd.cli import ended
 from paramd.cli.options import Target, with_target
 from paramd.cli.parts import LOOK, CommandPart, Commands
-from paramd.cli.shell import say
+from paramd.cli.shell import one_line, say
 
 PAGE_FILE = "sign-in.html"
 CODES = "/session/codes"
@@ -67,7 +67,7 @@ def _open(target: Target, browser: bool) -> None:
 
     url, link, ttl_s = asyncio.run(_link(target))
     opened = browser and has_browser() and webbrowser.open(page_file(link).as_uri())
-    print(link)
+    print(one_line(link))
     sys.stdout.flush()
     say(
         f"{'opened' if opened else 'open the link for'} {url}; the link signs in once, within "

@@ -193,8 +193,9 @@ def cell(column: Column, row: Row | None) -> str:
     return "" if value is None else one_line(column.show(value))
 
 
-_MARKS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that reorder a terminal's text, or command it; JSON itself escapes the rest."""
+_MARKS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that reorder a terminal's text, or command it, and halves of characters, which no
+output takes; JSON itself escapes the rest."""
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:

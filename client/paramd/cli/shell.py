@@ -1,5 +1,6 @@
 """Exit of the program: an error's text, its exit code, a traceback with --debug."""
 
+import logging
 import os
 import re
 import sys
@@ -23,6 +24,8 @@ def run(app: Callable[[], object], *, debug: bool, given: Sequence[str] = ()) ->
     7 denied, 8 timeout; 130 interrupted, 141 broken pipe on stdout.
     """
     stdout = sys.stdout
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Plain())
     # Ctrl-C may come between making a coroutine and passing it on.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     try:
@@ -40,7 +43,7 @@ def run(app: Callable[[], object], *, debug: bool, given: Sequence[str] = ()) ->
         return INTERRUPTED
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            print(plain(traceback.format_exc().rstrip()), file=sys.stderr)
         text, code = explain(_gone(error, given) or error, given)
         if text:
             say(text)
@@ -162,6 +165,13 @@ def plain(text: str) -> str:
     look like a program's own.
     """
     return "\n        ".join(map(one_line, text.split("\n")))
+
+
+class _Plain(logging.Formatter):
+    """Makes log lines `plain`: warnings repeat what ranks, hosts and files say, too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
 
 
 def say(text: str) -> None:

@@ -12,7 +12,7 @@ from paramd.cli import completion
 from paramd.cli.options import Output, Target, completed, examples, with_output, with_target
 from paramd.cli.output import Column, seconds
 from paramd.cli.parts import RUN, CommandPart, Commands
-from paramd.cli.shell import say
+from paramd.cli.shell import one_line, say
 from paramd.clock import seconds_of
 
 token = typer.Typer(help="User tokens and their roles.", no_args_is_help=True)
@@ -61,7 +61,7 @@ def create(
     made = target.ask("POST", "/tokens", body)
     if output is None:
         say(f"token {made['name']}, role {made['role']}; save it, it is not shown again")
-        print(made["token"])
+        print(one_line(str(made["token"])))
         return
     _show(target, [made])
 

@@ -6,17 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from paramd.trainer.home import watch
-from paramd.trainer.home.watch import (
-    CHANGES,
-    SHAPE_COUNT,
-    Glance,
-    Places,
-    Watch,
-    Watched,
-    find_places,
-    glance_at,
-)
+from paramd.trainer.home import glance
+from paramd.trainer.home.glance import CHANGES, Glance, Places, find_places, glance_at
+from paramd.trainer.home.watch import SHAPE_COUNT, Watch, Watched
 from paramd.trainer.model.local_shard import Slot
 
 WIDTH = 8
@@ -39,7 +31,7 @@ def _watch(model: nn.Module) -> Watch:
 @pytest.fixture(params=["at a glance", "one by one"])
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     if request.param == "one by one":
-        monkeypatch.setattr(watch, "find_places", lambda: None)
+        monkeypatch.setattr(glance, "find_places", lambda: None)
     return _model()
 
 
@@ -168,12 +160,12 @@ def test_words_of_other_places_are_not_used(part: str, monkeypatch: pytest.Monke
     places = find_places()
     assert places is not None
     wrong = places._replace(**{part: 1 if part != "version" else 5})
-    monkeypatch.setattr(watch, "find_places", lambda: wrong)
+    monkeypatch.setattr(glance, "find_places", lambda: wrong)
     table = {"tensor": torch.zeros(9)[1:]}
 
     if part == "version":
         # Whether a table's word tells of changes is tried, for nobody says what it should be.
-        assert not all(watch._notices(wrong, change) for change in CHANGES)
+        assert not all(glance._notices(wrong, change) for change in CHANGES)
     else:
         assert glance_at([table], [table["tensor"]]) is None
 
@@ -182,7 +174,7 @@ def test_each_change_that_a_glance_must_notice_is_one() -> None:
     places = find_places()
     assert places is not None
     for change in CHANGES:
-        table = {"tensor": watch._tensor()}
+        table = {"tensor": glance._tensor()}
         seen = Glance([table], [table["tensor"]], places)
         assert seen.same()
         change(table)

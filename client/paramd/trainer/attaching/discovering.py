@@ -40,10 +40,11 @@ from paramd.trainer.home.mirrored import home_of
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model.hub import described
 from paramd.trainer.model.local_shard import LocalShard
+from paramd.trainer.resume.agreeing import agreed_choice
 from paramd.trainer.resume.choice import RankOffer
 from paramd.trainer.resume.copies import buddies
 from paramd.trainer.resume.keeper import check_keep
-from paramd.trainer.resume.succession import Succession, agreed_choice, new_lineage
+from paramd.trainer.resume.succession import Succession, new_lineage
 from paramd.trainer.settings import AttachSettings
 from paramd.version import __version__
 

@@ -349,9 +349,14 @@ def evict(
             "parameters were replaced while their old memory is in use by something that Python "
             "does not show, such as a graph that awaits its backward; retrying"
         )
+    return _with_copies(strangers)
+
+
+def _with_copies(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor with its view of a copy of its storage; those of one storage share a copy."""
     copies: dict[int, torch.Tensor] = {}
     moves = []
-    for tensor in strangers:
+    for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage._cdata not in copies:
             copies[storage._cdata] = bytes_of(storage).clone()

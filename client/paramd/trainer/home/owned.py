@@ -110,6 +110,14 @@ def _aligned(offset: int, align_bytes: int) -> int:
     return -(-offset // align_bytes) * align_bytes
 
 
+def _are_its_parts(tensors: Sequence[torch.Tensor], shard: LocalShard) -> bool:
+    """Whether all are tensors that the shard is a part of, in the shard's own storage."""
+    wholes = {id(whole) for whole in shard.part_of}
+    if not wholes.issuperset(map(id, tensors)):
+        return False
+    return all(moving.storage(tensor) == moving.storage(shard.tensor) for tensor in tensors)
+
+
 class ParameterStorage:
     """The place of one model's local parameters. Training thread only, except `in_place`.
 
@@ -369,28 +377,51 @@ class ParameterStorage:
         assert self._watch is not None, "move_in comes first"
         if self._watch.added or not self._watch.modules_in_place():
             return []
+        ours = self._own_tensors()
+        departed = self._given_other_memory(ours)
+        if not departed:
+            return []
+        left = [(param, home) for _, param, home in departed]
+        # Each once: the parameters of a flat one have it in common.
+        distinct = {id(tensor): tensor for tensor in ours}.values()
+        known = Counter(map(moving.storage, distinct))
+        targets = self._alone(left, known)
+        if not targets:
+            return []
+        with torch.no_grad():
+            for param, home in left:
+                home.copy_(param)
+        moving.repoint(targets)
+        return [name for name, _, _ in departed]
+
+    def _own_tensors(self) -> list[torch.Tensor]:
+        """The tensors here that refer to the arena's storages."""
         # A glance refers to storages: `look` has dropped it when it found something out of place.
         ours = [*self._bases]
         # Also those of parameters of which this rank holds nothing, as FSDP1 has them. A view keeps
         # what it is a view of: of FSDP1's shards a tensor that nobody else has.
         views = [s.tensor for s in self._shards if s.kind is TensorKind.PARAMETER]
         ours += views
-        ours += (one._base for one in views if one._base is not None)
+        ours += (view._base for view in views if view._base is not None)
+        return ours
+
+    def _given_other_memory(
+        self, ours: list[torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, parameter and view in the arena of each that has other memory; none if something
+        else has changed. The tensors that parameters and we have there are added to `ours`.
+        """
         placed = self._placed(TensorKind.PARAMETER)
         params = [shard.slot.owner.get(shard.slot.key) for shard, _ in placed]
         each = {id(param) for param in params}
-        left: list[tuple[torch.Tensor, torch.Tensor]] = []
-        names: list[str] = []
+        departed: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for (shard, begin), param in zip(placed, params, strict=True):
             home = shard.tensor
             if param is None or not any(holder is param for holder in shard.holders):
                 return []
-            parts = {id(one) for one in shard.part_of}
             # A tied parameter holds it too, and has its own turn in this loop.
-            beside = [one for one in shard.holders if one.numel() and id(one) not in each]
-            if not parts.issuperset(map(id, beside)):
-                return []
-            if any(moving.storage(one) != moving.storage(home) for one in beside):
+            beside = [held for held in shard.holders if held.numel() and id(held) not in each]
+            if not _are_its_parts(beside, shard):
                 return []
             ours += beside
             if moving.address(param) == self._arena_address + begin:
@@ -401,19 +432,8 @@ class ParameterStorage:
                 ours.append(home)
             if not moving.alike(param, home):
                 return []
-            left.append((param, home))
-            names.append(shard.fqn)
-        # Each once: the parameters of a flat one have it in common.
-        distinct = {id(one): one for one in ours}.values()
-        known = Counter(map(moving.storage, distinct))
-        targets = self._alone(left, known)
-        if not targets:
-            return []
-        with torch.no_grad():
-            for param, home in left:
-                home.copy_(param)
-        moving.repoint(targets)
-        return names
+            departed.append((shard.fqn, param, home))
+        return departed
 
     def _alone(
         self, left: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Counter[int]

@@ -6,304 +6,32 @@ compared too: `p.data = p.data[:n]` and `p.data = p.data.t()` keep the address. 
 tree show through torch's registration hooks. Contents are compared by samples of the arena, and by
 version counters, a few at a time.
 
-Looking at 300 tensors and 226 tables takes Python some 40 us. A glance takes 3: it gathers the
-words of memory behind those answers, and skips the look when none has changed:
-
-    dict            its version: a number that rises with every change (CPython up to 3.13)
-    tensor object   -> TensorImpl
-    TensorImpl      -> StorageImpl, the offset in it, and the sizes and strides
-    StorageImpl     -> memory
-
-These offsets are undocumented, so none is assumed: each is found by probing objects made for
-it, used only if every kind of change shows there, and checked against what torch reports for
-each watched tensor. If any of this fails (another Python, another torch), or with
-PARAMD_GLANCES=0, every look is a full one.
-
-Only memory of live objects is read. Tables, tensors and storages are kept alive here; a
-TensorImpl lives as long as a tensor points to it, so it is read only after its tensor was seen
-to do so. A glance never tells where a tensor is, only that it has not moved.
+A glance (glance.py) skips the look when no word of memory behind those answers has changed.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import cycle
 from operator import attrgetter, getitem, is_
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from paramd.memory.control_page import MAX_SAMPLES, UNCHANGED, Changed, digest_of
+from paramd.trainer.home.glance import INLINE_DIMS, Glance, glance_at
 from paramd.trainer.model.dtensor import is_dtensor, split
 from paramd.trainer.model.local_shard import Slot
 from paramd.trainer.model.plain import has_plain_memory
-
-log = logging.getLogger("paramd")
-
-_WORD_BYTES = 8
-_HEAD = 2
-"""Words at the start of every object: its type or vtable, and its reference count."""
-
-_IMPL_WORDS, _STORAGE_WORDS = 20, 6
-"""Words searched for a place; both objects are larger."""
-
-_ODD_OFFSET = 4099
-"""Storage offset of the probe tensor: no other of its words has this value."""
-
-_ODD_SIZES, _ODD_STRIDES = (3, 7, 11, 13, 19), (23, 29, 31, 37, 41)
-"""Sizes and strides of another one."""
-
-_INLINE_DIMS = 5
-"""Most dims whose sizes and strides lie in the TensorImpl itself."""
-
-
-class _Memory:
-    """This process's memory as a numpy array of words, from address 8 on."""
-
-    __array_interface__ = {  # noqa: RUF012
-        "data": (_WORD_BYTES, True),
-        "shape": (1 << 53,),
-        "typestr": "=i8",
-        "version": 3,
-    }
-
-
-_memory: npt.NDArray[np.int64] = np.asarray(_Memory())
-
-
-class Places(NamedTuple):
-    """Offset of each word from the start of its object, in words."""
-
-    version: int
-    impl: int
-    storage: int
-    offset: int
-    sizes: int
-    """The first one; the word before it is the number of dims."""
-    strides: int
-    memory: int
-
-
-class Glance:
-    """The words of some tables and tensors at the time of its construction."""
-
-    def __init__(
-        self, tables: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor], places: Places
-    ) -> None:
-        """Keeps every storage alive for as long as the glance lives: none whose memory the script
-        expects back.
-
-        Raises:
-            ValueError: If the words disagree with torch's report for a tensor.
-        """
-        self.tensors = tensors
-        self._tables = tables
-        self._storages = [tensor.untyped_storage() for tensor in tensors]
-        impls = [tensor._cdata for tensor in tensors]
-        # Of each dim, the tensors that have it.
-        having = [[t for t in tensors if t.dim() > dim] for dim in range(_INLINE_DIMS)]
-        dims = [[tensor._cdata for tensor in those] for those in having]
-        storages = [storage._cdata for storage in self._storages]
-        self._kept = _numbers(
-            (map(id, tensors), places.impl),
-            (storages, places.memory),
-            (map(id, tables), places.version),
-        )
-        self._inner = _numbers(
-            (impls, places.storage),
-            (impls, places.offset),
-            (impls, places.sizes - 1),
-            *((those, places.sizes + dim) for dim, those in enumerate(dims)),
-            *((those, places.strides + dim) for dim, those in enumerate(dims)),
-        )
-        self._kept_words, self._inner_words = _read(self._kept), _read(self._inner)
-        told = [*impls, *(storage.data_ptr() for storage in self._storages)]
-        self._told_bytes = _WORD_BYTES * len(told)
-        inner = [
-            *storages,
-            *(int(tensor.storage_offset()) for tensor in tensors),
-            *(tensor.dim() for tensor in tensors),
-            *(tensor.size(dim) for dim, those in enumerate(having) for tensor in those),
-            *(tensor.stride(dim) for dim, those in enumerate(having) for tensor in those),
-        ]
-        if not self._kept_words.startswith(_bytes(told)) or self._inner_words != _bytes(inner):
-            raise ValueError("a tensor's memory is not laid out as expected")
-
-    def same(self) -> bool:
-        """Whether no table has changed and no tensor has moved."""
-        # In this order: a TensorImpl its tensor no longer points to may have been freed.
-        take = _memory.take
-        return (
-            take(self._kept).tobytes() == self._kept_words
-            and take(self._inner).tobytes() == self._inner_words
-        )
-
-    def note_tables(self) -> bool:
-        """Accept the tables as they are now; False if a tensor has moved as well."""
-        now = _read(self._kept)
-        told, before = now[: self._told_bytes], self._kept_words[: self._told_bytes]
-        if told != before or _read(self._inner) != self._inner_words:
-            return False
-        self._kept_words = now
-        return True
-
-
-def glance_at(tables: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor]) -> Glance | None:
-    """A glance at their present state; None where glances do not work."""
-    places = find_places()
-    try:
-        return Glance(tables, tensors, places) if places is not None else None
-    except Exception as error:
-        log.debug("paramd: parameters are looked at one by one: %r", error)
-        return None
-
-
-@cache
-def find_places() -> Places | None:
-    """Where the words are in this process; None if one is missing or misses a kind of change."""
-    if os.environ.get("PARAMD_GLANCES") == "0":
-        return None
-    try:
-        places = Places(
-            version=_version_place(),
-            impl=_place(id(tensor := _tensor()), torch.Tensor.__basicsize__ // 8, tensor._cdata),
-            storage=_place(tensor._cdata, _IMPL_WORDS, tensor.untyped_storage()._cdata),
-            offset=_place(tensor._cdata, _IMPL_WORDS, _ODD_OFFSET),
-            sizes=_place_of_all((shaped := _shaped())._cdata, _ODD_SIZES),
-            strides=_place_of_all(shaped._cdata, _ODD_STRIDES),
-            memory=_place(
-                tensor.untyped_storage()._cdata, _STORAGE_WORDS, tensor.untyped_storage().data_ptr()
-            ),
-        )
-        return places if all(_notices(places, change) for change in CHANGES) else None
-    except Exception as error:
-        log.debug("paramd: glances are not available: %r", error)
-        return None
-
-
-def _replaced(table: dict[str, Any]) -> None:
-    table["tensor"] = _tensor()
-
-
-def _pointed_elsewhere(table: dict[str, Any]) -> None:
-    table["tensor"].data = _tensor()
-
-
-def _moved_in_its_storage(table: dict[str, Any]) -> None:
-    tensor = table["tensor"]
-    tensor.data = torch.as_strided(tensor.data, (3,), (1,), 0)
-
-
-def _shortened(table: dict[str, Any]) -> None:
-    tensor = table["tensor"]
-    tensor.data = tensor.data[:2]
-
-
-def _spread(table: dict[str, Any]) -> None:
-    tensor = table["tensor"]
-    tensor.data = torch.as_strided(tensor.data, (3,), (2,))
-
-
-def _given_another_dim(table: dict[str, Any]) -> None:
-    tensor = table["tensor"]
-    tensor.data = tensor.data.view(3, 1)
-
-
-def _swapped(table: dict[str, Any]) -> None:
-    torch.utils.swap_tensors(table["tensor"], _tensor())
-
-
-def _given_other_memory(table: dict[str, Any]) -> None:
-    table["tensor"].untyped_storage().resize_(1 << 22)
-
-
-CHANGES: tuple[Callable[[dict[str, Any]], None], ...] = (
-    _replaced,
-    _pointed_elsewhere,
-    _moved_in_its_storage,
-    _shortened,
-    _spread,
-    _given_another_dim,
-    _swapped,
-    _given_other_memory,
-)
-"""All ways in which a table's tensor can move."""
-
-
-def _notices(places: Places, change: Callable[[dict[str, Any]], None]) -> bool:
-    table = {"tensor": _tensor()}
-    glance = Glance([table], [table["tensor"]], places)
-    before = glance.same()
-    change(table)
-    return before and not glance.same()
-
-
-def _tensor() -> torch.Tensor:
-    return torch.empty(2 * _ODD_OFFSET, dtype=torch.uint8, device="cpu")[_ODD_OFFSET:][:3]
-
-
-def _shaped() -> torch.Tensor:
-    last = sum((n - 1) * step for n, step in zip(_ODD_SIZES, _ODD_STRIDES, strict=True))
-    memory = torch.empty(last + 1, dtype=torch.uint8, device="cpu")
-    return memory.as_strided(_ODD_SIZES, _ODD_STRIDES)
-
-
-def _version_place() -> int:
-    """The only word of a table that differs after every change of a value."""
-    table: dict[str, Any] = {"key": object()}
-    size = dict.__basicsize__ // _WORD_BYTES
-    places = set(range(_HEAD, size))
-    for _ in range(4):
-        before = _words(id(table), size)
-        table["key"] = object()
-        places &= {at for at, word in enumerate(_words(id(table), size)) if word != before[at]}
-    (place,) = places
-    return place
-
-
-def _place(address: int, size: int, value: int) -> int:
-    """Raises ValueError when `value` is not found."""
-    return _words(address, size).index(value, _HEAD)
-
-
-def _place_of_all(address: int, values: tuple[int, ...]) -> int:
-    """The place of the first of values that stand side by side. Raises as `_place`."""
-    at = _place(address, _IMPL_WORDS, values[0])
-    if _words(address, _IMPL_WORDS)[at : at + len(values)] != list(values):
-        raise ValueError("the values are not side by side")
-    return at
-
-
-def _words(address: int, size: int) -> list[int]:
-    begin = address // _WORD_BYTES - 1
-    found: list[int] = _memory[begin : begin + size].tolist()
-    return found
-
-
-def _numbers(*groups: tuple[Iterable[int], int]) -> npt.NDArray[np.intp]:
-    addresses = [a + _WORD_BYTES * place for addresses, place in groups for a in addresses]
-    return np.array(addresses, np.intp) // _WORD_BYTES - 1
-
-
-def _read(numbers: npt.NDArray[np.intp]) -> bytes:
-    return _memory.take(numbers).tobytes()
-
-
-def _bytes(words: Sequence[int]) -> bytes:
-    return np.array(words, np.int64).tobytes()
-
 
 SAMPLE_COUNT = 512
 """Most words sampled in the trainer; the sidecar knows the first `MAX_SAMPLES` of them."""
@@ -358,30 +86,21 @@ class Watch:
         self._plain = _columns(plain)
         self._distributed = _columns(distributed)
         self._modules = _module_columns(root)
-        tables = {id(m._parameters) for m in root.modules()} if root is not None else set()
-        at_a_glance = [w for w in plain if glances and _at_a_glance(w, tables)]
+        at_a_glance = _glanced(plain, root) if glances and root is not None else []
         self._glanced = _columns(at_a_glance)
         # By identity: searching a list of equal things takes the square of their number.
         known = {id(w) for w in at_a_glance}
         self._others = _columns([w for w in plain if id(w) not in known])
         formed = list(zip(items, self._forms, strict=True))
-        begins = range(0, max(len(formed), 1), SHAPE_COUNT)
-        self._few_forms = cycle([formed[begin : begin + SHAPE_COUNT] for begin in begins])
-        self._glanced_forms = [one for one in formed if id(one[0]) in known]
+        self._few_forms = _few_at_a_time(formed)
+        self._glanced_forms = [(w, form) for w, form in formed if id(w) in known]
         self._all_at_a_glance = len(at_a_glance) == len(items)
         self._glances = bool(at_a_glance)
         self._glance: Glance | None = None
         self.added = False
         """Whether a module or parameter was registered in the tree since this was made."""
         self._tree = {id(m) for m in root.modules()} if root is not None else set()
-        self._remove = [
-            register(self._registered)
-            for register in (
-                register_module_module_registration_hook,
-                register_module_parameter_registration_hook,
-            )
-            if root is not None
-        ]
+        self._remove = self._watch_registrations() if root is not None else []
 
     def close(self) -> None:
         """Remove the registration hooks."""
@@ -469,6 +188,13 @@ class Watch:
             return tuple(map(getitem, owners, keys)) == expected
         except KeyError:
             return False
+
+    def _watch_registrations(self) -> list[RemovableHandle]:
+        """Have torch call when a module or parameter is registered, in any tree."""
+        return [
+            register_module_module_registration_hook(self._registered),
+            register_module_parameter_registration_hook(self._registered),
+        ]
 
     def _registered(self, module: nn.Module, _name: str, _what: object) -> None:
         if id(module) in self._tree:
@@ -594,10 +320,24 @@ def _columns(items: Sequence[Watched]) -> Columns:
     )
 
 
+def _few_at_a_time(
+    formed: Sequence[tuple[Watched, Form]],
+) -> Iterator[Sequence[tuple[Watched, Form]]]:
+    """`SHAPE_COUNT` in each turn, over and over."""
+    begins = range(0, max(len(formed), 1), SHAPE_COUNT)
+    return cycle([formed[begin : begin + SHAPE_COUNT] for begin in begins])
+
+
+def _glanced(items: Iterable[Watched], root: nn.Module) -> list[Watched]:
+    """Those that a glance can tell of."""
+    tables = {id(module._parameters) for module in root.modules()}
+    return [watched for watched in items if _at_a_glance(watched, tables)]
+
+
 def _at_a_glance(watched: Watched, tables: Collection[int]) -> bool:
     """Whether the tensor is in a module's own table, of a plain class and of few dims."""
     tensor = watched.slot.tensor()
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.dim() <= _INLINE_DIMS
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.dim() <= INLINE_DIMS
     return plain and id(watched.slot.owner) in tables
 
 

@@ -93,26 +93,19 @@ OVER_AN_EXPORT = (
 def choose(offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]] = ()) -> Choice:
     """Choose the newest state that all ranks have, and that was found damaged on none.
 
+    Args:
+        offers: Each rank's states, in the order of ranks.
+        damaged: States that were found damaged on some rank.
+
     Raises:
         ConflictError: A former trainer lives, or the script differs from the memory's.
     """
-    for rank, offer in enumerate(offers):
-        if offer.living_pid:
-            raise ConflictError(
-                f"resume: the former trainer of rank {rank} still runs (pid {offer.living_pid}); "
-                "end it first, or attach under another job name"
-            )
-    for rank, offer in enumerate(offers):
-        if offer.refusal:
-            raise ConflictError(f"resume: on rank {rank} {offer.refusal}; {OVER_AN_EXPORT}")
+    _check_fit(offers)
     kept = [copy.mark.step for offer in offers for copy in offer.copies]
     newest = max((*(offer.step for offer in offers), *kept), default=-1)
     why_not = _why_not_live(offers)
-    common = set.intersection(*(set(offer.snapshots) for offer in offers))
-    usable = sorted(mark for mark in common if ("snapshot", mark) not in damaged)
-    # Steps that a rollback discarded come back only if there is nothing else.
     lineages = {offer.lineage for offer in offers if offer.lineage}
-    usable.sort(key=lambda mark: lineages == {mark.lineage})
+    usable = _common_snapshots(offers, damaged, lineages)
     live = offers[0].live
     if not why_not and live is not None and ("live", live) not in damaged:
         reason = "all ranks stand at the same step"
@@ -129,9 +122,38 @@ def choose(offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]] = 
         )
     if all(offer.absent for offer in offers) and not kept:
         return Choice(how="fresh", mark=FRESH, lost_steps=0, reason=offers[0].absent)
-    copies = ", nor are the copies that others have kept whole and undamaged" if kept else ""
+    return _lost(newest, why_not, copied=bool(kept))
+
+
+def _lost(newest: int, why_not: str, *, copied: bool) -> Choice:
+    """A fresh start, after which all steps are repeated."""
+    copies = ", nor are the copies that others have kept whole and undamaged" if copied else ""
     reason = f"{why_not}, and no standing snapshot is whole on all ranks{copies}"
     return Choice(how="fresh", mark=FRESH, lost_steps=max(newest, 0), reason=reason)
+
+
+def _check_fit(offers: Sequence[RankOffer]) -> None:
+    """Raise ConflictError if a former trainer lives, or the script differs from the memory's."""
+    for rank, offer in enumerate(offers):
+        if offer.living_pid:
+            raise ConflictError(
+                f"resume: the former trainer of rank {rank} still runs (pid {offer.living_pid}); "
+                "end it first, or attach under another job name"
+            )
+    for rank, offer in enumerate(offers):
+        if offer.refusal:
+            raise ConflictError(f"resume: on rank {rank} {offer.refusal}; {OVER_AN_EXPORT}")
+
+
+def _common_snapshots(
+    offers: Sequence[RankOffer], damaged: Collection[tuple[How, Mark]], lineages: Collection[int]
+) -> list[Mark]:
+    """The undamaged snapshots that all ranks have, the best one last."""
+    common = set.intersection(*(set(offer.snapshots) for offer in offers))
+    usable = sorted(mark for mark in common if ("snapshot", mark) not in damaged)
+    # Steps that a rollback discarded come back only if there is nothing else.
+    usable.sort(key=lambda mark: lineages == {mark.lineage})
+    return usable
 
 
 def _why_not_live(offers: Sequence[RankOffer]) -> str:

@@ -175,28 +175,32 @@ class Exported:
         self, owned: Owned, key: str, within: Sequence[tuple[Piece, TensorLayout]]
     ) -> torch.Tensor | float:
         stored = [
-            (piece, self._states[one.fqn][key], one)
-            for piece, one in within
-            if key in self._states.get(one.fqn, ())
+            (piece, self._states[tensor.fqn][key], tensor)
+            for piece, tensor in within
+            if key in self._states.get(tensor.fqn, ())
         ]
         first = stored[0][1]
-        dtype: torch.dtype = getattr(torch, first.dtype)
         if not first.shape and stored[0][2].shape:
-            # Counts such as Adam's "step": a tensor if it is of a float type, as torch keeps them.
-            value = torch.zeros((), dtype=dtype, device="cpu")
-            self._copy(first, Piece(self._rank, 0, Box((), ())), _as_bytes(value), 0)
-            if not dtype.is_floating_point:
-                return value.item()
-            group = owned.optimizer.param_groups[owned.group]
-            with_it = group.get("capturable") or group.get("fused")
-            return value.to(owned.local.device) if with_it else value
+            return self._number(owned, first)
+        dtype: torch.dtype = getattr(torch, first.dtype)
         local = owned.local
         flat = torch.zeros((owned.end - owned.begin) // local.itemsize, dtype=dtype, device="cpu")
-        for piece, one, _ in stored:
+        for piece, part, _ in stored:
             begin = (piece.arena_begin - owned.begin) // local.itemsize * flat.itemsize
-            self._copy(one, piece, _as_bytes(flat), begin)
+            self._copy(part, piece, _as_bytes(flat), begin)
         flat = flat.to(local.device)
         return like(owned.param, flat.as_strided(local.shape, local.stride()))
+
+    def _number(self, owned: Owned, stored: _Stored) -> torch.Tensor | float:
+        """A count such as Adam's "step": a tensor if it is of a float type, as torch keeps them."""
+        dtype: torch.dtype = getattr(torch, stored.dtype)
+        value = torch.zeros((), dtype=dtype, device="cpu")
+        self._copy(stored, Piece(self._rank, 0, Box((), ())), _as_bytes(value), 0)
+        if not dtype.is_floating_point:
+            return value.item()
+        group = owned.optimizer.param_groups[owned.group]
+        with_it = group.get("capturable") or group.get("fused")
+        return value.to(owned.local.device) if with_it else value
 
     def _pieces(self, tensor: TensorLayout) -> Iterator[Piece]:
         return (p for p in tensor.pieces if p.rank == self._rank and p.region.numel)
@@ -380,11 +384,18 @@ class Exported:
                 self._copy_box(part, _seen_from(held.begin, shared), inside, dtype)
         if stored.parts:
             return
-        descriptor = self._files[stored.file]
-        if not stored.shape:
-            data = self._read(descriptor, stored.begin_bytes, dtype.itemsize, stored.file)
-            target.copy_(torch.frombuffer(data, dtype=dtype).view(()))
+        if stored.shape:
+            self._copy_rows(stored, box, target, dtype)
             return
+        descriptor = self._files[stored.file]
+        data = self._read(descriptor, stored.begin_bytes, dtype.itemsize, stored.file)
+        target.copy_(torch.frombuffer(data, dtype=dtype).view(()))
+
+    def _copy_rows(
+        self, stored: _Stored, box: Box, target: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        """Copy a box of a tensor that was written as a whole: some `CHUNK_BYTES` at a time."""
+        descriptor = self._files[stored.file]
         row_bytes = prod(stored.shape[1:]) * dtype.itemsize
         count = max(CHUNK_BYTES // max(row_bytes, 1), 1)
         inner = tuple(slice(b, e) for b, e in zip(box.begin[1:], box.end[1:], strict=True))

@@ -92,6 +92,69 @@ def check_keep(keep: Mapping[str, Any]) -> None:
             )
 
 
+class _Slots:
+    """The places of the last record, and of the table that it belongs to."""
+
+    def __init__(self, memory: SparseMemory) -> None:
+        self._record = KeptSlots(memory, RECORD)
+        self._table = KeptSlots(memory, TABLE)
+        self._table_number = 0
+
+    @property
+    def has_table(self) -> bool:
+        """Whether a table has been written."""
+        return bool(self._table_number)
+
+    def write_table(self, data: bytes) -> None:
+        """Write a table; the records that follow belong to it."""
+        self._table_number = self._table.write(data)
+
+    def write_record(self, data: bytes) -> None:
+        """Write a record."""
+        self._record.write(data, beside=self._table_number)
+
+
+@dataclass(slots=True)
+class _Retry:
+    """Requests for memory after one that the sidecar did not answer."""
+
+    at_s: float = 0.0
+    """Time of the next one."""
+    pause_s: float = RETRY_S
+    """Pause after it, if it fails as well."""
+
+    @property
+    def early(self) -> bool:
+        """Whether it is too early for the next one."""
+        return time.monotonic() < self.at_s
+
+    def failed(self) -> None:
+        """One has failed: pause, longer each time."""
+        self.at_s = time.monotonic() + self.pause_s
+        self.pause_s = min(2 * self.pause_s, MOST_RETRY_S)
+
+    def succeeded(self) -> None:
+        """One was answered."""
+        self.pause_s = RETRY_S
+
+
+@dataclass(slots=True)
+class _Cost:
+    """What recording has cost so far."""
+
+    count: int = 0
+    total_ns: int = 0
+    longest_ns: int = 0
+    last_bytes: int = 0
+
+    def note(self, begin_ns: int) -> None:
+        """A record that was begun then has been written, or given up."""
+        took_ns = time.monotonic_ns() - begin_ns
+        self.count += 1
+        self.total_ns += took_ns
+        self.longest_ns = max(self.longest_ns, took_ns)
+
+
 class Keeper:
     """Writes one rank's records. Training thread only; no failure of it reaches the training."""
 
@@ -108,11 +171,19 @@ class Keeper:
         agreed: Callable[[int, int, int], tuple[int, int]],
         copies: Callable[[int, int], tuple[int, int]] | None = None,
     ) -> None:
-        """Keeps a record at multiples of `every`, a standing snapshot at those of `standing_every`:
-        0 makes none, None keeps their cost below a hundredth of the training's time. `agreed` sends
-        the other ranks this one's wanted steps between standing snapshots, and its last one;
-        returns the highest and the lowest of all ranks. `copies`: progress of all ranks' copies on
-        other hosts (Agreement.copies); None without copies.
+        """Args:
+        memory: The memory of records and tables.
+        page: This rank's control page.
+        home: Where the parameters are.
+        state: Where the optimizers' state is.
+        keep: The objects of `extra_state`, by name.
+        every: A record is kept at the multiples of this many steps.
+        standing_every: A standing snapshot is kept at those of this many: 0 makes none, None
+            keeps their cost below a hundredth of the training's time.
+        agreed: Sends the other ranks this one's wanted steps between standing snapshots, and
+            its last one; returns the highest and the lowest of all ranks.
+        copies: Progress of all ranks' copies on other hosts (Agreement.copies); None without
+            copies.
         """
         self.memory = memory
         """The memory of records and tables."""
@@ -123,17 +194,14 @@ class Keeper:
         self.followed: Collection[torch.optim.Optimizer] = ()
         """All optimizers that update the model, once they are known."""
         self._keep = dict(keep)
-        iterated = ("__iter__", "__next__")
-        self._loaders = {n: o for n, o in keep.items() if any(hasattr(o, one) for one in iterated)}
+        self._loaders = _loaders(keep)
         self._every = every
         self._standing_every = standing_every
         self._agreed = agreed
         self._copies = copies
         self._stood_at: int = page[Word.STEP]
         self._settled_count = 0
-        self._record = KeptSlots(memory, RECORD)
-        self._table = KeptSlots(memory, TABLE)
-        self._table_number = 0
+        self._slots = _Slots(memory)
         self._early = b""
         self._early_step = -1
         self._complete_step = -1
@@ -141,9 +209,8 @@ class Keeper:
         self._written: dict[str, Any] = {}
         self._forward: dict[str, Any] | None = None
         self._why = ""
-        self._retry_s, self._pause_s = 0.0, RETRY_S
-        """Time of the next request for memory that the sidecar did not make, and pause after it."""
-        self._count, self._total_ns, self._longest_ns, self._last_bytes = 0, 0, 0, 0
+        self._retry = _Retry()
+        self._cost = _Cost()
         self.explicit = self._given_count > 1
         """Whether only `kept` completes records."""
 
@@ -175,7 +242,7 @@ class Keeper:
             self._early_step = step
         except Exception as error:
             self._give_up(error)
-        self._total_ns += time.monotonic_ns() - begin_ns
+        self._cost.total_ns += time.monotonic_ns() - begin_ns
 
     def settling(self, step: int, *, trusted: bool) -> bool:
         """Training continues: complete the record; return whether to announce this boundary.
@@ -201,7 +268,7 @@ class Keeper:
         except Exception as error:
             self._give_up(error)
             return False
-        self._note_cost(begin_ns)
+        self._cost.note(begin_ns)
         return not step % self._every and self._stands(step)
 
     def ended(self, step: int, *, trusted: bool) -> bool:
@@ -222,7 +289,7 @@ class Keeper:
             self._postpone(step, error)
         except Exception as error:
             self._give_up(error)
-        self._note_cost(begin_ns)
+        self._cost.note(begin_ns)
 
     def groups_changed(self) -> None:
         """An edit has set hyper-parameters: the record of this step has to have them."""
@@ -247,8 +314,8 @@ class Keeper:
 
         Asks for a standing snapshot, since the existing ones are of the discarded steps.
         """
-        self._table_number = self._table.write(table)
-        self._record.write(data, beside=self._table_number)
+        self._slots.write_table(table)
+        self._slots.write_record(data)
         self._words[Word.RECORD_STEP] = step
         self._early, self._early_step = record["early"], step
         self._forward = record["random_forward"]
@@ -262,10 +329,10 @@ class Keeper:
     def cost(self) -> Keeping:
         """Cost of recording since attach."""
         return Keeping(
-            self._count,
-            self._total_ns / 1e9,
-            self._longest_ns / 1e9,
-            self._last_bytes,
+            self._cost.count,
+            self._cost.total_ns / 1e9,
+            self._cost.longest_ns / 1e9,
+            self._cost.last_bytes,
             step_of(self._words[Word.STANDING_MADE]),
             self._words[Word.COPIES_STEP],
         )
@@ -285,7 +352,7 @@ class Keeper:
                 log.exception("paramd: random states could not be continued")
 
     def _noted_early(self) -> bytes:
-        loaders = {name: one.state_dict() for name, one in self._loaders.items()}
+        loaders = {name: loader.state_dict() for name, loader in self._loaders.items()}
         return encode({"random": random_state(), "keep": loaders}, name="keep")
 
     def _complete(self, step: int) -> None:
@@ -293,18 +360,18 @@ class Keeper:
             raise ConflictError(
                 "an optimizer that attach was not given updates the model; give attach all of them"
             )
-        if time.monotonic() < self._retry_s:
+        if self._retry.early:
             raise UnreachableError("the sidecar did not answer a moment ago")
-        if self._state.settle() or not self._table_number:
-            self._table_number = self._table.write(
-                encode(self._state.table(self._home.arena_address))
-            )
-        self._pause_s = RETRY_S
+        if self._state.settle() or not self._slots.has_table:
+            self._slots.write_table(encode(self._state.table(self._home.arena_address)))
+        self._retry.succeeded()
         # First: a copy for a reader that is under way finds that it is no longer its request's.
         self._words[Word.BUFFERS_FOR] = 0
         self._home.copy_buffers()
         late = {
-            name: one.state_dict() for name, one in self._keep.items() if name not in self._loaders
+            name: kept.state_dict()
+            for name, kept in self._keep.items()
+            if name not in self._loaders
         }
         self._parts = {
             "step": step,
@@ -321,8 +388,8 @@ class Keeper:
     def _write(self, parts: dict[str, Any]) -> None:
         self._written = parts
         data = encode(parts)
-        self._last_bytes = len(data)
-        self._record.write(data, beside=self._table_number)
+        self._cost.last_bytes = len(data)
+        self._slots.write_record(data)
         self._words[Word.RECORD_STEP] = parts["step"]
 
     def _stands(self, step: int) -> bool:
@@ -367,17 +434,10 @@ class Keeper:
             words[Word.COPIES_STEP] = all_copied
         return all_settled < words[Word.STANDING_STEP]
 
-    def _note_cost(self, begin_ns: int) -> None:
-        took_ns = time.monotonic_ns() - begin_ns
-        self._count += 1
-        self._total_ns += took_ns
-        self._longest_ns = max(self._longest_ns, took_ns)
-
     def _postpone(self, step: int, error: UnreachableError) -> None:
-        if time.monotonic() < self._retry_s:
+        if self._retry.early:
             return
-        self._retry_s = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, MOST_RETRY_S)
+        self._retry.failed()
         log.warning(
             "paramd: the optimizer's state of step %d has no memory on the device, since %s; until "
             "it has, this training cannot be resumed where it is",
@@ -408,6 +468,14 @@ def read_record(data: bytes) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):
         raise UsageError("the continuation record has no step")
     return found
+
+
+def _loaders(keep: Mapping[str, Any]) -> dict[str, Any]:
+    """What the script iterates over, of the objects that are kept."""
+    iterated = ("__iter__", "__next__")
+    return {
+        name: kept for name, kept in keep.items() if any(hasattr(kept, word) for word in iterated)
+    }
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

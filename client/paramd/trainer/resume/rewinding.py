@@ -191,28 +191,37 @@ class Rollback:
         present = self._present()
         if isinstance(present, str):
             raise ConflictError(present)
-        page, step = owner.page, int(record["step"])
+        step = int(record["step"])
         self._have_room()
-        edits = self._edits.buffer
+        self._change_places(present)
+        owner.home.restore_buffers()
+        owner.state.adopt(self._table, record["others"])
+        give_back(record, owner.state.alive(), owner.keep)
+        owner.keeper.rewound(step, record, kept.record, kept.table)
+        set_random_state(decode(record["early"])["random"])
+        self._publish(step, kept.lineage or branch_of(token))
+        owner.moved(step)
+
+    def _change_places(self, present: Kept) -> None:
+        """Swap the staged state with the present one, whose record the note has from now on."""
+        owner, edits = self._owner, self._edits.buffer
         owner.home.finish()
         _swap(edits, self._arena_begin, owner.arena.buffer, owner.arena.size_bytes)
         owner.at_point("applying")
         for begin, room, places in zip(self._begins, self._rooms, owner.state.places, strict=False):
             _swap(edits, begin, places.memory.buffer, room)
         write_payload(edits, self._note.begin, present.packed())
-        owner.home.restore_buffers()
-        owner.state.adopt(self._table, record["others"])
-        give_back(record, owner.state.alive(), owner.keep)
-        owner.keeper.rewound(step, record, kept.record, kept.table)
-        set_random_state(decode(record["early"])["random"])
+
+    def _publish(self, step: int, lineage: int) -> None:
+        """Tell on the page that the state is that of `step` now, in that lineage."""
+        page = self._owner.page
         # Readers wait for these words by step: later steps come again, earlier ones have passed.
         page[Word.GRADIENTS_STEP] = min(page[Word.GRADIENTS_STEP], step)
         page[Word.BUFFERS_FOR], page[Word.BUFFERS_STEP] = 0, step
         note_rewind(page, step)
         page[Word.STEP] = step
         page[Word.REWOUND] += 1
-        page[Word.LINEAGE] = kept.lineage or branch_of(token)
-        owner.moved(step)
+        page[Word.LINEAGE] = lineage
 
     def _have_room(self) -> None:
         """Have memory for as much state as may change places."""

@@ -229,44 +229,64 @@ class CopiedState:
         locate = self._locator() if self._locator is not None else None
         home, optimizers = self._home, list(self.optimizers)
         numbers = {id(optimizer): i for i, optimizer in enumerate(optimizers)}
-        params: list[list[Any]] = [[] for _ in optimizers]
-        entries: list[Any] = []
-        others: list[Any] = []
-        copies: list[tuple[Owned, torch.Tensor, int]] = []
-        used_bytes = 0
-        for one in find_owned(optimizers, home.arena_address, home.arena_bytes, locate):
-            number = numbers[id(one.optimizer)]
-            local, moments = one.local, dict(one.moments())
-            layout = [list(local.shape), list(local.stride())]
-            params[number].append([one.begin, one.group, dtype_name(local.dtype), *layout])
-            for key, value in one.state().items():
-                entry = [number, len(params[number]) - 1, key, None]
-                entries.append(entry)
-                moment = moments.get(key)
-                if moment is not None:
-                    size_bytes = moment.itemsize * ((one.end - one.begin) // local.itemsize)
-                    # With the strides of its parameter, whatever its own are.
-                    entry[3] = [used_bytes, size_bytes, dtype_name(moment.dtype), *layout, False]
-                    if one.begin < end and begin < one.end:
-                        copies.append((one, moment, used_bytes))
-                        used_bytes += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
-                elif isinstance(value, torch.Tensor) and value.numel() != 1:
-                    shape = list(split(value)[0].shape)
-                    entry[3] = [0, 0, dtype_name(value.dtype), shape, shape, False]
-                else:
-                    others.append(value)
-        if used_bytes > self._memory.size_bytes:
+        listing = _Listing(len(optimizers), begin, end)
+        for owned in find_owned(optimizers, home.arena_address, home.arena_bytes, locate):
+            listing.add(numbers[id(owned.optimizer)], owned)
+        if listing.used_bytes > self._memory.size_bytes:
             raise ConflictError(
-                f"the optimizer's state takes {used_bytes:,} bytes; at most "
+                f"the optimizer's state takes {listing.used_bytes:,} bytes; at most "
                 f"{self._memory.size_bytes:,} can be kept for a model of this size"
             )
-        self._memory.reserve(0, pages(used_bytes))
-        for one, moment, place in copies:
-            sizes, strides = tuple(one.local.shape), tuple(one.local.stride())
+        self._memory.reserve(0, pages(listing.used_bytes))
+        for owned, moment, place in listing.copies:
+            sizes, strides = tuple(owned.local.shape), tuple(owned.local.stride())
             self._views.at(dtype_name(moment.dtype), place, sizes, strides).copy_(moment)
         classes = [f"{type(one).__module__}.{type(one).__qualname__}" for one in optimizers]
-        table = {"params": params, "classes": classes, "entries": entries}
-        self._notes.write(self._words[Word.STEP], optimizers, others, table)
+        table = {"params": listing.params, "classes": classes, "entries": listing.entries}
+        self._notes.write(self._words[Word.STEP], optimizers, listing.others, table)
+
+
+class _Listing:
+    """The optimizers' parameters and state as a table has them, and what is copied where."""
+
+    def __init__(self, optimizer_count: int, begin: int, end: int) -> None:
+        """State of the arena's bytes [begin, end) is copied."""
+        self._begin, self._end = begin, end
+        self.params: list[list[object]] = [[] for _ in range(optimizer_count)]
+        """By optimizer."""
+        self.entries: list[object] = []
+        self.others: list[object] = []
+        """Values without a place, in the order of their entries."""
+        self.copies: list[tuple[Owned, torch.Tensor, int]] = []
+        """Parameter, its state, and the place of that in the optimizer memory."""
+        self.used_bytes = 0
+
+    def add(self, optimizer: int, owned: Owned) -> None:
+        """Add a parameter and its state."""
+        local, moments = owned.local, dict(owned.moments())
+        layout: list[object] = [list(local.shape), list(local.stride())]
+        params = self.params[optimizer]
+        params.append([owned.begin, owned.group, dtype_name(local.dtype), *layout])
+        for key, value in owned.state().items():
+            moment, described = moments.get(key), None
+            if moment is not None:
+                described = self._placed(owned, moment, layout)
+            elif isinstance(value, torch.Tensor) and value.numel() != 1:
+                shape = list(split(value)[0].shape)
+                described = [0, 0, dtype_name(value.dtype), shape, shape, False]
+            else:
+                self.others.append(value)
+            self.entries.append([optimizer, len(params) - 1, key, described])
+
+    def _placed(self, owned: Owned, moment: torch.Tensor, layout: Sequence[object]) -> list[object]:
+        """Describe state that corresponds to its parameter, and have it copied if it is wanted."""
+        size_bytes = moment.itemsize * ((owned.end - owned.begin) // owned.local.itemsize)
+        place = self.used_bytes
+        if owned.begin < self._end and self._begin < owned.end:
+            self.copies.append((owned, moment, place))
+            self.used_bytes += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        # With the strides of its parameter, whatever its own are.
+        return [place, size_bytes, dtype_name(moment.dtype), *layout, False]
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

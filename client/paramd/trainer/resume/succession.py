@@ -1,7 +1,7 @@
 """Move into the memory of a trainer that has ended.
 
 look       ask this rank's surviving sidecar for its states
-decide     compare all ranks' answers (choice.py)
+decide     compare all ranks' answers (choice.py, agreeing.py)
 fetched    a copy of this rank's snapshot, if its own was lost with its host (copies.py)
 survived   live: the memory itself, which the new attachment takes over as it is
 fill       snapshot: its bytes are copied into new memory
@@ -15,7 +15,7 @@ import ctypes
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,21 +144,10 @@ class Succession:
             return RankOffer(absent=NO_SIDECAR)
         self._incarnation = int(offer["incarnation"])
         why_not = str(offer["why_not_live"])
-        fds = list(self._descriptors)
+        descriptors = list(self._descriptors)
         if not why_not:
-            sizes = [int(size) for size in offer["allocations"]]
-            self._allocations = list(map(Allocation, fds[3:], sizes))
-            continuation, fds = fds[2], fds[3 + len(sizes) :]
-            mark = Mark(int(offer["step"]), int(offer["lineage"]), int(offer["edits"]))
-            try:
-                why_not = self._read_live(offer, continuation, mark)
-            except ParamdError as error:
-                why_not = str(error)
-        for label, descriptor in zip(offer["snapshots"], fds, strict=True):
-            with suppress(ParamdError, LookupError, TypeError, ValueError, OSError):
-                self._snapshots += _snapshots_in(
-                    copies.mapped(descriptor, sum(copies.sizes_of(label))), label
-                )
+            why_not, descriptors = self._look_at_live(offer, descriptors)
+        self._look_at_snapshots(offer["snapshots"], descriptors)
         states = [*([self._live] if self._live is not None else []), *self._snapshots]
         return RankOffer(
             refusal=self._difference(states[0], offer) if states else "",
@@ -168,6 +157,29 @@ class Succession:
             why_not_live=why_not,
             snapshots=tuple(state.mark for state in self._snapshots),
         )
+
+    def _look_at_live(
+        self, offer: dict[str, Any], descriptors: Sequence[int]
+    ) -> tuple[str, list[int]]:
+        """Read the live state; why it cannot be used, and the descriptors that are not its."""
+        sizes = [int(size) for size in offer["allocations"]]
+        self._allocations = list(map(Allocation, descriptors[3:], sizes))
+        others = list(descriptors[3 + len(sizes) :])
+        mark = Mark(int(offer["step"]), int(offer["lineage"]), int(offer["edits"]))
+        try:
+            return self._read_live(offer, descriptors[2], mark), others
+        except ParamdError as error:
+            return str(error), others
+
+    def _look_at_snapshots(
+        self, labels: Sequence[Mapping[str, Any]], descriptors: Sequence[int]
+    ) -> None:
+        """Read the snapshots; one that cannot be read is none."""
+        for label, descriptor in zip(labels, descriptors, strict=True):
+            with suppress(ParamdError, LookupError, TypeError, ValueError, OSError):
+                self._snapshots += _snapshots_in(
+                    copies.mapped(descriptor, sum(copies.sizes_of(label))), label
+                )
 
     def decide(self, offers: Sequence[RankOffer], damaged: Sequence[tuple[How, Mark]]) -> Choice:
         """Choose, as all ranks do.
@@ -181,11 +193,11 @@ class Succession:
         self._chosen = next((s for s in states if s is not None and s.mark == choice.mark), None)
         return choice
 
-    def ready(self, found: dict[int, int], offers: Sequence[RankOffer]) -> list[copies.Damaged]:
+    def ready(self, ways: dict[int, int], offers: Sequence[RankOffer]) -> list[copies.Damaged]:
         """Make ready to give and get copies; what it would have to give and found damaged."""
         assert self._choice is not None, "decide comes first"
-        self._ways = found
-        return self._copies.prepare(self._choice.mark, found, offers)
+        self._ways = ways
+        return self._copies.prepare(self._choice.mark, ways, offers)
 
     def fetch(self, group: dist.ProcessGroup | None) -> list[copies.Damaged]:
         """Get this rank's copy, and give others theirs; return arrived copies that are damaged.
@@ -301,9 +313,9 @@ class Succession:
         return f"starts afresh and loses {choice.lost_steps} steps: {choice.reason}"
 
     def _from_copies(self) -> str:
-        told = [f"that of rank {rank} was kept by rank {h}" for rank, h in self._ways.items()]
-        more = f" and {len(told) - 8} more" if len(told) > 8 else ""
-        return f"; {', '.join(told[:8])}{more}" if told else ""
+        origins = [f"that of rank {rank} was kept by rank {h}" for rank, h in self._ways.items()]
+        more = f" and {len(origins) - 8} more" if len(origins) > 8 else ""
+        return f"; {', '.join(origins[:8])}{more}" if origins else ""
 
     def fill(
         self,
@@ -390,11 +402,11 @@ class Succession:
         )
         return ""
 
-    def _difference(self, state: _State, told: Mapping[str, Any]) -> str:
+    def _difference(self, state: _State, offer: Mapping[str, Any]) -> str:
         """How this script differs from the state's; empty if it does not."""
-        if told["world_size"] != self._world_size:
-            return f"the world size was {told['world_size']} and is {self._world_size}"
-        if told["layout_digest"] != self._layout_digest:
+        if offer["world_size"] != self._world_size:
+            return f"the world size was {offer['world_size']} and is {self._world_size}"
+        if offer["layout_digest"] != self._layout_digest:
             return "the model's parameters, or how they are sharded, are not those in memory"
         if (was := bool(state.table["on_device"])) != bool(self._device):
             where = ("in host memory", "on a device")
@@ -402,62 +414,6 @@ class Succession:
         if found := signature_difference(state.table["optimizers"], signature(self._optimizers)):
             return found
         return keep_difference(state.record, self._keep)
-
-
-def agreed_choice(
-    succession: Succession,
-    offers: Sequence[RankOffer],
-    together: Callable[[Callable[[], dict[str, Any]]], list[dict[str, Any]]],
-    group: dist.ProcessGroup | None,
-) -> Choice:
-    """The newest state that all ranks have and that none found damaged.
-
-    `together` runs a stage on all ranks and returns their messages. `group`: all ranks, for copies
-    that come back. Raises ConflictError on all ranks; see choice.py.
-    """
-    live: list[tuple[How, Mark]] = []
-    damaged: set[copies.Damaged] = set()
-    while True:
-        choice = succession.decide(copies.with_copies(offers, damaged), live)
-        found = copies.ways(offers, choice.mark, damaged) if choice.how == "snapshot" else {}
-
-        def look(found: dict[int, int] = found) -> dict[str, Any]:
-            own = succession.damage()
-            bad = succession.ready(found, offers)
-            return {"damage": own, "copies": [dataclasses.astuple(one) for one in bad]}
-
-        answers = together(look)
-        texts = [answer["damage"] for answer in answers]
-        bad = _damaged(answers)
-        for rank, text in enumerate(texts):
-            if text and choice.how == "live":
-                live.append((choice.how, choice.mark))
-            elif text:
-                bad.append(copies.Damaged(rank, copies.OWN, choice.mark))
-        if found and not bad and not any(texts):
-            # Its own stage: what is given has been checked on all ranks.
-            bad = _damaged(
-                together(
-                    lambda: {"copies": [dataclasses.astuple(d) for d in succession.fetch(group)]}
-                )
-            )
-        if not bad and not any(texts):
-            return choice
-        for one in bad:
-            if one.holder != copies.OWN:
-                texts.append(
-                    f"rank {one.holder}'s copy of rank {one.rank}'s step {one.mark.step} is damaged"
-                )
-        log.warning("paramd: %s", next(filter(None, texts)))
-        damaged.update(bad)
-
-
-def _damaged(answers: Sequence[dict[str, Any]]) -> list[copies.Damaged]:
-    return [
-        copies.Damaged(rank, holder, Mark(*mark))
-        for answer in answers
-        for rank, holder, mark in answer["copies"]
-    ]
 
 
 def give_back(

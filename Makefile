@@ -164,8 +164,10 @@ echo "failed beside other tests (above); once more, by themselves:"; \
 $(BIN)/pytest -q --last-failed --last-failed-no-failures none -o timeout=300 $(2)
 endef
 
+# As in CI, which takes the eighth of its commit.
+test: export PARAMD_TESTS_EIGHTH := $(or $(PARAMD_TESTS_EIGHTH),0)
 test: system $(TESTS) page $(if $(NPM),web-test) ## what paramd does by itself, with real processes
-	@$(call alone,-n 4 --dist loadfile --no-loadscope-reorder $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(ALL_TESTS),$(ALL_TESTS))
+	@$(call alone,-n 4 --dist loadfile --no-loadscope-reorder -o timeout=300 $(ALL_TESTS),$(ALL_TESTS))
 
 integrations: system $(INTEGRATIONS) page ## frameworks, Slurm, Kubernetes, containers, engines, the page: make integrations [SCENES=FILES]
 	@$(call alone,-n 3 --dist worksteal $(if $(PARAMD_TESTS_EIGHTH),-o timeout=300) $(SCENES),$(SCENES))
@@ -219,7 +221,7 @@ test-long: $(TESTS) ## tests that watch for minutes instead of seconds (about 50
 	PARAMD_TESTS_LONG=1 PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -o timeout=1200 $(LONGER)
 
 # Tests over many cases, of which `make test` takes a sample; of scenes CI takes a share.
-OVER_ALL = $(SCENES) $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' -e 'longer import .*share' tests/integration/test_*.py tests/multiprocess/test_*.py tests/sequences/test_*.py)
+OVER_ALL = $(SCENES) $(shell grep -l -e 'import .*sample' -e 'import .*takes_all' -e 'longer import .*share' -e in_turns tests/integration/test_*.py tests/multiprocess/test_*.py tests/sequences/test_*.py)
 
 campaigns: $(INTEGRATIONS) ## all cases of the tests that `make test` or CI takes a part of
 	PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=300 $(OVER_ALL)

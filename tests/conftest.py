@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import costs, launch, leaks
+from tests import costs, launch, leaks, longer
 
 LEAK_TIMEOUT_S = 20.0
 
@@ -29,6 +29,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_setupnodes() -> None:
     """What all workers and their ranks need is imported once, in what forks them."""
     launch.warm_children()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what runs in turns and has none now."""
+    others = [
+        item
+        for item in items
+        if item.get_closest_marker("in_turns") and not longer.has_turn(item.nodeid)
+    ]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -83,3 +83,12 @@ def share(cases: Sequence[Case], parts: int) -> list[Case]:
         return list(cases)
     turn, chosen = zlib.crc32(repr(list(cases)).encode()), eighth()
     return list(cases[(turn + (chosen if chosen is not None else 0)) % parts :: parts])
+
+
+def has_turn(test: str) -> bool:
+    """Whether a test that is marked `in_turns` runs now: in CI with every other eighth."""
+    chosen = eighth()
+    if takes_all() or chosen is None:
+        return True
+    # With these words both halves take about as long.
+    return (zlib.crc32(f"{test}, by turns".encode()) + chosen) % 2 == 0

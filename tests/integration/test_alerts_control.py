@@ -75,6 +75,7 @@ async def reporting(control: Control, sidecar: FakeSidecar) -> AsyncIterator[Non
             await asyncio.wait({task})
 
 
+@pytest.mark.in_turns
 async def test_a_lost_rank_is_told_everywhere_and_is_over_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

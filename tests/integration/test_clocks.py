@@ -56,6 +56,7 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     return Clock(tmp_path / "clock")
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("clock", ["control", "sidecar"], indirect=True)
 def test_a_jump_and_its_end_refuse_nobody(clock: Clock) -> None:
     with running_job(layout()) as job, ExitStack() as stack:
@@ -79,6 +80,7 @@ def test_a_jump_and_its_end_refuse_nobody(clock: Clock) -> None:
         wait_for(lambda: REVOKED in user.status(0)[1], "a revoked token is refused as ever")
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("clock", sample(["control", "sidecar"], ["control"]), indirect=True)
 def test_who_starts_during_a_jump_refuses_nobody_when_it_ends(clock: Clock) -> None:
     listen = f"127.0.0.1:{free_port()}"

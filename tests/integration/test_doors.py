@@ -182,6 +182,7 @@ def test_idle_connections_keep_nobody_out_of_a_sidecar(tmp_path: Path, settled: 
                 assert client.pin((0, 64)).snapshot_id
 
 
+@pytest.mark.in_turns
 def test_half_open_handshakes_lock_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         yield found
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(300)
 def test_a_client_that_writes_a_file_takes_a_bounded_buffer_on_every_lane(
     job: Job, tmp_path: Path

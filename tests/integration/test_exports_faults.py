@@ -4,6 +4,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paramd.errors import ParamdError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.exports.calls import ExportState
@@ -86,6 +88,7 @@ def test_files_of_a_killed_sidecar_go_to_another_that_has_their_bytes(tmp_path: 
         assert sum(one.rank == 0 for one in written) > 3, "rank 0 took over what rank 1 was given"
 
 
+@pytest.mark.in_turns
 def test_a_control_plane_killed_in_the_middle_goes_on_or_fails_cleanly(tmp_path: Path) -> None:
     with exporting_job(tmp_path) as site:
         site.job.train(lambda rank, step: None, 0.02)

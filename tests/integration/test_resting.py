@@ -35,6 +35,7 @@ DOCUMENTS = {
 """Of REST, with what each is asked for."""
 
 
+@pytest.mark.in_turns
 def test_each_answer_says_that_the_state_rests_and_later_that_it_is_settled(tmp_path: Path) -> None:
     environment = {**os.environ, "PARAMD_LISTEN": "127.0.0.1:0", "OMP_NUM_THREADS": "1"}
     with (

@@ -281,6 +281,7 @@ def test_stalled_readers_stop_nobody_and_cost_no_memory(
     wait_until(lambda: used_bytes(client) == 0, "all memory is given back", 3.0)
 
 
+@pytest.mark.in_turns
 def test_a_thousand_strangers_stop_nobody_and_leave_nothing(
     process: SidecarProcess, client: Client
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_training_whose_site_was_away_at_attach_registers_with_the_next_refres
             assert process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.in_turns
 def test_two_jobs_of_a_site_are_compared(tmp_path: Path) -> None:
     with (
         site_plane() as control,

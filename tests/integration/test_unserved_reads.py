@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("grpc_is_up")
 PATIENCE_S = 60.0
 
 
+@pytest.mark.in_turns
 def test_every_reader_is_told_which_rank_and_why_and_is_served_once_it_is_over(
     tmp_path: Path,
 ) -> None:

@@ -72,6 +72,7 @@ def drifts(mesh: Mesh) -> dict[str, Alert]:
     return {one.subject: one for one in mesh.alerts(state="firing") if one.rule == "replica-drift"}
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(180)
 def test_a_flipped_bit_is_found_within_n_steps_wherever_it_is(tmp_path: Path) -> None:
     with training(tmp_path, 3, "--pause-s", "0.03") as (mesh, _):
@@ -95,6 +96,7 @@ def test_a_flipped_bit_is_found_within_n_steps_wherever_it_is(tmp_path: Path) ->
         assert step <= step_at(tmp_path, found.first_seen_s) <= step + EVERY + SLACK
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(180)
 def test_in_hybrid_sharding_both_replicas_of_the_shard_are_named(tmp_path: Path) -> None:
     with training(tmp_path, 4, "--kind", "hsdp", "--pause-s", "0.03") as (mesh, _):
@@ -108,6 +110,7 @@ def test_in_hybrid_sharding_both_replicas_of_the_shard_are_named(tmp_path: Path)
         assert "of element 2 of its piece" in found.reason
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(180)
 def test_nan_is_told_with_its_tensor_until_it_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -71,6 +71,7 @@ def killed_with_a_capture_under_way(session: Session, rng: Random) -> None:
     asking.join()
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(180)
 def test_buffers_on_every_lane_are_of_the_parameters_step_right_after_a_kill(
     monkeypatch: pytest.MonkeyPatch,

@@ -8,6 +8,7 @@ import pytest
 from tests.launch import run_ranks
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(180)
 def test_calls_of_the_training_itself_are_refused_at_once_and_its_export_is_made_there(
     tmp_path: Path,

@@ -75,6 +75,7 @@ def check_after(mesh: Mesh, edit_id: str) -> None:
     assert all(bool((tensor == 9).all()) for tensor in mesh.summon("*").values())
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(180)
 def test_a_killed_one_comes_back_at_another_port_with_its_store_and_all_ranks(
     tmp_path: Path,
@@ -105,6 +106,7 @@ def test_a_killed_one_comes_back_at_another_port_with_its_store_and_all_ranks(
                 check_after(mesh, edit.id)
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(180)
 def test_a_site_that_was_killed_starts_again_on_another_host_with_its_store_and_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -152,6 +154,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(300)
 def test_ranks_on_other_hosts_find_it_at_another_port(tmp_path: Path) -> None:
     with training(2, tmp_path) as (job, _):

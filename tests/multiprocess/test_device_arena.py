@@ -153,6 +153,7 @@ def test_a_killed_trainer_leaves_its_weights_readable_and_a_successor_maps_them_
     assert held(ended.stdout) == bare
 
 
+@pytest.mark.in_turns
 def test_weights_that_the_device_had_not_finished_are_refused_once_the_trainer_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def test_killed_trainings_go_on_in_device_memory_with_the_bits_of_one_that_was_n
     ends_undisturbed(life)
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(400)
 def test_memory_that_is_gone_with_trainer_and_sidecar_is_said_and_training_begins_anew(
     tmp_path: Path, stack: ExitStack
@@ -104,6 +105,7 @@ def test_memory_that_is_gone_with_trainer_and_sidecar_is_said_and_training_begin
     assert life.final() == undisturbed("plain")
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(400)
 def test_sidecars_killed_as_they_make_memory_for_the_state_and_later_leave_it_to_a_successor(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
@@ -142,6 +144,7 @@ def is_owned(socket_path: Path) -> bool:
         return False
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_state_on_the_device_is_read_and_exported_while_it_trains_and_when_the_trainers_are_dead(

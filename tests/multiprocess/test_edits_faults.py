@@ -39,6 +39,7 @@ STOPPED_S = 2.0
 """Long enough for the control plane to notice and to act on it."""
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("kind", "world_size", "point"),

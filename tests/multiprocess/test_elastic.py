@@ -99,6 +99,7 @@ def mesh_of(world_size: int) -> Mesh:
     return found[0]
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(400)
 def test_a_job_goes_on_with_fewer_nodes_and_with_more_again(
     tmp_path: Path, agents: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch

@@ -74,6 +74,7 @@ def load_dcp(folder: Path, like: Tensors) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("kind", sample(["fsdp2", "fsdp1-full-orig", "tp-fsdp2"], ["tp-fsdp2"]))
 def test_a_training_resumes_from_what_was_exported_while_it_ran(kind: str, tmp_path: Path) -> None:
     root = tmp_path / "out"

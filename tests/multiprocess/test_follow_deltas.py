@@ -67,6 +67,7 @@ def training(tmp_path: Path, **env: str) -> Iterator[Training]:
         ranks.end_well()
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(times(400, 1800))
 def test_every_follower_has_what_torch_gathered_in_fewer_bytes(tmp_path: Path) -> None:
     with training(tmp_path) as job, connect_to(job.state_dir, JOB) as mesh:

@@ -25,6 +25,7 @@ with paramd.connect(sys.argv[1], sys.argv[2], job=sys.argv[3]) as mesh:
 """
 
 
+@pytest.mark.in_turns
 def test_readers_sidecars_and_the_end(tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     faults.mkdir()

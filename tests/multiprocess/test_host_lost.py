@@ -110,6 +110,7 @@ def job_on_hosts(count: int, folder: Path, steps: int) -> Iterator[tuple[Job, li
                 process.wait()
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(400)
 def test_hosts_that_are_lost_one_after_the_other_cost_the_steps_since_the_last_copy(
     tmp_path: Path,

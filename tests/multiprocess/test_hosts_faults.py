@@ -299,6 +299,7 @@ def moved(at: Scene) -> None:
 FAULTS = {one.__name__: one for one in (half_cut, cut, no_names, moved)}
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(420)
 def test_with_a_broken_link_reads_are_right_or_refused_and_training_goes_on(tmp_path: Path) -> None:
     """Between hosts of which one has a clock that is an hour off."""

@@ -20,6 +20,7 @@ def read(mesh: Mesh, step: int, *, unsettled: bool) -> set[float]:
     return {value for one in found.values() for value in torch.unique(one).tolist()}
 
 
+@pytest.mark.in_turns
 def test_no_answer_has_one_rank_before_a_late_change_and_one_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def refused(mesh: Mesh) -> str:
     raise AssertionError("a reader got what should stay free")
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(times(900, 7200))
 def test_with_nothing_left_readers_are_refused_sidecars_die_and_no_bit_changes(
     tmp_path: Path, stack: ExitStack

@@ -92,6 +92,7 @@ def test_it_lies_there_with_resume_and_for_optimizers_that_attach_was_not_given(
         assert all(digest(tensor) == known[name][""] for name, tensor in found.items())
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("optimizer", sample(["sgd", "momentum"], ["sgd"]))
 def test_state_without_tensors_is_no_obstacle(optimizer: str, tmp_path: Path) -> None:
@@ -103,6 +104,7 @@ def test_state_without_tensors_is_no_obstacle(optimizer: str, tmp_path: Path) ->
         )
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(180)
 def test_state_that_each_rank_has_a_part_of_is_gathered_from_who_has_it(tmp_path: Path) -> None:
     with training(tmp_path, "--kind", "ddp", "--optimizer", "zero") as (mesh, _):
@@ -112,6 +114,7 @@ def test_state_that_each_rank_has_a_part_of_is_gathered_from_who_has_it(tmp_path
         assert_stored(stored_in(tmp_path / "out" / "zero"), truth(tmp_path, done.step))
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(180)
 def test_state_of_a_training_that_hangs_and_of_one_that_died(tmp_path: Path) -> None:
     with training(tmp_path, ends=False) as (mesh, ranks):

@@ -160,6 +160,7 @@ def ends_undisturbed(life: Life) -> None:
     assert life.final() == undisturbed(life.kind)
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(400)
 def test_a_script_that_says_where_its_loop_ends_loses_nothing_there(
     tmp_path: Path, stack: ExitStack
@@ -180,6 +181,7 @@ def test_a_script_that_says_where_its_loop_ends_loses_nothing_there(
     assert life.final() == undisturbed("plain", "--explicit")
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(400)
 def test_a_kill_while_it_resumes_changes_nothing(tmp_path: Path, stack: ExitStack) -> None:
     life = Life(tmp_path, "ddp", stack)
@@ -198,6 +200,7 @@ def test_a_kill_while_it_resumes_changes_nothing(tmp_path: Path, stack: ExitStac
     assert life.final() == undisturbed("ddp")
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(400)
 def test_a_kill_while_it_takes_a_snapshot_over_leaves_the_snapshot(
     tmp_path: Path, stack: ExitStack
@@ -217,6 +220,7 @@ def test_a_kill_while_it_takes_a_snapshot_over_leaves_the_snapshot(
     assert life.final() == undisturbed("ddp")
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(400)
 def test_steps_that_were_told_as_lost_are_not_told_again(tmp_path: Path, stack: ExitStack) -> None:
     life = Life(tmp_path, "ddp", stack)
@@ -274,6 +278,7 @@ def damage(socket_path: Path, name: str) -> None:
     raise AssertionError(f"process {pid} has no {name}")
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(400)
 def test_torchrun_restarts_it_and_no_bit_changes(tmp_path: Path, stack: ExitStack) -> None:
     life = Life(tmp_path, "ddp", stack)
@@ -357,6 +362,7 @@ CHANGES = (
 """Options of another script, its world size, and what it is told."""
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(400)
 def test_a_changed_script_is_refused_and_the_memory_stays(tmp_path: Path, stack: ExitStack) -> None:
     life = Life(tmp_path, "ddp", stack)
@@ -425,6 +431,7 @@ def test_when_nothing_is_in_memory_the_newest_export_is_gone_on_from(
     assert ("are optimizer state, random states" in said) is not optimizer
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(400)
 def test_a_damaged_export_is_passed_over_for_an_older_one_or_a_fresh_start(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch

@@ -210,6 +210,7 @@ def mesh_held(mesh: Mesh) -> Iterator[None]:
         mesh.resume()
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(300)
 def test_a_rank_killed_within_a_rollback_leaves_no_mixture(
     tmp_path: Path, stack: ExitStack
@@ -254,6 +255,7 @@ def lost_marks(mesh: Mesh) -> list[Alert]:
     return [one for one in mesh.alerts(state="firing") if one.rule == "lost-mark"]
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(300)
 def test_helpers_killed_within_a_rollback_leave_it_everywhere_or_nowhere(
     tmp_path: Path, stack: ExitStack
@@ -333,6 +335,7 @@ def edit_step(folder: Path, edit_id: str) -> int:
     return edit.step if edit.state is EditState.APPLIED else -1
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(300)
 def test_a_training_that_cannot_be_put_back_says_why_up_front(
     tmp_path: Path, stack: ExitStack

@@ -34,6 +34,7 @@ def training(
         assert [one.returncode for one in ended] == [0] * world_size, ended
 
 
+@pytest.mark.in_turns
 def test_what_is_summoned_loads_frozen_is_listed_and_averaged_is_refused_or_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

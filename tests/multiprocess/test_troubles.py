@@ -96,6 +96,7 @@ def told_of(door: Door, trouble: str, cause: str) -> set[str]:
     return told - {""} - ALONGSIDE.get(trouble, set())
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(900)
 def test_a_planted_trouble_is_told_with_its_cause_and_no_other(tmp_path: Path) -> None:
     env = {"PARAMD_ALERTS": json.dumps(WATCH)}

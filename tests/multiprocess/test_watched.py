@@ -23,6 +23,7 @@ def verdict(door: Door) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("arena", ["auto", "mirror"])
 def test_without_a_setting_values_are_looked_at_and_a_nan_is_the_first_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arena: str

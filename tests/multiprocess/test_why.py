@@ -42,6 +42,7 @@ def functions(row: RankActivity) -> list[str]:
     return [frame.function for frame in training.frames]
 
 
+@pytest.mark.in_turns
 @pytest.mark.timeout(240)
 def test_states_are_compared_and_a_hanging_rank_is_named_with_its_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

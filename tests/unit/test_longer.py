@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.longer import sample, share
+from tests.longer import has_turn, sample, share
 
 CASES = [(name, size) for name in ("a", "b", "c", "d", "e") for size in (1, 2, 4)]
 CHOSEN = {("a", 1), ("c", 4)}
@@ -49,3 +49,18 @@ def test_without_a_turn_one_share_is_taken_and_in_a_campaign_all(
     assert len(share(CASES, 4)) in (len(CASES) // 4, len(CASES) // 4 + 1)
     monkeypatch.setenv("PARAMD_TESTS_ALL", "1")
     assert share(CASES, 4) == CASES
+
+
+def test_a_test_in_turns_runs_with_every_other_eighth_and_where_none_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [f"tests/test_it.py::test_{n}" for n in range(40)]
+    assert all(map(has_turn, names))
+    turns = []
+    for eighth in range(8):
+        monkeypatch.setenv("PARAMD_TESTS_EIGHTH", str(eighth))
+        turns.append([has_turn(name) for name in names])
+    assert all(sum(one) == 4 for one in zip(*turns, strict=True))
+    assert 10 < sum(turns[0]) < 30
+    monkeypatch.setenv("PARAMD_TESTS_ALL", "1")
+    assert all(map(has_turn, names))

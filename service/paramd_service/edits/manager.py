@@ -131,7 +131,16 @@ class Opener:
         (entry.edit,) = rank_edits(entry.ops, [self._scope.rank])
 
     async def open_new(self, entry: Entry, check_bytes: Callable[[Entry, int], None]) -> None:
-        """Reserve memory for an edit and write its program; `check_bytes` enforces the budget."""
+        """Reserve memory for an edit and write its program.
+
+        Args:
+            entry: The edit, which gets its program, its memory and what takes its data.
+            check_bytes: Enforces the budget, given the edit and its size in bytes.
+
+        Raises:
+            UsageError, NotFoundError: The edit does not fit the layout.
+            ExhaustedError: No room.
+        """
         manifest = entry.manifest
         if_step = manifest.if_step if manifest.HasField("if_step") else ANY_STEP
         if if_step < ANY_STEP:
@@ -140,10 +149,7 @@ class Opener:
         edit, ops = entry.edit, entry.ops
         assert edit is not None
         entry.op_count = len(ops)
-        undoable, undo_budget_bytes = manifest.undoable, self._scope.limits.undo_budget_bytes
-        whole_bytes = body_at(0, edit, ops=ops, undoable=True).size_bytes
-        if undoable and whole_bytes > undo_budget_bytes:
-            undoable, entry.refusal = False, UndoRefusal.TOO_LARGE
+        undoable = self._is_undoable(entry, edit)
         size_bytes = body_at(0, edit, ops=ops, undoable=undoable).size_bytes
         check_bytes(entry, size_bytes)
         begin, end = await self.reserve(size_bytes)
@@ -162,6 +168,16 @@ class Opener:
             op_count=len(ops),
             allow_nonfinite=manifest.allow_nonfinite,
         )
+
+    def _is_undoable(self, entry: Entry, edit: RankEdit) -> bool:
+        """Whether an edit keeps what undoes it; where that is too large, it notes the refusal."""
+        if not entry.manifest.undoable:
+            return False
+        whole_bytes = body_at(0, edit, ops=entry.ops, undoable=True).size_bytes
+        if whole_bytes > self._scope.limits.undo_budget_bytes:
+            entry.refusal = UndoRefusal.TOO_LARGE
+            return False
+        return True
 
     async def open_note(self, entry: Entry) -> None:
         """Open an edit that changes no elements by itself; see notes.py."""

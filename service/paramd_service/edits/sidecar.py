@@ -1,7 +1,10 @@
 """Edits of one rank: staging, progress, preview and dropping."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
@@ -138,8 +141,10 @@ class RankEdits(SidecarPart):
                 "edit again: it is asked for at each edit"
             )
         if self._edits is None:
-            why = "edits have no memory here" if self.host.has_pins else self.host.ownership.value
-            raise UnreachableError(f"{why}; try again when training runs")
+            reason = "edits have no memory here"
+            if not self.host.has_pins:
+                reason = self.host.ownership.value
+            raise UnreachableError(f"{reason}; try again when training runs")
         return self._edits
 
     def _made(self, memory: AttachedMemory) -> Edits:
@@ -245,66 +250,85 @@ class RankEdits(SidecarPart):
         entry = self._current.get(request.edit_id)
         async with asyncio.timeout(timeout_s), entry.lock:
             _check_staged(entry)
-            await self._current.planned(entry)
-            attached, edit = self.host.attached, entry.edit
-            assert attached is not None
-            if is_mirror(attached.page.words):
-                raise ConflictError(
-                    "previews need the current parameters, which stay in the trainer's own memory; "
-                    "summon them to compute what an edit would do, or apply and undo it"
-                )
-            assert edit is not None
-            arena_bytes, memory = attached.request.arena_bytes, self._current.memory.buffer
-            records = parse_program(memory, entry.program_begin, arena_bytes=arena_bytes)
-            spans = tuple(Ranges(*((item.arena_begin, item.arena_end) for item in edit.items)))
-            if not spans:
+            trial = await self._trial(entry)
+            if not trial.spans:
                 nothing = [pb.Stats(min=float("inf"), max=float("-inf"))] * entry.op_count
                 header = messages.header(self.host, self.host.step)
                 return pb.PreviewEditResponse(header=header, before=nothing, after=nothing)
-            key = Key(self.host.incarnation, spans)
-            lease = await self.host.pins.pin(key, lease_s=timeout_s, timeout_s=timeout_s)
-            store = self.host.pins.store
-            snapshot = store.hold(lease.snapshot)
-            try:
-                # The hold replaces the lease, which could end meanwhile.
-                store.release(lease.snapshot_id)
-                ops = [(item.op, item.dtype) for item in edit.items]
-                view, count = snapshot.view(), entry.op_count
-                before, after = await self.host.reduced(
-                    lambda stop: _reduce(view, spans, memory, records, ops, count, stop)
-                )
-                step = snapshot.step
-            finally:
-                store.drop(snapshot)
+            answer = await self._tried(trial, timeout_s)
             # Applied meanwhile, the edit may be in the snapshot already.
             self._current.settle()
             _check_staged(entry)
+        return answer
+
+    async def _trial(self, entry: Entry) -> _Trial:
+        """What is needed to try an edit. Raises ConflictError: the arena is a mirror."""
+        await self._current.planned(entry)
+        attached, edit = self.host.attached, entry.edit
+        assert attached is not None
+        if is_mirror(attached.page.words):
+            raise ConflictError(
+                "previews need the current parameters, which stay in the trainer's own memory; "
+                "summon them to compute what an edit would do, or apply and undo it"
+            )
+        assert edit is not None
+        arena_bytes, memory = attached.request.arena_bytes, self._current.memory.buffer
+        return _Trial(
+            spans=tuple(Ranges(*((item.arena_begin, item.arena_end) for item in edit.items))),
+            memory=memory,
+            records=parse_program(memory, entry.program_begin, arena_bytes=arena_bytes),
+            ops=[(item.op, item.dtype) for item in edit.items],
+            op_count=entry.op_count,
+        )
+
+    async def _tried(self, trial: _Trial, timeout_s: float) -> pb.PreviewEditResponse:
+        """Try an edit on a snapshot of the elements that it changes."""
+        pins, key = self.host.pins, Key(self.host.incarnation, trial.spans)
+        lease = await pins.pin(key, lease_s=timeout_s, timeout_s=timeout_s)
+        snapshot = pins.store.hold(lease.snapshot)
+        try:
+            # The hold replaces the lease, which could end meanwhile.
+            pins.store.release(lease.snapshot_id)
+            view = snapshot.view()
+            before, after = await self.host.reduced(lambda stop: _reduce(view, trial, stop))
+            step = snapshot.step
+        finally:
+            pins.store.drop(snapshot)
         header = messages.header(self.host, step)
         return pb.PreviewEditResponse(header=header, before=before, after=after)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trial:
+    """An edit of this rank, to be tried on a copy."""
+
+    spans: tuple[Range, ...]
+    """The arena bytes that it changes."""
+    memory: memoryview
+    """Edit memory, which has the program and its data."""
+    records: Sequence[Record]
+    ops: Sequence[tuple[int, str]]
+    """By record, the number of its operation and the dtype of its elements."""
+    op_count: int
+
+
 def _reduce(
-    snapshot: memoryview,
-    spans: Sequence[Range],
-    memory: memoryview,
-    records: Sequence[Record],
-    ops: Sequence[tuple[int, str]],
-    op_count: int,
-    stop: Sequence[bool],
+    snapshot: memoryview, trial: _Trial, stop: Sequence[bool]
 ) -> tuple[list[pb.Stats], list[pb.Stats]]:
-    from paramd_service.sidecar.statistics import reduce, trial
+    """Statistics before and after each operation; unused once `stop` is not empty."""
+    from paramd_service.sidecar.statistics import reduce
+    from paramd_service.sidecar.statistics.trial import try_record
 
     reduce.set_up()
-    before, after = ([reduce.Reduced() for _ in range(op_count)] for _ in range(2))
-    place = place_in(spans)
-    for record, (op, dtype) in zip(records, ops, strict=True):
+    before, after = ([reduce.Reduced() for _ in range(trial.op_count)] for _ in range(2))
+    place = place_in(trial.spans)
+    for record, (op, dtype) in zip(trial.records, trial.ops, strict=True):
         if stop:
             return [], []  # cancelled: the result is unused
         begin = place(record.arena_begin, 0)
         assert begin is not None
-        trial.try_record(snapshot, begin, memory, record, dtype, before[op], after[op])
-    first, last = ([reduce.stats_message(one) for one in part] for part in (before, after))
-    return first, last
+        try_record(snapshot, begin, trial.memory, record, dtype, before[op], after[op])
+    return list(map(reduce.stats_message, before)), list(map(reduce.stats_message, after))
 
 
 def _check_staged(entry: Entry) -> None:

@@ -117,21 +117,7 @@ class Follow(SidecarPart):
             raise UnreachableError("the trainer is still attaching; try again in a moment")
         snapshot = store.hold(store.filled(request.snapshot_id))
         try:
-            items = _checked(request.items, snapshot.size_bytes)
-            before = StateName(
-                snapshot.key.incarnation,
-                request.base_history,
-                request.base_step,
-                request.base_edits,
-            )
-            base = bases.find((snapshot.key, before)) if request.base_step else None
-            try:
-                async with asyncio.timeout(timeout_s):
-                    named = (state_of(snapshot), before if base is not None else None, items)
-                    found = await self._result(named, snapshot, base, bases.budget_bytes // 2)
-            finally:
-                if base is not None:
-                    store.drop(base)
+            result = await self._compared(request, snapshot, bases, timeout_s)
             # The comparison counts only if the trainer has found no stray change meanwhile.
             store.check(snapshot)
             if request.keep:
@@ -141,13 +127,35 @@ class Follow(SidecarPart):
         finally:
             store.drop(snapshot)
         self._counts.answered_count += 1
-        self._counts.sent_bytes += len(found.data)
-        self._counts.changed_bytes += found.changed_bytes
-        yield pb.DeltaSnapshotResponse(header=header, parts=found.parts).SerializeToString()
-        data = memoryview(found.data)
+        self._counts.sent_bytes += len(result.data)
+        self._counts.changed_bytes += result.changed_bytes
+        yield pb.DeltaSnapshotResponse(header=header, parts=result.parts).SerializeToString()
+        data = memoryview(result.data)
         for offset in range(0, len(data), CHUNK_BYTES):
             yield data_chunk(data[offset : offset + CHUNK_BYTES], offset)
             host.faults.at("delta-chunk")
+
+    async def _compared(
+        self,
+        request: pb.DeltaSnapshotRequest,
+        snapshot: Snapshot,
+        bases: Bases,
+        timeout_s: float,
+    ) -> _Result:
+        """The changes since the follower's state, or digests alone if that is not kept. Raises
+        UsageError: the items are wrong."""
+        store, items = self.host.pins.store, _checked(request.items, snapshot.size_bytes)
+        before = StateName(
+            snapshot.key.incarnation, request.base_history, request.base_step, request.base_edits
+        )
+        base = bases.find((snapshot.key, before)) if request.base_step else None
+        try:
+            async with asyncio.timeout(timeout_s):
+                named = (state_of(snapshot), before if base is not None else None, items)
+                return await self._result(named, snapshot, base, bases.budget_bytes // 2)
+        finally:
+            if base is not None:
+                store.drop(base)
 
     async def _result(
         self, named: _Named, snapshot: Snapshot, base: Snapshot | None, limit_bytes: int
@@ -161,18 +169,18 @@ class Follow(SidecarPart):
         running = self._running[named] = loop.create_future()
         new, old = snapshot.view(), base.view() if base is not None else None
         try:
-            found = await self.host.reduced(
+            result = await self.host.reduced(
                 lambda stop: _compare(new, old, named[2], limit_bytes, stop)
             )
         finally:
             del self._running[named]
             running.set_result(None)
         self._counts.computed_count += 1
-        self._results[named] = found
-        while sum(len(one.data) for one in self._results.values()) > limit_bytes:
+        self._results[named] = result
+        while sum(len(kept.data) for kept in self._results.values()) > limit_bytes:
             del self._results[next(iter(self._results))]
         loop.call_later(KEPT_S, self._results.pop, named, None)
-        return found
+        return result
 
 
 def _compare(
@@ -211,12 +219,12 @@ def _checked(items: Sequence[pb.DeltaItem], size_bytes: int) -> tuple[Item, ...]
     """The items as tuples. Raises UsageError if too many, or if one exceeds the snapshot."""
     if len(items) > MAX_ITEMS:
         raise UsageError(f"items: {len(items):,}; expected at most {MAX_ITEMS:,}")
-    found = tuple((item.begin_bytes, item.end_bytes, item.element_bytes) for item in items)
-    for begin, end, element_bytes in found:
+    checked = tuple((item.begin_bytes, item.end_bytes, item.element_bytes) for item in items)
+    for begin, end, element_bytes in checked:
         whole = element_bytes in ELEMENT_BYTES and (end - begin) % element_bytes == 0
         if not 0 <= begin <= end <= size_bytes or not whole:
             raise UsageError(
                 f"items: bytes [{begin}, {end}) of elements of {element_bytes}; expected whole "
                 f"elements of 1, 2, 4 or 8 bytes within the snapshot's {size_bytes}"
             )
-    return found
+    return checked

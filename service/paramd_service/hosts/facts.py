@@ -82,60 +82,95 @@ def sample(trainer_pid: int) -> Sample:
 
 
 def facts(before: Sample, now: Sample, *, first: Sample | None = None) -> common_pb2.HostFacts:
-    """What the host did between two samples. `first` is the sample that a jump of the clock is
-    measured from. Pure."""
-    window_s = max(now.at_s - before.at_s, 1e-3)
-    total_s = max(now.total_s - before.total_s, 1e-3)
-    processors = total_s / window_s
+    """What the host did between two samples. Pure.
 
-    def share(of: Callable[[Sample], float]) -> float:
-        return min(max((of(now) - of(before)) / total_s, 0.0), 1.0)
-
-    def rate(of: Callable[[Sample], float]) -> float:
-        known = min(of(before), of(now)) >= 0
-        return max(of(now) - of(before), 0.0) / window_s if known else UNKNOWN
-
-    busy = 1.0 - share(lambda one: one.idle_s)
-    stolen = share(lambda one: one.stolen_s)
-    disk_wait = share(lambda one: one.disk_wait_s)
-    trainer = rate(lambda one: one.trainer_s)
-    trainer_delay = rate(lambda one: one.delay_s)
-    swap_in_bytes = rate(lambda one: one.swap_in_bytes)
-    swap_out_bytes = rate(lambda one: one.swap_out_bytes)
-    network_bytes = rate(lambda one: one.network_bytes)
-    network_lost = rate(lambda one: one.network_lost)
-    retransmits = rate(lambda one: one.retransmits)
-    own = max(trainer, 0.0) + rate(lambda one: one.own_s)
+    Args:
+        before: The sample that the window begins with.
+        now: The sample that it ends with.
+        first: The sample that a jump of the clock is measured from; None: `before`.
+    """
+    window = _Window(before, now)
     began = first if first is not None else before
     return common_pb2.HostFacts(
-        window_ms=round(1e3 * window_s),
-        processors=round(processors),
-        busy=busy,
-        others=max(busy - stolen - own / processors, 0.0),
-        stolen=stolen,
-        disk_wait=disk_wait,
-        trainer_processors=trainer,
-        trainer_delay=min(trainer_delay, 1.0),
+        window_ms=round(1e3 * window.length_s),
+        processors=round(window.processors),
+        busy=window.busy,
+        others=window.others,
+        stolen=window.stolen,
+        disk_wait=window.share(lambda sample: sample.disk_wait_s),
+        trainer_processors=window.trainer,
+        trainer_delay=min(window.rate(lambda sample: sample.delay_s), 1.0),
         memory_available_bytes=now.memory_available_bytes,
         memory_bytes=now.memory_bytes,
         memory_pressure=now.memory_pressure,
-        swap_in_bytes=swap_in_bytes,
-        swap_out_bytes=swap_out_bytes,
-        disk_busy=_busiest(before, now, window_s),
-        network_bytes=network_bytes,
-        network_lost=network_lost,
-        retransmits=retransmits,
+        swap_in_bytes=window.rate(lambda sample: sample.swap_in_bytes),
+        swap_out_bytes=window.rate(lambda sample: sample.swap_out_bytes),
+        disk_busy=window.busiest_disk,
+        network_bytes=window.rate(lambda sample: sample.network_bytes),
+        network_lost=window.rate(lambda sample: sample.network_lost),
+        retransmits=window.rate(lambda sample: sample.retransmits),
         clock_jump_ms=round(1e3 * (now.wall_offset_s - began.wall_offset_s)),
     )
 
 
-def _busiest(before: Sample, now: Sample, window_s: float) -> float:
-    shares = [
-        (busy_s - before.disk_busy_s[name]) / window_s
-        for name, busy_s in now.disk_busy_s.items()
-        if name in before.disk_busy_s
-    ]
-    return min(max(shares), 1.0) if shares else UNKNOWN
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The time between two samples."""
+
+    before: Sample
+    now: Sample
+
+    @property
+    def length_s(self) -> float:
+        return max(self.now.at_s - self.before.at_s, 1e-3)
+
+    @property
+    def total_s(self) -> float:
+        """Processor time that there was."""
+        return max(self.now.total_s - self.before.total_s, 1e-3)
+
+    @property
+    def processors(self) -> float:
+        return self.total_s / self.length_s
+
+    def share(self, counter: Callable[[Sample], float]) -> float:
+        """Part of the processor time that a counter grew by, from 0 to 1."""
+        return min(max((counter(self.now) - counter(self.before)) / self.total_s, 0.0), 1.0)
+
+    def rate(self, counter: Callable[[Sample], float]) -> float:
+        """Growth of a counter per second; `UNKNOWN` if the host does not have it."""
+        before, now = counter(self.before), counter(self.now)
+        known = min(before, now) >= 0
+        return max(now - before, 0.0) / self.length_s if known else UNKNOWN
+
+    @property
+    def busy(self) -> float:
+        return 1.0 - self.share(lambda sample: sample.idle_s)
+
+    @property
+    def stolen(self) -> float:
+        return self.share(lambda sample: sample.stolen_s)
+
+    @property
+    def trainer(self) -> float:
+        """Processors that the trainer used."""
+        return self.rate(lambda sample: sample.trainer_s)
+
+    @property
+    def others(self) -> float:
+        """Part of the processor time that other processes on this host used."""
+        own = max(self.trainer, 0.0) + self.rate(lambda sample: sample.own_s)
+        return max(self.busy - self.stolen - own / self.processors, 0.0)
+
+    @property
+    def busiest_disk(self) -> float:
+        """Share of the window in which the busiest disk was busy."""
+        shares = [
+            (busy_s - self.before.disk_busy_s[name]) / self.length_s
+            for name, busy_s in self.now.disk_busy_s.items()
+            if name in self.before.disk_busy_s
+        ]
+        return min(max(shares), 1.0) if shares else UNKNOWN
 
 
 def _processor_s(pid: int) -> float:
@@ -166,18 +201,19 @@ def _swapped() -> tuple[int, int]:
 
 def _disks() -> dict[str, float]:
     with suppress(OSError, NotImplementedError, RuntimeError):
-        found = psutil.disk_io_counters(perdisk=True)
+        counters = psutil.disk_io_counters(perdisk=True)
         # Partitions' time is within their disk's; the busiest one is asked for, so both may stay.
-        return {name: one.busy_time / 1e3 for name, one in (found or {}).items()}
+        return {name: disk.busy_time / 1e3 for name, disk in (counters or {}).items()}
     return {}
 
 
 def _network() -> tuple[int, int]:
     with suppress(OSError):
-        outside = [one for name, one in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+        counters = psutil.net_io_counters(pernic=True)
+        outside = [card for name, card in counters.items() if name != "lo"]
         return (
-            sum(one.bytes_sent + one.bytes_recv for one in outside),
-            sum(one.errin + one.errout + one.dropin + one.dropout for one in outside),
+            sum(card.bytes_sent + card.bytes_recv for card in outside),
+            sum(card.errin + card.errout + card.dropin + card.dropout for card in outside),
         )
     return -1, -1
 

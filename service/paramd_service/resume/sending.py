@@ -60,17 +60,19 @@ async def put(
         DeniedError: It is not this rank's to keep.
         UsageError, ConflictError: It can be no state of that rank in this run.
     """
-    mesh, of = rank.ready_mesh(), CALLER.get().rank
-    if of is None or mesh.buddy_of(of) != rank.config.rank:
-        error = DeniedError(f"rank {rank.config.rank} keeps no copies of rank {of}")
+    mesh, sender = rank.ready_mesh(), CALLER.get().rank
+    if sender is None or mesh.buddy_of(sender) != rank.config.rank:
+        error = DeniedError(f"rank {rank.config.rank} keeps no copies of rank {sender}")
         rank.refusals.saw("PutCopy", str(error))
         raise error
     if len(request.data) > CHUNK_BYTES:
         raise UsageError(f"data: {len(request.data):,} bytes; expected at most {CHUNK_BYTES:,}")
     label = label_of(request.copy)
     if not request.offset_bytes:
-        _check(rank, mesh, of, label)
-    received = await copies.put(of, label, request.keep_step, request.offset_bytes, request.data)
+        _check(rank, mesh, sender, label)
+    received = await copies.put(
+        sender, label, request.keep_step, request.offset_bytes, request.data
+    )
     rank.faults.at("copy-received")
     return pb.PutCopyResponse(header=messages.header(rank), received_bytes=received)
 
@@ -107,13 +109,13 @@ def copy_of(label: StandingLabel) -> pb.StandingCopy:
     )
 
 
-def _check(rank: SidecarHost, mesh: Mesh, of: int, label: StandingLabel) -> None:
+def _check(rank: SidecarHost, mesh: Mesh, sender: int, label: StandingLabel) -> None:
     """Raise unless the copy can be a state of that rank in this incarnation. Checked before memory
     is allocated, so that nobody makes a sidecar keep more than a rank can have."""
     attached = rank.attached
     if attached is None:
         raise UnreachableError("no trainer is attached; try again in a moment")
-    arena_bytes = layout_pb2.Layout.FromString(mesh.layout).arena_bytes[of]
+    arena_bytes = layout_pb2.Layout.FromString(mesh.layout).arena_bytes[sender]
     world_size = attached.request.world_size
     limits = {
         "world_size": (world_size, world_size),
@@ -208,13 +210,13 @@ class Sending:
     async def _send_parts(
         self, mesh: Mesh, channels: Channels, label: StandingLabel, block: Block
     ) -> None:
-        rank = self._rank
-        buddy = mesh.buddy_of(rank.config.rank)
-        peer = next(peer for peer in mesh.peers if peer.rank == buddy)
-        check_way(buddy, peer.address, peer.host_id)
-        asked = Asked(
-            job=rank.config.job, incarnation=rank.incarnation, rank=buddy, address=peer.address
-        )
+        """Send a snapshot from where its receiver says, until it has all of it.
+
+        Raises:
+            ConflictError: The run has ended.
+            DataLossError: The receiver loses parts, or says what cannot be.
+        """
+        rank, receiver = self._rank, self._receiver(mesh)
         copy = copy_of(label)
         size_bytes = label.size_bytes
         received = expected = restarts = 0
@@ -230,13 +232,13 @@ class Sending:
                 offset_bytes=received,
                 data=data,
             )
-            answer = await channels.ask(asked, "PutCopy", request, timeout_s=CALL_S)
+            answer = await channels.ask(receiver, "PutCopy", request, timeout_s=CALL_S)
             received = answer.received_bytes
             if not 0 <= received <= size_bytes:
-                raise DataLossError(f"{asked.who} says that it has {received:,} bytes")
+                raise DataLossError(f"{receiver.who} says that it has {received:,} bytes")
             restarts += received < expected
             if restarts > MAX_RESTARTS:
-                raise DataLossError(f"{asked.who} loses what it has received")
+                raise DataLossError(f"{receiver.who} loses what it has received")
             if received == size_bytes:
                 return
             rank.faults.at("copy-sent")
@@ -244,6 +246,16 @@ class Sending:
             await asyncio.sleep(max(pause_s, 0.0))
             expected = min(received + CHUNK_BYTES, size_bytes)
             data = bytes(block.buffer[received:expected])
+
+    def _receiver(self, mesh: Mesh) -> Asked:
+        """The buddy's sidecar. Raises ParamdError: no connection may lead there."""
+        config = self._rank.config
+        buddy = mesh.buddy_of(config.rank)
+        peer = next(peer for peer in mesh.peers if peer.rank == buddy)
+        check_way(buddy, peer.address, peer.host_id)
+        return Asked(
+            job=config.job, incarnation=self._rank.incarnation, rank=buddy, address=peer.address
+        )
 
     def _tell(self, reason: str) -> None:
         """Log a failure once, and the first success after it."""

@@ -65,6 +65,19 @@ class _Buffer:
     """Whether the copying thread writes to it: its memory must stay."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wanted:
+    """The state that a standing snapshot is made of."""
+
+    label: StandingLabel
+    made: int
+    """Its time, in `in_time`'s order."""
+    seq: int
+    """SEQ that proves it."""
+    rest: bytes
+    """Record and table, which follow arena and optimizer memory."""
+
+
 class Standing:
     """One rank's standing snapshots. They outlive an attachment."""
 
@@ -243,6 +256,7 @@ class Standing:
         continuation: SparseMemory,
         layout_digest: str,
     ) -> bool:
+        """Make the standing snapshot that the trainer requests; return whether it was made."""
         page = attached.page
         step, seq = page[Word.STANDING_STEP], page[Word.SEQ]
         kept = read_pair(continuation.buffer)
@@ -255,32 +269,51 @@ class Standing:
         made = in_time(step, rewound=page[Word.REWOUND])
         buffer = self._room(label.size_bytes, page[Word.STANDING_COMMON])
         if buffer is None or buffer.block is None:
-            sending = any(one.held for one in self._buffers)
-            why = "the one before is still sent to another host" if sending else ""
-            if not self._making and not sending:
-                why = "there is no memory for it; it is tried again"
-            return self._missed(step, why if why else "its memory is being made")
-        target = buffer.block.address
-        spans = spans_of(attached, optimizer, label, target)
-        begin_ns = time.monotonic_ns()
+            return self._missed(step, self._why_no_room())
+        spans = spans_of(attached, optimizer, label, buffer.block.address)
+        wanted = _Wanted(label=label, made=made, seq=seq, rest=record + table)
         try:
-            end, state = copy_at_one_step(page, spans, move=attached.move)
-            page[Word.STANDING_NS] = time.monotonic_ns() - begin_ns
-            if end is not CopyEnd.DONE or state.proof != seq:
-                return self._missed(step, "the next update began before it was copied")
-            rest = record + table
-            ctypes.memmove(target + label.size_bytes - len(rest), rest, len(rest))
-            self._at_point("standing-copied")
-            with self._lock:
-                buffer.label, buffer.made = label, made
+            failure = self._fill(buffer, buffer.block, wanted, attached, spans)
         except DeviceError as error:
-            return self._missed(step, str(error))
+            failure = str(error)
         finally:
             with self._lock:
                 buffer.writing = False
+        if failure:
+            return self._missed(step, failure)
         page[Word.STANDING_MADE] = made
         self._executor.submit(self._digest, buffer, label)
         return True
+
+    def _fill(
+        self,
+        buffer: _Buffer,
+        block: Block,
+        wanted: _Wanted,
+        attached: AttachedMemory,
+        spans: Sequence[CopySpan],
+    ) -> str:
+        """Copy the state into a buffer; return why it could not be copied, empty if it was. Raises
+        DeviceError."""
+        begin_ns = time.monotonic_ns()
+        end, state = copy_at_one_step(attached.page, spans, move=attached.move)
+        attached.page[Word.STANDING_NS] = time.monotonic_ns() - begin_ns
+        if end is not CopyEnd.DONE or state.proof != wanted.seq:
+            return "the next update began before it was copied"
+        rest_address = block.address + wanted.label.size_bytes - len(wanted.rest)
+        ctypes.memmove(rest_address, wanted.rest, len(wanted.rest))
+        self._at_point("standing-copied")
+        with self._lock:
+            buffer.label, buffer.made = wanted.label, wanted.made
+        return ""
+
+    def _why_no_room(self) -> str:
+        """Why there is no buffer to write to."""
+        if any(buffer.held for buffer in self._buffers):
+            return "the one before is still sent to another host"
+        if self._making:
+            return "its memory is being made"
+        return "there is no memory for it; it is tried again"
 
     def _room(self, size_bytes: int, common: int) -> _Buffer | None:
         """The buffer to write next, emptied; None until its memory is allocated."""

@@ -79,6 +79,12 @@ ATTACKS: Final = (
         ),
     ),
     Attack(
+        what="take the port of an inference engine that ended",
+        who=STRANGER,
+        expected="gets no key",
+        tests=(f"{_LOOPBACK}test_who_takes_the_port_of_an_engine_that_ended_does_not_get_its_key",),
+    ),
+    Attack(
         what="pass the question for a proof on to the real one",
         who=STRANGER,
         expected="gets no token",

@@ -16,10 +16,13 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import paramd
 from paramd.cli import completion
 from paramd.errors import ParamdError, UnreachableError
+from paramd.integrations.engines import open_engine
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.grpc import Channels
@@ -32,6 +35,7 @@ from paramd.trainer.settings import AttachSettings
 from paramd_service.control.access.authority import KEY_HEADER
 from tests.integration.client_job import running_job
 from tests.integration.control_process import JOB, TOKEN, Control, control_plane
+from tests.integration.engine_servers import Model, engine_server
 
 NOBODY = 65534
 
@@ -171,6 +175,40 @@ def test_a_session_that_an_open_page_shows_a_thief_is_worthless_at_another_port(
         heard = other.heard()
     assert cookie in heard
     assert key in heard
+
+
+def test_who_takes_the_port_of_an_engine_that_ended_does_not_get_its_key(tmp_path: Path) -> None:
+    key = "the-key-of-the-engine"
+
+    async def run() -> None:
+        save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+        model = Model(str(tmp_path))
+        model.key = key
+        with engine_server("vllm", model) as url:
+            engine = open_engine("vllm", url, token=key)
+            assert await engine.serving()
+        try:
+            with thief(urlsplit(url).port or 0) as other:
+                with pytest.raises(StrangerError, match=f"belongs to uid {NOBODY} now"):
+                    await engine.serving()
+                assert key not in await asyncio.to_thread(other.heard)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_of_another_user_keeps_getting_its_key() -> None:
+    async def run(url: str) -> None:
+        engine = open_engine("vllm", url, token="key")
+        try:
+            for _ in range(2):
+                assert await engine.serving()
+        finally:
+            await engine.close()
+
+    with thief() as other:
+        asyncio.run(run(other.url))
 
 
 def test_a_program_in_between_gets_the_proof_of_another_address() -> None:

@@ -34,6 +34,7 @@ from paramd.layout.exports.settings import NameMap
 from paramd.mesh.frames.frames import ParamFrame
 from paramd.mesh.peers.grpc import cancelled
 from paramd.mesh.reading.stream import memory_at
+from paramd.security.loopback import Acquaintance
 from paramd.security.tls import is_loopback
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Engine:
         headers = NOT_PACKED | ({"authorization": f"Bearer {token}"} if token else {})
         self._url = url.rstrip("/")
         self._pause = pause
+        self._extensions = {"trace": Acquaintance(self._url).trace} if token else {}
+        """Of each request: who takes the port of an engine that ended gets no key."""
         # A connection for each call: vLLM drops the one on which it has reported a failure.
         self._client = httpx2.AsyncClient(
             base_url=self._url,
@@ -109,6 +112,7 @@ class Engine:
                 timeout_s=timeout_s,
                 json=body,
                 params=query,
+                extensions=self._extensions,
             )
         except (httpx2.HTTPError, TimeoutError, OverBoundError) as error:
             why = str(error) or type(error).__name__

@@ -33,7 +33,7 @@ import stat
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -163,6 +163,47 @@ def question(url: str, token: str, sock: socket.socket) -> Question | None:
     if uids and uids <= {0, os.geteuid()}:
         return None
     return Question(url, token, by, to, uids, secrets.token_hex(NONCE_CHARS // 2))
+
+
+@dataclass(slots=True)
+class Acquaintance:
+    """Who listened at a loopback url when it was first called with a key: a server of another
+    program, which cannot prove anything, but whose place another user could take once it ends."""
+
+    url: str
+    _known: set[int] = field(default_factory=lambda: {0, os.geteuid()})
+    _is_new: bool = True
+
+    async def trace(self, event: str, info: dict[str, Any]) -> None:
+        """For `extensions={"trace": ...}` of a request: closes a new connection with StrangerError
+        before the request is sent if it ends at a user that did not listen there before."""
+        if event != "connection.connect_tcp.complete":
+            return
+        stream: TraceStream = info["return_value"]
+        try:
+            await asyncio.to_thread(self._look, stream.get_extra_info("socket"))
+        except BaseException:
+            # The pool has not taken it yet, and would not close it.
+            await stream.aclose()
+            raise
+
+    def _look(self, sock: socket.socket) -> None:
+        try:
+            peer, local = sock.getpeername(), sock.getsockname()
+        except OSError as error:
+            raise UnreachableError(f"{self.url}: the connection was closed at once") from error
+        to, by = (plain_ip(peer[0]), int(peer[1])), (plain_ip(local[0]), int(local[1]))
+        if not to[0].is_loopback:
+            return
+        others = owners(by, to) - self._known
+        if others and not self._is_new:
+            who = ", ".join(f"uid {uid}" for uid in sorted(others))
+            raise StrangerError(
+                f"{self.url} belongs to {who} now, who did not listen there before, so the key was "
+                "not sent; if that is right, start this command again"
+            )
+        self._is_new = False
+        self._known |= others
 
 
 def owners(local: Address, peer: Address) -> set[int]:

@@ -27,7 +27,7 @@ from paramd import bounds, places
 from paramd.answers import parsed_json
 from paramd.cli import settings
 from paramd.errors import ParamdError
-from paramd.layout.select import literal
+from paramd.layout.globs import literal
 from paramd.security.loopback import ask_over, connected_beside
 
 if TYPE_CHECKING:

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.filters import parse_filter
-from paramd.layout.select import (
-    CharClass,
-    NameColumns,
-    NameIndex,
-    Slices,
-    literal,
-    parse_glob,
-    select,
-    split_slices,
-)
+from paramd.layout.globs import CharClass, NameColumns, literal, parse_glob
+from paramd.layout.select import NameIndex, select
+from paramd.layout.slices import Slices, split_slices
 from paramd.layout.types import Box, Layout, TensorKind, TensorLayout
 
 PARAMETER, BUFFER = TensorKind.PARAMETER, TensorKind.BUFFER

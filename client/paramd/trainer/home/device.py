@@ -24,8 +24,9 @@ from paramd.memory.control_page import ControlPage
 from paramd.memory.device_arena import Addresses, DeviceMap, TrainerDevice, why_not
 from paramd.memory.device_driver import CUDA, HIP, HIP_VARIABLE, VARIABLE, DeviceError, Driver, load
 from paramd.memory.handover import Allocation
+from paramd.trainer.home.arena_plan import ALIGN_BYTES
 from paramd.trainer.home.moving import Memory, live_tensors
-from paramd.trainer.home.owned import ALIGN_BYTES, ParameterStorage
+from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.home.watch import Contents, Slots
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.shards import find_shards

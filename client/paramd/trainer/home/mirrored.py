@@ -31,15 +31,10 @@ from paramd.memory.arena import unpack_wanted
 from paramd.memory.edit_program import DTYPE_CODES, Record
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.home import moving
+from paramd.trainer.home.arena_plan import ArenaPlan, plan_arena
 from paramd.trainer.home.device import device_home
 from paramd.trainer.home.moving import BufferCopies, Memory, Range
-from paramd.trainer.home.owned import (
-    ArenaPlan,
-    ParameterStorage,
-    address_of,
-    check_arena,
-    plan_arena,
-)
+from paramd.trainer.home.owned import ParameterStorage, address_of, check_arena
 from paramd.trainer.model import accelerator
 from paramd.trainer.model.local_shard import LocalShard, dtype_name
 from paramd.trainer.model.shards import find_shards

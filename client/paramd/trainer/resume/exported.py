@@ -11,10 +11,7 @@ are not in it. Exports in directories and of format safetensors are read.
 
 from __future__ import annotations
 
-import os
-import stat
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -23,9 +20,9 @@ import torch
 from xxhash import xxh3_128
 
 from paramd import bounds
-from paramd.answers import parsed_json, read_descriptor
-from paramd.bounds import HEADER, OverBoundError
-from paramd.errors import ConflictError, DataLossError, NotFoundError, ParamdError, UsageError
+from paramd.answers import parsed_json
+from paramd.bounds import HEADER
+from paramd.errors import ConflictError, DataLossError, ParamdError, UsageError
 from paramd.layout.dtypes import SAFETENSORS_NAMES, item_bytes
 from paramd.layout.exports.safetensors import (
     MODEL_FILES,
@@ -47,9 +44,7 @@ from paramd.layout.types import (
 from paramd.trainer.boundary.optimizers import Owned, find_owned
 from paramd.trainer.home.moving import Memory, bytes_at, placed
 from paramd.trainer.model.dtensor import like
-
-CHUNK_BYTES = 16 << 20
-MANIFEST = "paramd-export.json"
+from paramd.trainer.resume.export_files import CHUNK_BYTES, MANIFEST, ExportFiles
 
 _DTYPES = {theirs: ours for ours, theirs in SAFETENSORS_NAMES.items()}
 
@@ -89,8 +84,7 @@ class Exported:
         self.offered = offered
         self._tensors = [one for one in layout.tensors if one.numel]
         self._rank = rank
-        self._closing = ExitStack()
-        self._files: dict[str, int] = {}
+        self._files = ExportFiles(offered.directory)
         self._manifest: dict[str, Any] = {}
         self._model: dict[str, _Stored] = {}
         self._states: dict[str, dict[str, _Stored]] = {}
@@ -125,11 +119,11 @@ class Exported:
             raise UsageError(self.offered.why_not)
         text = self._read_manifest()
         number, count = share
-        names = [str(one["name"]) for one in self._manifest["files"]]
+        names = [str(file["name"]) for file in self._manifest["files"]]
         for name in names:
-            self._open(name)
-        for one in self._manifest["files"][number::count]:
-            self._verify(one)
+            self._files.open(name)
+        for file in self._manifest["files"][number::count]:
+            self._files.verify(file["name"], file["size_bytes"], file["xxh3"])
         self._read_headers(names)
         self._join_parts()
         self._check_model()
@@ -168,8 +162,7 @@ class Exported:
                 }
 
     def close(self) -> None:
-        self._closing.close()
-        self._files = {}
+        self._files.close()
 
     def _state(
         self, owned: Owned, key: str, within: Sequence[tuple[Piece, TensorLayout]]
@@ -213,7 +206,8 @@ class Exported:
         return next((self._model[name] for name in names if name in self._model), None)
 
     def _read_manifest(self) -> bytes:
-        text = self._whole(self._open(MANIFEST), bounds.MANIFEST, MANIFEST)
+        self._files.open(MANIFEST)
+        text = self._files.whole(MANIFEST, bounds.MANIFEST)
         try:
             found = parsed_json(text, bounds.MANIFEST)
             if found["paramd_export"] != 1:
@@ -242,31 +236,6 @@ class Exported:
         if self._manifest["export_id"] != self.offered.id:
             raise ConflictError("another export has taken its place")
         return text
-
-    def _open(self, name: str) -> int:
-        if name in (".", "..") or "/" in name or "\0" in name:
-            raise DataLossError(f"its {MANIFEST} names a file {name[:80]!r}")
-        # Non-blocking: a FIFO of that name must not hang the training.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        try:
-            descriptor = os.open(os.path.join(self.offered.directory, name), flags)
-        except FileNotFoundError:
-            raise NotFoundError(f"{self.offered.directory} has no {name}") from None
-        self._closing.callback(os.close, descriptor)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise DataLossError(f"{name} is not a file")
-        self._files[name] = descriptor
-        return descriptor
-
-    def _verify(self, one: Mapping[str, Any]) -> None:
-        name, size_bytes = one["name"], one["size_bytes"]
-        found_bytes = os.fstat(self._files[name]).st_size
-        summed = xxh3_128()
-        for begin in range(0, size_bytes if found_bytes == size_bytes else 0, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, size_bytes - begin)
-            summed.update(self._read(self._files[name], begin, size, name))
-        if found_bytes != size_bytes or summed.hexdigest() != one["xxh3"]:
-            raise DataLossError(f"{name} is damaged: it is not what was exported")
 
     def _read_headers(self, names: Sequence[str]) -> None:
         known = {self._name(one.fqn): one.fqn for one in self._tensors}
@@ -301,19 +270,18 @@ class Exported:
 
     def _read_groups(self, name: str) -> list[dict[str, Any]]:
         try:
-            text = self._whole(self._files[name], bounds.OPTIMIZER_GROUPS, name)
+            text = self._files.whole(name, bounds.OPTIMIZER_GROUPS)
             return [dict(group) for group in parsed_json(text, bounds.OPTIMIZER_GROUPS)["groups"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataLossError(f"{name} cannot be read ({error!r})") from None
 
     def _header(self, name: str) -> Iterator[tuple[str, _Stored]]:
-        descriptor = self._files[name]
-        length = int.from_bytes(self._read(descriptor, 0, 8, name), "little")
+        length = int.from_bytes(self._files.read(name, 0, 8), "little")
         if length > HEADER.most_bytes:
             raise DataLossError(f"{name} has a header of {length:,} bytes")
         try:
             for tensor, facts in parsed_json(
-                bytes(self._read(descriptor, 8, length, name)), HEADER
+                bytes(self._files.read(name, 8, length)), HEADER
             ).items():
                 if tensor != "__metadata__":
                     begin, end = facts["data_offsets"]
@@ -387,44 +355,22 @@ class Exported:
         if stored.shape:
             self._copy_rows(stored, box, target, dtype)
             return
-        descriptor = self._files[stored.file]
-        data = self._read(descriptor, stored.begin_bytes, dtype.itemsize, stored.file)
+        data = self._files.read(stored.file, stored.begin_bytes, dtype.itemsize)
         target.copy_(torch.frombuffer(data, dtype=dtype).view(()))
 
     def _copy_rows(
         self, stored: _Stored, box: Box, target: torch.Tensor, dtype: torch.dtype
     ) -> None:
         """Copy a box of a tensor that was written as a whole: some `CHUNK_BYTES` at a time."""
-        descriptor = self._files[stored.file]
         row_bytes = prod(stored.shape[1:]) * dtype.itemsize
         count = max(CHUNK_BYTES // max(row_bytes, 1), 1)
         inner = tuple(slice(b, e) for b, e in zip(box.begin[1:], box.end[1:], strict=True))
         for first in range(box.begin[0], box.end[0], count):
             last = min(first + count, box.end[0])
             begin = stored.begin_bytes + first * row_bytes
-            data = self._read(descriptor, begin, (last - first) * row_bytes, stored.file)
+            data = self._files.read(stored.file, begin, (last - first) * row_bytes)
             rows = torch.frombuffer(data, dtype=dtype).view(last - first, *stored.shape[1:])
             target[first - box.begin[0] : last - box.begin[0]].copy_(rows[(slice(None), *inner)])
-
-    @staticmethod
-    def _whole(descriptor: int, bound: bounds.Bound, name: str) -> bytes:
-        """A whole file."""
-        try:
-            return read_descriptor(descriptor, bound)
-        except OverBoundError as error:
-            raise DataLossError(f"{name} cannot be read ({error})") from None
-
-    @staticmethod
-    def _read(descriptor: int, begin: int, size: int, name: str) -> bytearray:
-        """Exactly `size` bytes."""
-        data = bytearray(size)
-        view, done = memoryview(data), 0
-        while done < size:
-            count = os.preadv(descriptor, [view[done:]], begin + done)
-            if not count:
-                raise DataLossError(f"{name} ends too early")
-            done += count
-        return data
 
 
 def _seen_from(origin: Sequence[int], box: Box) -> Box:

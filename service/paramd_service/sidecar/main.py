@@ -26,7 +26,7 @@ from paramd_service.parts import SIDECAR
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults, from_environment
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.parts import SidecarPart
+from paramd_service.sidecar.parts import SidecarPart, log_failed
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
@@ -146,10 +146,6 @@ def read_pems(stdin: BinaryIO) -> Pems:
         raise UsageError("stdin: expected one JSON line with ca, cert and key") from None
 
 
-def _tell_failed(log: Log, part: str, what: str, error: Exception) -> None:
-    log("part-failed", part=part, what=what, error=repr(error))
-
-
 async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -> None:
     """Start the servers, wait until the sidecar should leave, then drain.
 
@@ -166,7 +162,7 @@ async def run(config: SidecarConfig, faults: Faults, pems: Pems | None = None) -
         stats_executor=stats_thread,
         faults=faults,
         log=log,
-        parts=parts.found(SIDECAR, "sidecar", SidecarPart, partial(_tell_failed, log)),
+        parts=parts.found(SIDECAR, "sidecar", SidecarPart, partial(log_failed, log)),
     )
     if pems is not None:
         rank.own_pems = JobPems(pems, mutual=True)

@@ -23,6 +23,7 @@ from collections.abc import (
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
@@ -52,6 +53,11 @@ if TYPE_CHECKING:
     from paramd_service.tls import JobPems, ServerTls
 
 Answer = TypeVar("Answer")
+
+
+def log_failed(log: Log, part: str, what: str, error: Exception) -> None:
+    """Log what an installed package's part failed to do."""
+    log("part-failed", part=part, what=what, error=repr(error))
 
 
 class SidecarHost:
@@ -122,13 +128,9 @@ class SidecarHost:
                 lambda kind: kind(self),
                 SidecarPart,
                 tell=self._tell_call,
-                tell_failed=self._tell_failed,
+                tell_failed=partial(log_failed, self.log),
             )
         )
-
-    def _tell_failed(self, part: str, what: str, error: Exception) -> None:
-        """Log what an installed package's part failed to do."""
-        self.log("part-failed", part=part, what=what, error=repr(error))
 
     def _tell_call(self, part: str, method: str, took_s: float) -> None:
         self.log("part-called", part=part, method=method, took_us=round(1e6 * took_s))

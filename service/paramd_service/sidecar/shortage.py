@@ -38,8 +38,8 @@ TOLD_S = 300.0
 """Seconds for which the rank's status says that the kernel ended its sidecar."""
 
 CALM_S = 60.0
-"""Seconds with enough memory after which a shortage counts as over, in the log. What is left may
-waver around the reserve for as long as a training runs."""
+"""Seconds with enough memory after which the log reports that a shortage is over. Available memory
+may waver around the reserve for as long as a training runs."""
 
 PRESSURE = Path("/proc/pressure/memory")
 TRIGGER = b"some 150000 2000000\0"

@@ -140,7 +140,11 @@ class Outside:
 
     def _state_versions(self) -> tuple[int, ...]:
         try:
-            return tuple(split(one)[0]._version for one in self._states())
+            # Twice for each update that somebody follows, and there may be thousands of tensors.
+            return tuple(
+                tensor._version if type(tensor) is torch.Tensor else split(tensor)[0]._version
+                for tensor in self._states()
+            )
         except Exception:
             # Tensors made in inference mode count no writes.
             log.debug("paramd: the optimizer's state cannot be recorded", exc_info=True)

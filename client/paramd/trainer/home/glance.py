@@ -167,7 +167,7 @@ def glance_at(tables: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor])
     try:
         return Glance(tables, tensors, places) if places is not None else None
     except Exception as error:
-        log.debug("paramd: parameters are looked at one by one: %r", error)
+        log.debug("paramd: parameters are compared one at a time: %r", error)
         return None
 
 

@@ -3,7 +3,7 @@
 A stranger is a connection that has not shown a good token. Strangers have separate slots; when
 those are full, the oldest of the address with the most is evicted. A client that sends its request
 at once therefore gets through however many others stall, and no stranger ever displaces a
-connection with a good token. When no descriptor is left and there is no stranger, an idle
+connection with a good token. When few descriptors are left and there is no stranger, an idle
 connection of the token with the most makes room, the owner's last. A request is authenticated
 before any of its body is read.
 """

@@ -61,32 +61,7 @@ def log_failed(log: Log, part: str, what: str, error: Exception) -> None:
 
 
 class SidecarHost:
-    """One rank's state that parts and servers may reach. Event loop only.
-
-    The class has its state before the first trainer comes.
-    """
-
-    ownership: Ownership = Ownership.WAITING
-    attached: AttachedMemory | None = None
-    """Memory shared with the trainer; None before the first attach."""
-    mesh: Mesh | None = None
-    """What the trainers have agreed on; None while they are attaching."""
-    layout_digest: str = ""
-    """The last mesh's."""
-    detached: bool = False
-    """Whether the trainer has said that it leaves."""
-    end: tuple[float, Exit | None] | None = None
-    """When the trainer's process ended (monotonic clock), and how; None if unknown."""
-    control_generation: int = 0
-    """Highest control plane generation seen in this incarnation; lower ones are fenced."""
-    stream_port: int = 0
-    """TCP port for bulk streams; 0 if there is none."""
-    tls: ServerTls | None = None
-    """The gRPC server's, once it listens; None without TLS."""
-    own_pems: JobPems | None = None
-    """This rank's certificate from the job; None unless the job has its own TLS."""
-    shortage: str = ""
-    """What the rank's status says about memory; empty when there is enough."""
+    """One rank's state that parts and servers may reach. Event loop only."""
 
     def __init__(
         self,
@@ -106,6 +81,27 @@ class SidecarHost:
         """One thread, for what must not run while memory is copied."""
         self.stats_executor = stats_executor
         """One thread, for what reduces a snapshot."""
+        self.ownership = Ownership.WAITING
+        self.attached: AttachedMemory | None = None
+        """Memory shared with the trainer; None before the first attach."""
+        self.mesh: Mesh | None = None
+        """What the trainers have agreed on; None while they are attaching."""
+        self.layout_digest = ""
+        """The last mesh's."""
+        self.detached = False
+        """Whether the trainer has said that it leaves."""
+        self.end: tuple[float, Exit | None] | None = None
+        """When the trainer's process ended (monotonic clock), and how; None if unknown."""
+        self.control_generation = 0
+        """Highest control plane generation seen in this incarnation; lower ones are fenced."""
+        self.stream_port = 0
+        """TCP port for bulk streams; 0 if there is none."""
+        self.tls: ServerTls | None = None
+        """The gRPC server's, once it listens; None without TLS."""
+        self.own_pems: JobPems | None = None
+        """This rank's certificate from the job; None unless the job has its own TLS."""
+        self.shortage = ""
+        """What the rank's status says about memory; empty when there is enough."""
         self.leaving = asyncio.Event()
         """Set when the sidecar should drain: on detach, on a signal, or after the linger time."""
         self.on_change: list[Callable[[], None]] = []
